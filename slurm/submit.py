@@ -42,12 +42,12 @@ STAGES = {
     "zeroshot": "zeroshot.imagenet",
     "retrieval": "zeroshot.retrieval",
     "localisation": "zeroshot.localisation",
-    "union": "zeroshot.union",
+    "analyses": "zeroshot.analyses",
     "composed": "zeroshot.composed",
     "embed": "tools.embed",
     "build-index": "tools.build_index",
 }
-ONE_PROCESS = ("zeroshot", "retrieval", "localisation", "union", "composed", "build-index")
+ONE_PROCESS = ("zeroshot", "retrieval", "localisation", "analyses", "composed", "build-index")
 TRAINERS = ("pretrain", "finetune")
 SRUN_OPTIONS = ("--gpu-bind=none", "--kill-on-bad-exit=1", "--wait=600")
 ROOT = Path(__file__).resolve().parents[1]

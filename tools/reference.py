@@ -17,7 +17,8 @@ from finetune.config import Config as Finetuning
 from finetune.methods.registry import GROUPS, METHODS
 from pretrain.config import Config as Pretraining
 from pretrain.objectives import OBJECTIVES
-from zeroshot.config import ImagenetConfig, RetrievalConfig
+from zeroshot.imagenet import ImagenetConfig
+from zeroshot.retrieval import RetrievalConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference.md"

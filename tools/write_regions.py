@@ -46,7 +46,7 @@ from probemb.models.heads import HeadConfig
 from probemb.models.inputs import create_transforms
 from probemb.models.towers.timm_image import TimmTower, pretrained_trunk, timm_tower
 from tools.scene_forms import FEATURES, region_features
-from zeroshot.crops import GridOptions
+from zeroshot.localisation import GridOptions
 
 SPLITS = {"val": "dev"}  # the published files' name of a split
 BOXES, IDS, CAPTIONS, REGIONS = "boxes.npy", "ids.txt", "caps.txt", "ims.npy"

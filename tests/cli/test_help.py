@@ -17,7 +17,7 @@ LONG = {
     "pretrain.run": "pretrain.config:Config",
     "finetune.run": "finetune.config:Config",
     "pretrain.plan.command": "pretrain.plan.command:Plan",
-    "zeroshot.retrieval": "zeroshot.config:RetrievalConfig",
+    "zeroshot.retrieval": "zeroshot.retrieval:RetrievalConfig",
 }
 
 
@@ -63,7 +63,7 @@ def test_a_half_sentence_in_brackets_stays_whole():
 @pytest.mark.parametrize(
     "kind",
     [
-        "zeroshot.config:ImagenetConfig", "zeroshot.config:AlgebraConfig", "slurm.submit:Submission",
+        "zeroshot.imagenet:ImagenetConfig", "zeroshot.analyses:AlgebraConfig", "slurm.submit:Submission",
         "tools.download.command:Download",
     ],
 )  # fmt: skip

@@ -2,10 +2,10 @@
 
 import json
 from contextlib import nullcontext
+from importlib import import_module
 
 import pytest
 
-import probemb.cli.device
 from probemb.cli.device import Device
 from tests.pretended_gpu import PretendedGPU, needs_pretended_gpu
 from tests.ranks import run_ranks
@@ -13,15 +13,14 @@ from tests.ranks import run_ranks
 
 def evaluated(rank, world, module, options, out):
     """results.json of a command, on the CPU and on the pretended GPU."""
-    main = __import__(f"zeroshot.{module}", fromlist=["main"]).main
+    main, work = (import_module(f"zeroshot.{name}") for name in (module, f"evaluations.{module}"))
     found = []
     for gpu in (None, PretendedGPU()):
         device = Device("cpu" if gpu is None else str(gpu.device))
-        probemb.cli.device.choose_device = lambda name, precision, device=device: device
+        work.choose_device = lambda name, precision, device=device: device
         folder = out / device.name.partition(":")[0]
         with gpu or nullcontext():
-            cached = ["--cache", str(folder / "cache")] if module == "imagenet" else []
-            assert main([*options, "--out", str(folder), *cached]) == 0
+            assert main.main([*options, "--out", str(folder)]) == 0
         found.append(json.loads((folder / "results.json").read_text()))
     return found
 

@@ -1,0 +1,268 @@
+"""What the retrieval command alone uses: COCO's benchmarks beside the rest, uncertainty and what is erased."""
+
+import copy
+from itertools import chain
+
+import pytest
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+
+from probemb import Gaussian, metrics
+from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings, refuse_too_many_exact_pairs
+from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.predictors import warning
+from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
+from probemb.evaluation.tolerance import GRID
+from probemb.evaluation.uncertainty import (
+    MEASURES,
+    erase,
+    erase_pixels,
+    erase_regions,
+    erase_words,
+    evenly,
+    extremes,
+    prefix,
+    projection,
+    quality,
+)
+from probemb.metrics.coco import coco_test_ids, package_metrics
+from probemb.models import load_model
+from tests.truth import matches
+from tests.world import write_tar
+
+
+def gaussians(n, dim=8, seed=0):
+    r = torch.Generator().manual_seed(seed)
+    mean = torch.nn.functional.normalize(torch.randn(n, dim, generator=r), dim=1)
+    return Gaussian(mean, torch.randn(n, dim, generator=r) - 3)
+
+
+def test_validation_by_tolerance_takes_the_best_weights(run_folder, captioned):
+    model, tokenizer, transforms = load_model(run_folder)
+    data = find_captions(captioned)
+    found = evaluate_retrieval(Embedder(model, tokenizer, transforms.evaluate), data, "tolerance")
+    with torch.no_grad():
+        pixels = torch.stack([transforms.evaluate(data.images.open(i)) for i in range(24)])
+        images, texts = model.encode_image(pixels), model.encode_text(tokenizer(data.flat()))
+    match = torch.tensor(data.owner()) == torch.arange(24)[:, None]
+    near = -torch.cdist(images.mean.double(), texts.mean.double()).square()
+    for way, scores, gallery, m in (("i2t", near, texts, match), ("t2i", near.T, images, match.T)):
+        u = gallery.uncertainty().double()
+        under = {weight: metrics.retrieval_metrics(scores - weight * u, m) for weight in GRID}
+        total = {weight: sum(one[f"r@{k}"] for k in (1, 5, 10)) for weight, one in under.items()}
+        weight = found["tolerance"][way]
+        assert total[weight] == pytest.approx(max(total.values()), abs=0.03)
+        assert found[way] == pytest.approx(under[weight], abs=0.03)
+
+
+def test_coco_benchmarks_beside_the_rest(monkeypatch):
+    """Few images under COCO's ids, two captions more than the benchmarks know; 250 images take the place of 5,000."""
+    image_ids, caption_ids = coco_test_ids()
+    n = 250
+    monkeypatch.setattr("probemb.metrics.coco.coco_test_ids", lambda: (image_ids[:n], caption_ids[: 5 * n]))
+    real, few = package_metrics(), copy.copy(package_metrics())
+    for name in ("coco_gts", "cxc_gts", "eccv_gts"):
+        known = {"i2t": set(image_ids[:n]), "t2i": set(caption_ids[: 5 * n])}
+        truth = getattr(real, name)
+        setattr(few, name, {way: {q: items for q, items in truth[way].items() if q in known[way]} for way in known})
+    monkeypatch.setattr("probemb.metrics.coco.package_metrics", lambda: few)
+
+    captions = [["x"] * 5 for _ in range(n)]
+    ids = [caption_ids[5 * i : 5 * i + 5] for i in range(n)]
+    for extra in (False, True):
+        if extra:
+            for i in (0, 200):
+                captions[i].append("sixth")
+                ids[i].append(-i - 1)
+        data = CaptionDataset(captions=captions, image_ids=image_ids[:n], caption_ids=ids)
+        owner = torch.tensor(data.owner())
+        images = gaussians(n)
+        noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
+        texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
+        pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [])
+        assert choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
+        rows, per_query, _ = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
+        found = {row["positives"]: row for row in rows}
+        assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption", "CxC 1K"]
+        assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
+        if not extra:
+            own = {way: {name: found["own captions"][way][name] for name in ("r@1", "r@5")} for way in ("i2t", "t2i")}
+            for way, recalls in own.items():
+                assert {name: found["COCO 5K"][way][name] for name in recalls} == pytest.approx(recalls, abs=1e-12)
+        for name, metric, key in (("ECCV Caption", "mAP@R", "map_at_r"), ("CxC", "R-P", "r_precision")):
+            for side, way in (("images", "i2t"), ("captions", "t2i")):
+                mean = per_query[side][f"{name}: {metric}"].nanmean().item()
+                assert mean == pytest.approx(found[name][way][key], abs=1e-12)
+        for side, way in (("images", "i2t"), ("captions", "t2i")):  # each query within its own fold
+            folds = per_query[side]["COCO 1K: R@1"]
+            assert folds.isnan().sum() == 2 * extra * (side == "captions")
+            assert folds.nanmean().item() == pytest.approx(found["COCO 1K"][way]["r@1"], abs=1e-12)
+        assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
+        assert per_query["captions"]["COCO 5K: R@1"].isnan().sum() == 2 * extra
+        assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
+        objects = (torch.rand(n, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
+        rows, *_ = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco"], objects)
+        fold = {row["positives"]: row for row in rows}["plausible matches 1K, pcme"]
+        values = []
+        for i in range(0, n, n // 5):
+            of = [k for k, number in enumerate(chain(*ids)) if number in caption_ids[5 * i : 5 * i + n]]
+            scores = -csd(images[i : i + n // 5], texts[of])
+            labels = objects[i : i + n // 5], objects[owner[of]]
+            values.append(metrics.plausible_match_r_precision(scores, *labels)["pmrp"])
+        assert fold["i2t"]["r_precision"] == pytest.approx(sum(values) / 5)
+
+
+def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():
+    images, texts = gaussians(6), gaussians(40, seed=1)
+    options = RankingOptions(candidates=10)
+    by_mean, ranked = (
+        rank_all(make_ranker(name, images, texts, options), 6, 40, (20, 6)).i2t
+        for name in ("faiss-mean", "faiss-rerank")
+    )
+    assert torch.equal(ranked[:, 10:], by_mean[:, 10:])
+    assert torch.equal(ranked[:, :10].sort(dim=1).values, by_mean[:, :10].sort(dim=1).values)
+    assert not torch.equal(ranked[:, :10], by_mean[:, :10])
+    positives = own_captions(torch.arange(40) % 6, 6)
+    assert positives.counts.tolist() == [7, 7, 7, 7, 6, 6]
+
+
+def test_a_collapsed_model_has_a_plane():
+    """t-SNE divides its start by the spread of the points, and ends the process at NaN."""
+    same = Gaussian(torch.eye(8)[:1].expand(40, 8), torch.zeros(40, 8))
+    found = projection(EmbeddedPairs(same, same, torch.arange(40), list(range(40)), []))
+    assert found["method"] == "the first two dimensions"
+    assert found["images"]["x"].tolist() == [1] * 40
+
+
+def test_what_is_erased_is_what_was_asked_for():
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.ones(3, 3, 20, 20)
+    for share in (0.0, 0.25, 1.0):
+        erased = erase_pixels(pixels, share, generator)
+        assert (erased == 0).double().mean().item() == pytest.approx(share, abs=0.01)
+    regions = torch.ones(2, 5, 3)
+    regions[1, 1:] = 0  # an image with one region
+    for share, left in ((0.0, [5, 1]), (0.4, [3, 1]), (1.0, [1, 1])):
+        assert (erase_regions(regions, share, generator) != 0).all(-1).sum(1).tolist() == left
+    words = "a b c d e f g h i j"
+    assert [prefix(words, share) for share in (0.0, 0.3, 1.0)] == [words, "a b c d e f g", ""]
+    assert erase_words(words, 0.0, generator) == words
+    left = erase_words(words, 0.3, generator).split()
+    assert len(left) == 7
+    assert left == sorted(left)
+    assert erase_words("one", 0.8, generator) == ""
+    assert evenly(100, 3) == [0, 50, 99]
+    assert evenly(2, 5) == [0, 1]
+    assert evenly(3, 1) == [0]
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_uncertainty_by_every_measure(name):
+    images, texts = gaussians(30), gaussians(60, seed=1)
+    pairs = EmbeddedPairs(images, texts, torch.arange(60) // 2, list(range(30)), [])
+    score = torch.rand(60, generator=torch.Generator().manual_seed(2))
+    (bins,) = (
+        found["bins"] for found in quality(pairs, {"captions": {"x": score}}, MEASURES[name])["captions"].values()
+    )
+    expected = {
+        "sum": texts.var.sum(1),
+        "log-det": torch.stack([torch.logdet(torch.diag(v)) for v in texts.var]),
+        "geometric-mean": texts.std.log().mean(1).exp(),
+    }[name].double()
+    of_bins = torch.tensor([u * n for u, n in zip(bins["uncertainty"], bins["counts"])]).sum() / 60
+    assert float(of_bins) == pytest.approx(float(expected.mean()), rel=1e-5)
+    ranks = (metrics.average_ranks(x) for x in (expected, score.double()))
+    assert bins["spearman"] == pytest.approx(metrics.pearson(*ranks), abs=1e-6)
+
+
+def test_small_sets_have_projections_and_extremes():
+    pairs = EmbeddedPairs(gaussians(2), gaussians(3, seed=1), torch.tensor([0, 0, 1]), [0, 1], [])
+    found = projection(pairs)
+    assert len(found["captions"]["x"]) == 3
+    assert "t-SNE" in found["method"]
+    assert {len(rows) for rows in extremes(pairs.images.uncertainty()).values()} == {1}
+
+
+def test_captions_and_scenes_are_found(captioned):
+    found = find_captions(captioned)
+    assert len(found.images) == 24
+    assert all(len(texts) == 3 for texts in found.captions)
+    kept = [0, 5, 7]
+    match = exact_match(found, kept)
+    told = [caption for i in kept for caption in found.scenes[i][1]]
+    for row, i in enumerate(kept):
+        assert match[row].tolist() == [matches(caption, found.scenes[i][0]) for caption in told]
+        assert match[row, 3 * row : 3 * row + 3].all()
+
+
+def test_plain_captions_have_no_scenes(tmp_path, pictures):
+    members = [("a.jpg", pictures[0][1]), ("a.txt", b"one\ntwo\n"), ("b.jpg", pictures[1][1]), ("b.txt", b"three")]
+    found = find_captions(write_tar(tmp_path / "a.tar", members))
+    assert found.captions == [["one", "two"], ["three"]]
+    assert found.scenes is None
+
+
+def test_scores_of_a_perfect_embedding_and_of_uncertain_rivals():
+    mean = torch.eye(6)
+    owner = torch.arange(6).repeat_interleave(2)
+    images = Gaussian(mean, torch.full((6, 6), -5.0))
+    data = CaptionDataset(captions=[["x", "y"]] * 6, image_ids=list("abcdef"))
+
+    def rows(texts):
+        pairs = EmbeddedPairs(images, texts, owner, list(range(6)), [])
+        return evaluate_rankings(pairs, data, ["csd", "mean"], RankingOptions())[0]
+
+    for row in rows(Gaussian(mean[owner], torch.full((12, 6), -5.0))):
+        assert row["rsum"] == pytest.approx(600)
+        assert row["i2t"]["map_at_r"] == row["t2i"]["r_precision"] == 1
+    wrong = torch.nn.functional.normalize(mean[owner] + 0.9 * mean[(owner + 1) % 6], dim=1)
+    wrong[::2] = mean[owner][::2]
+    spread = torch.full((12, 6), -5.0)
+    spread[1::2] = 2.0  # the captions that lie between two images say so
+    by_csd, by_mean = rows(Gaussian(wrong, spread))
+    assert by_csd["i2t"]["r@1"] == 1
+    assert by_csd["t2i"] == by_mean["t2i"]  # a query's own uncertainty is a constant
+
+
+def test_too_many_exact_pairs_are_refused():
+    def world(n_captions):
+        return CaptionDataset(captions=[["x"] * (n_captions // 20_000)] * 20_000, image_ids=[], scenes=[])
+
+    refuse_too_many_exact_pairs(world(100_000))
+    with pytest.raises(UserError, match="20,000 images and 120,000 captions are 2,400,000,000 pairs"):
+        refuse_too_many_exact_pairs(world(120_000))
+
+
+def test_the_warning_names_the_direction_in_which_u_is_turned_round():
+    def row(spearman, difference):
+        parts = {"certain": 0.1, "rest": 0.1 - difference, "difference": {"value": difference, "se": 0.01}}
+        return {"score": "u", "title": "u", "ambiguity": None, "accepted_share": None,
+                "r@1": {"value": spearman, "se": 0.02}, "halves": parts, "gain": None}  # fmt: skip
+
+    good, turned, halved = row(-0.3, 0.2), row(0.3, 0.0), row(0.0, -0.2)
+    assert warning({"captions": [good], "images": [good]}) is None
+    assert warning({"captions": [row(0.03, -0.01)], "images": [good]}) is None  # chance
+    for one in (turned, halved):
+        found = {"captions": [one], "images": [good]}
+        line = warning(found)
+        assert line.startswith("warning: u runs against recall here (captions: ")
+        assert "images" not in line
+        assert "\n" not in line
+        assert "--calibrate" in line
+    assert "; images: " in warning({"captions": [turned], "images": [halved]})
+
+
+def test_erased_pixels_are_those_of_floats(run_folder, captioned):
+    """The model reads uint8; what changes pixels works on exact floats, as open_clip's own transform gives them."""
+    model, tokenizer, transforms = load_model(run_folder)
+    floats = image_transform_v2(PreprocessCfg(**model.config["preprocess"]), is_train=False)
+    captions = find_captions(captioned)
+    found, expected = (
+        erase(Embedder(model, tokenizer, transform), captions, range(8)) for transform in (transforms.evaluate, floats)
+    )
+    assert found["pixels"] == expected["pixels"]
+    assert len(set(found["pixels"]["uncertainty"])) > 5

@@ -1,0 +1,133 @@
+"""Smaller analyses of what means and variances do; each prints a table and writes results.json and report.html.
+
+    python -m zeroshot.analyses union --model runs/x --data data/visual_genome
+    python -m zeroshot.analyses set-algebra --model runs/pcme --data data/flickr8k --split test
+    python -m zeroshot.analyses ellipses --model runs/pcme-cub --data data/cub --generic "this bird has unk unk unk"
+    python -m zeroshot.analyses continuity --model runs/jwae --data data/flickr8k --split test
+
+union: crops A and B of an image and C, the box around both, with the caption "a and b": does uncertainty know what fits
+more, and are queries told from parts of them? Source: Probabilistic VSE++/VSRN §4.6, Fig. 2, Table 4.
+set-algebra: does the embedding of a mixed image cover the intersection of the two images', and does an image lie in the
+same image with a part erased? Source: PCME §4.4, Figures 7 and 8.
+ellipses: images and captions of some classes, or of some images where the data has no classes, in a plane, each as the
+ellipse that holds half of its mass. Source: PCME §4.4, Figure 5.
+continuity: do neighbours among the codes, and what lies between two, mean something similar? Source: jWAE, Fig. 2.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jsonargparse.typing import NonNegativeInt, restricted_number_type
+
+from probemb.cli.command import run_command
+from probemb.cli.ranges import Count, Seed, Share
+from probemb.errors import UserError, nearest
+from zeroshot.command import CaptionConfig, EvaluationConfig, read_options
+
+Inputs = restricted_number_type("Inputs", int, [(">=", 4), ("<=", 10_000)])
+Steps = restricted_number_type("Steps", int, [(">=", 3), ("<=", 1000)])
+Groups = restricted_number_type("Groups", int, [(">=", 2), ("<=", 9)])  # as many as there are colours
+
+
+@dataclass(frozen=True)
+class UnionConfig(EvaluationConfig):
+    """`python -m zeroshot.analyses union`.
+
+    Args:
+        data: Visual Genome (a folder with region_descriptions.json), or the synthetic world's visual_genome.
+        images: folder of the images; by default searched beside the data.
+        sample: so many of the images, chosen by their ids; --no-sample: all.
+        areas: largest area of crops A and B, as shares of the image; a figure has all of them.
+        rankings: csd, mean, wasserstein2, match-probability, kl, min-kl, ..., separated by commas; by default the one
+            that the model was trained for, and the means alone.
+        samples: samples of each item for match-probability.
+    """
+
+    data: str = ""
+    images: str | None = None
+    sample: Count | None = 2000
+    areas: tuple[Share, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    rankings: str | None = None
+    samples: Count = 8
+    batch_size: Count = 128
+
+
+@dataclass(frozen=True)
+class AlgebraConfig(CaptionConfig):
+    """`python -m zeroshot.analyses set-algebra`.
+
+    Args:
+        inputs: images, and captions, to mix and to erase parts of.
+        examples: pairs that are drawn as ellipses.
+        seed: of what is chosen at random.
+    """
+
+    inputs: Inputs = 200
+    examples: Count = 3
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class EllipsesConfig(CaptionConfig):
+    """`python -m zeroshot.analyses ellipses`.
+
+    Args:
+        groups: classes to draw, or single images where the data has no classes; at most 9.
+        per_group: images of a class.
+        generic: a caption that says nothing, such as "this bird has unk unk"; drawn with a region of 99 %.
+        seed: of what is chosen at random.
+    """
+
+    groups: Groups = 9
+    per_group: Count = 6
+    generic: str | None = None
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class ContinuityConfig(CaptionConfig):
+    """`python -m zeroshot.analyses continuity`.
+
+    Args:
+        neighbours: of every image.
+        walks: from one image to another, that are measured.
+        shown: walks, and images with their neighbours, shown.
+        steps: of a walk, with both ends.
+        seed: of the choice of images.
+    """
+
+    neighbours: Count = 5
+    walks: Count = 100
+    shown: NonNegativeInt = 6
+    steps: Steps = 7
+    seed: Seed = 0
+
+
+ANALYSES = {  # name -> options, description, and what --data is
+    "union": (UnionConfig, "Uncertainty of crops and of their union, and selection among them.", "Visual Genome"),
+    "set-algebra": (AlgebraConfig, "What mixing and erasing do to embeddings.", "images with captions"),
+    "ellipses": (EllipsesConfig, "Images and captions of some classes as ellipses.", "images with captions"),
+    "continuity": (ContinuityConfig, "What neighbours and walks between codes mean.", "images with captions"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the analysis that the first word names; wrong options are refused before the model is loaded."""
+    name, *words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: python -m zeroshot.analyses NAME --model MODEL --data PATH [--KEY VALUE ...]\n")
+        print("\n".join(f"  {one:12} {about}" for one, (_, about, _) in ANALYSES.items()))
+        return 0
+    if name not in ANALYSES:
+        raise UserError(f"There is no analysis '{name}'.{nearest(name, ANALYSES)}", f"Choose {', '.join(ANALYSES)}.")
+    options, about, data = ANALYSES[name]
+    config = read_options(options, f"analyses {name}", about, words, data)
+    from zeroshot.evaluations import analyses
+
+    getattr(analyses, name.replace("-", "_"))(config)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

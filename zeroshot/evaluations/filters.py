@@ -1,0 +1,544 @@
+"""Prompt filters: classifiers made of prompts that are chosen, or weighted, by their uncertainty.
+
+FILTERS is the table. C classes, P prompts of a class, K prompts kept, G settings of a filter, N images, D dimensions.
+Source: PCME++ §3.5, Table 5 and §C.6; thresholds and re-weighting: ProLIP (Chun et al., ICLR 2025).
+
+Choice of K: with a common K all classes keep their K most certain prompts; acc_c(K) is the accuracy of the images of
+class c, acc(K) that of all images. `topk` takes the K with the best acc(K), `best-topk` for each class the K with the
+best acc_c(K); ties go to the largest K. The paper leaves open how many prompts the other classes keep meanwhile; here
+the same K. So `best-topk` has two numbers: the accuracy of the classifier with a K for each class, and the mean over
+classes of max_K acc_c(K), an upper bound. Chosen on the scored images, all of these are oracles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from probemb.errors import UserError, nearest
+from probemb.evaluation.classification import (
+    accuracy,
+    class_accuracy,
+    class_vectors,
+    confidences,
+    prefix_vectors,
+    true_ranks,
+)
+from probemb.gaussian import Gaussian
+from probemb.metrics import interval, resample_accuracy, standard_error
+from zeroshot.evaluations.reweighting import Reweighting, few_of_each, fit_labelled, fit_unlabelled
+
+ZERO_SHOT, FEW_SHOT, UNLABELLED, TRANSDUCTIVE, ORACLE = "zero-shot", "few-shot", "unlabelled", "transductive", "oracle"
+UPPER_BOUND = "best-topk, per-class upper bound"
+STEPS = 20  # values of a threshold that is chosen
+DEVIATIONS = tuple(step / 4 for step in range(-8, 9))
+
+
+# ---------------------------------------------------------------------- weights (C, P) from uncertainties u (C, P)
+
+
+def one_prompt(u: Tensor, index: int) -> Tensor:
+    """One prompt, the same for every class: "a photo of a {}."."""
+    weights = torch.zeros_like(u)
+    weights[:, index] = 1.0
+    return weights
+
+
+def all_prompts(u: Tensor) -> Tensor:
+    """Every prompt, equally."""
+    return torch.full_like(u, 1.0 / u.shape[1])
+
+
+def topk(u: Tensor, k: int) -> Tensor:
+    """The K most certain prompts of each class, equally."""
+    if not 1 <= k <= u.shape[1]:
+        raise UserError(
+            f"K must lie between 1 and the number of prompts, {u.shape[1]}.", "Give another --k, or more templates."
+        )
+    return (_places(u) < k).to(u.dtype) / k
+
+
+def weighted(u: Tensor, temperature: float) -> Tensor:
+    """Soft weights: softmax of -z / temperature, z the uncertainty standardised within its class.
+
+    Standardising makes the weights independent of the scale of u, which differs between models and classes.
+    """
+    spread = u.std(dim=1, keepdim=True, correction=0)
+    z = torch.where(spread > 0, (u - u.mean(dim=1, keepdim=True)) / spread, 0.0)
+    return torch.softmax(-z / temperature, dim=1)
+
+
+def inverse_variance(u: Tensor) -> Tensor:
+    """Soft weights 1 / u: the precision weighting of a product of isotropic normals."""
+    return torch.softmax(-u.clamp_min(torch.finfo(u.dtype).tiny).log(), dim=1)  # 1 / u could overflow
+
+
+def class_deviation(u: Tensor, deviations: float) -> Tensor:
+    """The prompts of a class below its mean uncertainty + `deviations` standard deviations."""
+    exact = u.double()  # the mean of equal prompts is theirs, to the bit
+    spread = exact.std(dim=1, keepdim=True, correction=0)
+    return _keep_below(u, exact.mean(dim=1, keepdim=True) + deviations * spread)
+
+
+def threshold(u: Tensor, limit: float) -> Tensor:
+    """The prompts below one uncertainty, the same for all classes."""
+    return _keep_below(u, u.new_tensor(limit))
+
+
+def quantile(u: Tensor, share: float) -> Tensor:
+    """The most certain share of all C x P prompts, which leaves some classes more prompts than others."""
+    return _keep_below(u, u.flatten().sort().values[max(1, round(share * u.numel())) - 1])
+
+
+def _keep_below(u: Tensor, limit: Tensor) -> Tensor:
+    """Equal weights of the prompts with u <= limit; a class that would lose every prompt keeps the most certain."""
+    kept = u <= limit
+    kept |= (_places(u) == 0) & ~kept.any(dim=1, keepdim=True)
+    return kept.to(u.dtype) / kept.sum(dim=1, keepdim=True)
+
+
+def _places(u: Tensor) -> Tensor:
+    return u.argsort(dim=1, stable=True).argsort(dim=1)  # 0 = the most certain prompt
+
+
+def _limits(u: Tensor) -> list[float]:
+    low, high = float(u.min()), float(u.max())
+    return [*torch.linspace(low, high, STEPS + 1, dtype=torch.float64)[1:-1].tolist(), high]
+
+
+class Filter(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        weights: of the prompts, from u and the setting, if it has one; None where they are fitted to images.
+        setting: the option that is the setting.
+        candidates: the settings to choose from where the option is not given, ascending, a function of u.
+        options: further options that have an effect.
+        soft: no prompt is dropped.
+        reads_u: whether a point model, without uncertainties, cannot have it.
+        title: of a setting in the table; by default the filter's name.
+    """
+
+    weights: Callable[..., Tensor] | None = None
+    setting: str | None = None
+    candidates: Callable[[Tensor], list] | None = None
+    options: tuple[str, ...] = ()
+    soft: bool = False
+    reads_u: bool = True
+    title: str = ""
+
+
+FILTERS = {
+    "single": Filter(one_prompt, "single", reads_u=False),
+    "all": Filter(all_prompts, reads_u=False),
+    "topk": Filter(topk, "k", lambda u: list(range(1, u.shape[1] + 1))),
+    "best-topk": Filter(topk, None, lambda u: list(range(1, u.shape[1] + 1))),
+    "weighted": Filter(weighted, "temperature", soft=True),
+    "inverse-variance": Filter(inverse_variance, soft=True),
+    "class-deviation": Filter(class_deviation, "deviations", lambda u: list(DEVIATIONS), title=" c = {:.2f}"),
+    "threshold": Filter(threshold, "threshold", _limits, title=" {:.3g}"),
+    "quantile": Filter(quantile, "quantile", lambda u: [(i + 1) / STEPS for i in range(STEPS)], title=" {:.3g}"),
+    "reweighted": Filter(options=("shots", "prior"), soft=True),
+    "reweighted-unlabelled": Filter(options=("unlabelled", "prior"), soft=True),
+}
+
+
+def filter_names(wanted: str) -> list[str]:
+    """The filters in the table for --filter: `single`, `all` and those named, separated by commas, or every one.
+
+    Raises UserError: an unknown name.
+    """
+    if wanted == "every":
+        return list(FILTERS)
+    for name in wanted.split(","):
+        if name not in FILTERS:
+            known = [*FILTERS, "every"]
+            raise UserError(f"There is no filter '{name}'.{nearest(name, known)}", f"Known are: {', '.join(known)}.")
+    return list(dict.fromkeys(["single", "all", *wanted.split(",")]))
+
+
+def chooses(name: str, options: Mapping[str, Any]) -> bool:
+    """True for a filter that chooses a setting on images, or is fitted to images."""
+    one = FILTERS[name]
+    return one.weights is None or (one.candidates is not None and options.get(one.setting) is None)
+
+
+# ------------------------------------------------------------------------------------------- images to choose on
+
+
+class LabelledMeans(NamedTuple):
+    """Embedded images: means (M, D) of unit length, labels (M,), names, which decide folds and the few that are taken.
+
+    `rows`: (N,) bool, which of the evaluated images these are; None where they are others.
+    """
+
+    mean: Tensor
+    labels: Tensor
+    names: Sequence[str]
+    rows: Tensor | None = None
+
+
+class Split(NamedTuple):
+    """Images to choose on, and (N,) bool the evaluated images that the choice scores."""
+
+    images: LabelledMeans
+    scored: Tensor
+
+
+def fold_count(select_on: str) -> int:
+    """N of `--select-on folds:N`, 0 of oracle and train. Raises UserError."""
+    if select_on in ("oracle", "train"):
+        return 0
+    word, _, number = select_on.partition(":")
+    if word == "folds" and (number or "5").isdecimal() and int(number or "5") >= 2:
+        return int(number or "5")
+    raise UserError(
+        f"--select-on '{select_on}' is not a way to choose K.{nearest(select_on, ['oracle', 'train', 'folds:5'])}",
+        "Say oracle, train (with --select-data PATH) or folds:5.",
+    )
+
+
+def stratified_folds(
+    labels: Sequence[int], names: Sequence[str], n_folds: int, groups: Sequence[int] | None = None
+) -> Tensor:
+    """Distribute the images of each class over folds, as a function of labels and names in any order.
+
+    Within a class, images are ordered by the hash of their name and dealt round-robin; each class continues where the
+    last one stopped, so that fold sizes differ by at most one image. Images of one group go where its first one in that
+    order goes, so that no picture is both chosen on and scored.
+
+    Args:
+        groups: for each image a number that images of the same picture share; None: all differ.
+
+    Returns:
+        (N,) int64 fold of each image.
+
+    Raises:
+        UserError: no class has two images, so no image could be scored with a K chosen on its own class.
+    """
+    labels = [int(label) for label in labels]
+    groups = range(len(labels)) if groups is None else groups
+    counts = Counter(label for label, _ in set(zip(labels, groups)))
+    if max(counts.values(), default=0) < 2:
+        raise UserError(
+            f"--select-on folds:{n_folds} is not possible here: no class has more than one image, "
+            "so nothing is left to choose K on.",
+            "Use data with several images a class, or --select-on train with --select-data PATH.",
+        )
+    if (distinct := len(set(groups))) < n_folds:
+        raise UserError(
+            f"--select-on folds:{n_folds} needs at least {n_folds} images and there are {distinct}.",
+            "Ask for fewer folds.",
+        )
+    rank = {name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names}
+    order = sorted(range(len(labels)), key=lambda i: (labels[i], rank[names[i]], names[i]))
+    turn: dict[int, int] = {}
+    for i in order:
+        turn.setdefault(groups[i], len(turn))
+    return torch.tensor([turn[group] % n_folds for group in groups], dtype=torch.int64)
+
+
+def fold_splits(images: LabelledMeans, n_folds: int, groups: Sequence[int] | None = None) -> list[Split]:
+    """For each fold the images of all others, to choose on."""
+    folds, splits = stratified_folds(images.labels.tolist(), images.names, n_folds, groups), []
+    for fold in range(n_folds):
+        others = folds != fold
+        names = [name for name, used in zip(images.names, others.tolist()) if used]
+        means = images.mean[others.to(images.mean.device)]
+        splits.append(Split(LabelledMeans(means, images.labels[others], names, others), ~others))
+    return splits
+
+
+# ----------------------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything about the filters on N images.
+
+    Attributes:
+        rows: of the table; shares in [0, 1]. "k": prompts kept, the mean over classes (and folds) where it varies; None
+            for soft weights. "gain": top-1 minus that of `all`, its error paired over images. "note": what was chosen,
+            or fitted, on which images. "intervals": 95 %, by bootstrap over the images.
+        curve1, curve5: (P,) accuracy with a common K = 1..P, or None if no filter needs it.
+        oracle_k: (C,) K of each class, chosen on the evaluated images, or None.
+        kept: (C,) prompts that each class keeps in the report, the most certain ones, or None where no filter keeps a
+            number of them; kept_by: "oracle" if their number was chosen on the evaluated images, else "".
+        uncertainty: (C, P); counts: (C,) images of each class.
+        class_all: (C,) accuracy under `all`, NaN without images; oracle_best_topk: under `best-topk` with `oracle_k`;
+            oracle_max_over_k: its maximum over a common K; None without.
+        correct: (N,) whether `all` is right; confidence: (N,) its probability of the class that it says, or None where
+            the model has no temperature.
+        reweighted: what EM found, by filter and note.
+    """
+
+    rows: list[dict]
+    curve1: Tensor | None
+    curve5: Tensor | None
+    oracle_k: Tensor | None
+    kept: Tensor | None
+    kept_by: str
+    uncertainty: Tensor
+    counts: Tensor
+    class_all: Tensor
+    oracle_best_topk: Tensor | None
+    oracle_max_over_k: Tensor | None
+    correct: Tensor
+    confidence: Tensor | None
+    reweighted: dict[str, Reweighting]
+
+
+class Classifier(NamedTuple):
+    """A filter with its setting: class vectors (C, D), their ranks of the images (N,) where they are known, prompts
+    kept (C,) where it drops any, and what EM found.
+    """
+
+    vectors: Tensor
+    ranks: Tensor | None = None
+    kept: Tensor | None = None
+    setting: float | None = None
+    fit: Reweighting | None = None
+
+
+class Candidates(NamedTuple):
+    """Classifiers of G settings: stack (G, C, D), ranks of the evaluated images (N, G), prompts kept (C,) of each."""
+
+    settings: list[float]
+    stack: Tensor
+    ranks: Tensor
+    kept: list[Tensor]
+
+
+def evaluate_filters(
+    images: LabelledMeans, prompts: Gaussian, names: Sequence[str], options: Mapping[str, Any],
+    splits: Sequence[Split] = (), source: str = "", temperature: float | None = None,
+) -> Evaluation:  # fmt: skip
+    """Accuracy under each filter: with given settings, with those best on the images (an oracle), and on `splits`.
+
+    Args:
+        prompts: Gaussian (C, P, D).
+        options: settings of the filters by name, as in ImagenetConfig; "single": index of the prompt `single` keeps.
+        splits: other images to choose on, or parts of these; source: their name in the notes.
+        temperature: the factor of the cosines in a softmax over the classes; None for a model without one.
+    """
+    return _Scorer(images, prompts, options, splits, source).evaluate(names, temperature)
+
+
+class _Scorer:
+    """Ranks of the true class under every classifier, each computed once."""
+
+    def __init__(self, images: LabelledMeans, prompts: Gaussian, options, splits: Sequence[Split], source: str):
+        self.images, self.prompts, self.options, self.splits = images, prompts, options, splits
+        self.source, self.u = source, prompts.uncertainty()
+        self.n_classes, self.n_prompts = self.u.shape
+        self.found: dict[str, Candidates] = {}
+        self.all = self.fixed("all", None)
+
+    @cached_property
+    def prefixes(self) -> Candidates:
+        """Classifiers of every common K."""
+        stack, ks = prefix_vectors(self.prompts.mean, self.u), range(1, self.n_prompts + 1)
+        return Candidates(list(ks), stack, self.ranks(stack), [torch.full((self.n_classes,), k) for k in ks])
+
+    @cached_property
+    def per_class(self) -> Tensor:
+        """(C, P) accuracy of each class with a common K."""
+        return class_accuracy(self.prefixes.ranks, self.images.labels, self.n_classes)
+
+    def candidates(self, name: str) -> Candidates:
+        """The classifiers that a filter chooses from."""
+        if FILTERS[name].weights is topk:
+            return self.prefixes
+        if name not in self.found:
+            settings = FILTERS[name].candidates(self.u)
+            weights = [FILTERS[name].weights(self.u, value) for value in settings]
+            stack = torch.stack([class_vectors(self.prompts.mean, one) for one in weights])
+            self.found[name] = Candidates(settings, stack, self.ranks(stack), [_n_kept(one) for one in weights])
+        return self.found[name]
+
+    def ranks(self, vectors: Tensor, scored: Tensor | None = None) -> Tensor:
+        """Ranks of the evaluated images, or of some (N,) bool, under (C, D) or (G, C, D) class vectors."""
+        mean, labels = self.images.mean, self.images.labels
+        if scored is not None:
+            mean, labels = mean[scored.to(mean.device)], labels[scored]
+        return true_ranks(mean, vectors, labels).cpu()
+
+    def ranks_on(self, images: LabelledMeans, found: Candidates) -> Tensor:
+        """(M, G) ranks of the images to choose on."""
+        if images is self.images:
+            return found.ranks
+        return found.ranks[images.rows] if images.rows is not None else true_ranks(
+            images.mean, found.stack, images.labels
+        ).cpu()  # fmt: skip
+
+    def fixed(self, name: str, setting) -> Classifier:
+        """A filter that chooses nothing."""
+        one = FILTERS[name]
+        weights = one.weights(self.u) if one.setting is None else one.weights(self.u, setting)
+        vectors = class_vectors(self.prompts.mean, weights)
+        shown = setting if one.title else None
+        return Classifier(vectors, self.ranks(vectors), None if one.soft else _n_kept(weights), shown)
+
+    def learn(self, name: str, images: LabelledMeans) -> Classifier:
+        """The best setting of a filter on some images, or what is fitted to them."""
+        if FILTERS[name].weights is None:
+            fit = self.fit(name, images)
+            return Classifier(class_vectors(self.prompts.mean, fit.weights), fit=fit)
+        found = self.candidates(name)
+        ranks = self.ranks_on(images, found)
+        if name == "best-topk":
+            k = best_class_k(class_accuracy(ranks, images.labels, self.n_classes))
+            return Classifier(found.stack[k - 1, torch.arange(self.n_classes)], kept=k)
+        g = best_common_k(ranks) - 1
+        shown = found.settings[g] if FILTERS[name].title else None
+        return Classifier(found.stack[g], found.ranks[:, g], found.kept[g], shown)
+
+    def fit(self, name: str, images: LabelledMeans) -> Reweighting:
+        """Prompts re-weighted by EM, with labels of a few images of each class or without any."""
+        prior, mean = self.options["prior"], images.mean
+        if name == "reweighted":
+            few = torch.tensor(few_of_each(images.labels.tolist(), images.names, self.options["shots"]))
+            return fit_labelled(mean[few.to(mean.device)], images.labels[few], self.prompts, prior)
+        some = torch.tensor(few_of_each([0] * len(images.names), images.names, self.options["unlabelled"]))
+        return fit_unlabelled(mean[some.to(mean.device)], self.prompts, prior)
+
+    def evaluate(self, names: Sequence[str], temperature: float | None) -> Evaluation:
+        """Every filter."""
+        rows, row_ranks, reweighted, kept = [], [], {}, {}
+        oracle_k = oracle_best_topk = None
+
+        def add(name: str, ranks: Tensor, found: Sequence[Classifier], note: str, title: str | None = None) -> None:
+            rows.append(self.row(name, ranks, found, note, title))
+            row_ranks.append(ranks)
+
+        for name in names:
+            one = FILTERS[name]
+            if not chooses(name, self.options):
+                found = self.fixed(name, self.options.get(one.setting))
+                given = f", {'K' if one.setting == 'k' else one.setting} given" if one.candidates else ""
+                add(name, found.ranks, [found], ZERO_SHOT + given)
+                if given:
+                    kept[name] = found.kept, ""
+                continue
+            unlabelled = name == "reweighted-unlabelled"
+            note, other = (TRANSDUCTIVE, UNLABELLED) if unlabelled else (ORACLE, FEW_SHOT)
+            other = f"{other} ({self.source})"
+            own = self.learn(name, self.images)
+            ranks = self.ranks(own.vectors) if own.ranks is None else own.ranks
+            add(name, ranks, [own], note)
+            if own.kept is not None:
+                kept[name] = own.kept.cpu(), ORACLE
+            if name == "best-topk":
+                oracle_k, oracle_best_topk = own.kept, class_accuracy(ranks, self.images.labels, self.n_classes)
+                bound = self.prefixes.ranks.gather(1, (own.kept[self.images.labels] - 1).unsqueeze(1)).squeeze(1)
+                add(name, bound, [own], f"{ORACLE}, upper bound", UPPER_BOUND)
+            learned = [self.learn(name, split.images) for split in self.splits]
+            for number, (fit, where) in enumerate([(own.fit, note), *((one.fit, other) for one in learned)]):
+                if fit is not None:
+                    reweighted[f"{name}, {where}" + (f", {number}" if number and len(learned) > 1 else "")] = fit
+            if learned:
+                ranked = torch.empty_like(self.all.ranks)
+                for split, best in zip(self.splits, learned):
+                    known = best.ranks
+                    ranked[split.scored] = (
+                        self.ranks(best.vectors, split.scored) if known is None else known[split.scored]
+                    )
+                add(name, ranked, learned, other)
+        self.add_intervals(rows, row_ranks)
+        curves = [accuracy(self.prefixes.ranks, n) if "prefixes" in vars(self) else None for n in (1, 5)]
+        labels = self.images.labels
+        shown, shown_by = kept.get("best-topk") or next(iter(kept.values()), (None, ""))
+        return Evaluation(
+            rows=rows, curve1=curves[0], curve5=curves[1], oracle_k=oracle_k, kept=shown, kept_by=shown_by,
+            uncertainty=self.u.cpu(), counts=torch.bincount(labels, minlength=self.n_classes),
+            class_all=class_accuracy(self.all.ranks, labels, self.n_classes), oracle_best_topk=oracle_best_topk,
+            oracle_max_over_k=None if oracle_k is None else self.per_class.max(dim=1).values,
+            correct=self.all.ranks < 1,
+            confidence=temperature and confidences(self.images.mean, self.all.vectors, temperature),
+            reweighted=reweighted,
+        )  # fmt: skip
+
+    def row(self, name: str, ranks: Tensor, found: Sequence[Classifier], note: str, title: str | None) -> dict:
+        """One row, but for its intervals; `found`: the classifiers that scored the images, of several folds."""
+        right, base, setting, shots = ranks < 1, self.all.ranks, None, None
+        top1, recall = float(accuracy(ranks)), class_accuracy(ranks, self.images.labels, self.n_classes).nanmean()
+        k = None if found[0].kept is None else torch.cat([one.kept.cpu() for one in found])
+        title = title or name
+        if found[0].setting is not None:
+            setting = sum(one.setting for one in found) / len(found)
+            mean = " mean" if len({one.setting for one in found}) > 1 else ""
+            comma = "," if mean or name == "class-deviation" else ""
+            title = f"{name}{comma}{mean}{FILTERS[name].title.format(setting)}"
+        if name == "reweighted":
+            shots = count_shots(self.options["shots"], [one.fit.counts for one in found])
+            title = f"{name}, {shots_text(shots)}"
+        return {
+            "filter": name, "title": title, "k": None if k is None else float(k.double().mean()), "top1": top1,
+            "top5": float(accuracy(ranks, 5)), "top1_se": standard_error(right.double()),
+            "mean_per_class_recall": float(recall), "gain": top1 - float(accuracy(base)),
+            "gain_se": standard_error(right.double() - (base < 1).double()), "note": note, "setting": setting,
+            "intervals": {}, "k_varies": k is not None and len(k.unique()) > 1, "shots": shots,
+        }  # fmt: skip
+
+    def add_intervals(self, rows: Sequence[dict], row_ranks: Sequence[Tensor]) -> None:
+        """Bootstrap intervals of the rows over the same resamples; none of a single image."""
+        if len(self.images.labels) < 2:
+            return
+        ranks = torch.stack([self.all.ranks, *row_ranks], dim=1)
+        first = resample_accuracy(ranks < 1, self.images.labels, self.n_classes)
+        five = resample_accuracy(ranks < 5, self.images.labels, self.n_classes)
+        for q, row in enumerate(rows, 1):
+            top1 = first.accuracy[:, q]
+            values = {"top1": top1, "top5": five.accuracy[:, q], "mean_per_class_recall": first.per_class[:, q]}
+            values["gain"] = top1 - first.accuracy[:, 0]
+            row["intervals"] = {name: interval(value) for name, value in values.items()}
+
+
+def _n_kept(weights: Tensor) -> Tensor:
+    return (weights > 0).sum(dim=1).cpu()
+
+
+def best_common_k(ranks: Tensor) -> int:
+    """K with the best top-1 accuracy for all classes; ranks (N, P) under a common K. Ties go to the largest K."""
+    return _last_best((ranks < 1).double().mean(dim=0, keepdim=True)).item()
+
+
+def best_class_k(per_class: Tensor) -> Tensor:
+    """K of each class from acc_c(K) (C, P); ties go to the largest K, and so does a class without images (NaN).
+
+    Returns:
+        (C,) int64 in 1..P.
+    """
+    return _last_best(per_class.nan_to_num(nan=-1.0))
+
+
+def _last_best(score: Tensor) -> Tensor:
+    # 1e-9 absorbs the rounding of means; images count in steps of 1 / N
+    best = score >= score.max(dim=1, keepdim=True).values - 1e-9
+    return (best * torch.arange(1, score.shape[1] + 1, device=score.device)).max(dim=1).values
+
+
+def count_shots(asked: int, counts: Sequence[Tensor]) -> dict[str, float]:
+    """Labelled images of a class that `reweighted` had: asked for, mean, fewest and most, and the classes without any.
+
+    `counts`: (C,) of each fit, several where folds were.
+    """
+    of_class = torch.stack(list(counts))
+    return {
+        "asked": asked, "mean": float(of_class.double().mean()), "fewest": int(of_class.min()),
+        "most": int(of_class.max()), "classes_without": float((of_class == 0).sum(1).double().mean()),
+    }  # fmt: skip
+
+
+def shots_text(shots: dict[str, float]) -> str:
+    """ "16 shots", or "up to 16 shots (mean 2.5)" where a class had fewer."""
+    if shots["fewest"] == shots["asked"]:
+        return f"{shots['asked']} shots"
+    return f"up to {shots['asked']} shots (mean {shots['mean']:.1f})"

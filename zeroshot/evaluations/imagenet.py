@@ -1,0 +1,692 @@
+"""`python -m zeroshot.imagenet`: embed every prompt and image once, score all filters, write one page a data set.
+
+C classes, P prompts of a class, N images, D dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+
+from probemb.cli.configuration import to_dict
+from probemb.cli.device import choose_device, loader_workers
+from probemb.cli.named_paths import NamedPath, refuse_same_names, split_name
+from probemb.cli.results import claim_files
+from probemb.data.image_loader import in_both
+from probemb.data.labelled.classes import Classes, read_text
+from probemb.data.labelled.images import LabelledImages, assign_labels, find_images, remarks, resolve_classes
+from probemb.data.labelled.prompts import SINGLE_TEMPLATE, Templates, count_prompts, imagenet_templates, prompt_texts
+from probemb.data.look_alikes import leave_out, same_picture
+from probemb.errors import UserError
+from probemb.evaluation.embedding import Embedder
+from probemb.gaussian import Gaussian
+from probemb.metrics import rejection_curve, reliability, uncertainty_bins
+from probemb.models import DualEncoder, check_single_embeddings, load_model
+from probemb.models.inputs import check_variances, unknown_words
+from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
+from probemb.reports.text import number, percent, printable
+from zeroshot.evaluations.filters import (
+    FILTERS,
+    Evaluation,
+    LabelledMeans,
+    Split,
+    chooses,
+    evaluate_filters,
+    filter_names,
+    fold_count,
+    fold_splits,
+    stratified_folds,
+)
+from zeroshot.evaluations.report import (
+    ABOUT_U,
+    Card,
+    Cell,
+    Figure,
+    Page,
+    Table,
+    correlations,
+    picture_of,
+    verdict,
+)
+from zeroshot.evaluations.runner import OUTPUTS, claim, embedder_of, finish, left_out, settings
+from zeroshot.imagenet import DEFAULT_MODEL, ImagenetConfig
+
+UNKNOWN = 20  # unknown words that are named
+SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
+IMAGES_A_CLASS, CLASSES_A_GROUP = 6, 3
+SPLITS = ("val", "validation", "test", "train")
+KINDS = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")  # of a row's note, the best to show first
+TILES = {  # (filter, kind) -> title; the first four that were evaluated
+    ("single", "zero-shot"): "single prompt",
+    ("all", "zero-shot"): "all prompts",
+    ("best-topk", "few-shot"): "best-topk, few-shot",
+    ("topk", "few-shot"): "topk, few-shot",
+    ("best-topk", "oracle"): "best-topk, oracle",
+    ("topk", "oracle"): "topk, oracle",
+}
+NOTES = (
+    "In percent, top-1 with its standard error and its 95 % interval by bootstrap over the images; per class is the "
+    "mean over classes of each one's top-1 (mean per-class recall). Gain over all prompts in points, with its standard "
+    f"error (paired over images), coloured beyond {SIGNIFICANT} standard errors. Oracle: K, a threshold or the weights "
+    "were chosen on the images that are scored and their labels, so this is not a zero-shot result. Few-shot: they "
+    "were chosen on other images and their labels. Unlabelled: the weights were fitted to other images without their "
+    "labels, transductive: to the scored images without theirs. Only a row called zero-shot is zero-shot. "
+    "docs/evaluate.md defines the filters."
+)
+
+
+@dataclass
+class Task:
+    """One data set: its configuration, its images and classes, and images with labels to choose on, or None."""
+
+    config: ImagenetConfig
+    images: LabelledImages
+    labels: Sequence[int]
+    classes: Classes
+    templates: Templates
+    other: tuple[LabelledImages, list[int]] | None = None
+    notices: list[str] = field(default_factory=list)  # on pictures that occur twice, and classes with few images
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+def evaluate(config: ImagenetConfig) -> None:
+    """Evaluate every data set, and write their results. Raises UserError."""
+    filters, folds = filter_names(config.filter), fold_count(config.select_on)
+    check_options(config, filters)
+    out = claim(config, "zeroshot")
+    tasks = [prepare(one, folds) for one in one_by_one(config, out)]
+    for task in tasks:
+        claim_files(Path(task.config.out), OUTPUTS, "probemb zeroshot")
+    embedder = open_model(config)
+    if not embedder.model.probabilistic:
+        if any(name in FILTERS and FILTERS[name].reads_u for name in config.filter.split(",")):
+            check_variances(
+                embedder.model,
+                config.model,
+                f"--filter {config.filter} reads it",
+                "Say --filter all, single, or every.",
+            )
+        filters = [name for name in filters if not FILTERS[name].reads_u]
+        print("The model predicts no uncertainty: no filter by it, and nothing about it in the results.", flush=True)
+    found = [evaluate_task(task, filters, folds, embedder) for task in tasks]
+    if len(found) > 1:
+        summary = summarise([(Path(one.config.out).name, results) for one, results in zip(tasks, found)])
+        page, table = summary_page(config, summary)
+        finish(out, "zeroshot", {"config": to_dict(config), **summary}, page, [table])
+
+
+def check_options(config: ImagenetConfig, filters: Sequence[str]) -> None:
+    """Refuse options without effect. Raises UserError."""
+    if (config.select_on == "train") != (config.select_data is not None):
+        if config.select_data is not None:
+            raise UserError("--select-data is given, but nothing is chosen on it.", "Add --select-on train.")
+        raise UserError("--select-on train needs the images to choose on.", "Name them with --select-data PATH.")
+    used = {option for name in filters for option in (FILTERS[name].setting, *FILTERS[name].options)}
+    owners = {o: name for name, one in reversed(FILTERS.items()) for o in (one.setting, *one.options)}
+    for one in fields(config):
+        if one.name in owners and one.name not in used and getattr(config, one.name) != one.default:
+            raise UserError(
+                f"--{one.name} has no effect with --filter {config.filter}.",
+                f"Say --filter {owners[one.name]}, or leave it out.",
+            )
+    if config.select_on != "oracle" and not any(chooses(name, vars(config)) for name in filters):
+        raise UserError(
+            f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses nothing.",
+            "Say --filter topk, best-topk, class-deviation, threshold or quantile without a value, reweighted or "
+            "every, or leave --select-on out.",
+        )
+
+
+def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
+    """The configuration of each data set of --data, with a folder in `out` where they are several."""
+    named = [split_name(one) for one in ([config.data] if isinstance(config.data, str) else config.data)]
+    data = [one.path for one in named]
+    select = config.select_data if isinstance(config.select_data, list) else [config.select_data]
+    if len(data) == 1 and len(select) == 1:
+        return [replace(config, data=data[0], select_data=select[0], out=str(out))]
+    if len(set(data)) < len(data):
+        raise UserError("--data names the same path twice.", "Name each data set once.")
+    if config.labels is not None:
+        raise UserError("--labels belongs to one data set, and --data names several.", "Evaluate that one alone.")
+    if config.select_data is not None and len(select) != len(data):
+        raise UserError(
+            f"--select-data has {len(select)} paths, and --data {len(data)}.", "Give one for each, in the same order."
+        )
+    select = select if config.select_data is not None else [None] * len(data)
+    places = [str(out / name) for name in folder_names(named)]
+    return [replace(config, data=d, select_data=s, out=place) for d, s, place in zip(data, select, places)]
+
+
+def folder_names(data: Sequence[NamedPath]) -> list[str]:
+    """A name for each data set, its own or of its path, fit for a folder: "imagenet-val", "cifar-10-batches-bin".
+
+    Raises UserError: two are given the same name.
+    """
+    refuse_same_names([one.name for one in data if one.name], "data")
+    names: list[str] = []
+    for one in data:
+        place = Path(os.path.abspath(one.path))
+        last = place.name.removesuffix(".tar").removesuffix(".bin")
+        own = one.name or (f"{place.parent.name}-{last}" if last in SPLITS else last)
+        name = distinct = re.sub(r"[^\w.-]+", "-", own).strip("-.") or "data"
+        while distinct in ("figures", *names):
+            distinct = f"{name}-{int(distinct[len(name) + 1 :] or 1) + 1}"
+        names.append(distinct)
+    return names
+
+
+def prepare(config: ImagenetConfig, folds: int) -> Task:
+    """Find the images and classes of one data set. Raises UserError."""
+    images = find_images(config.data, config.labels, config.exif)
+    classes, labels = resolve_classes(images, config.classes)
+    templates = read_templates(config.templates, classes.names)
+    if config.templates is None and images.templates:
+        templates = list(images.templates)
+    if config.k is not None and config.k > (count := count_prompts(templates)):
+        raise UserError(f"--k {config.k} is more than the {count} templates.", "Give a smaller --k.")
+    if folds:
+        stratified_folds(labels, [place.name for place in images.places], folds)
+    other = None
+    if config.select_on == "train":
+        found = find_images(config.select_data, exif=config.exif)
+        other = (found, assign_labels(found, classes))
+        if known := in_both(found, images):
+            raise UserError(
+                f"{len(known):,} of the images in {found.source} are also evaluated (such as {known[0]}).",
+                "Choose K on other images, or on parts of these with --select-on folds:5.",
+            )
+    return Task(config, images, labels, classes, templates, other)
+
+
+def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
+    """CLIP's 80 templates, or those of a file: one a line, each with `{}` where the class name goes, or a JSON object
+    {class name: [prompts]} with the same number of prompts for every class.
+
+    Raises UserError: a missing or empty file, a template without `{}` or that occurs twice, a class without prompts.
+    """
+    if path is None:
+        return imagenet_templates()
+    path = Path(path)
+    if path.suffix.lower() == ".json":
+        try:
+            found = json.loads(read_text(path, "prompt file", "--templates"))
+            prompts = {name: found[name] for name in class_names}
+        except KeyError as error:
+            raise UserError(f"{path} has no prompts for the class {error}.", "Give every class its prompts.") from error
+        except (ValueError, RecursionError, TypeError) as error:
+            what = f"{path} is no JSON object of prompts."
+            raise UserError(what, 'Write {"class name": ["prompt", …], …}.') from error
+        texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
+        if not texts or len({len(row) for row in prompts.values()}) > 1:
+            raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class the same number.")
+        return prompts
+    templates = [line.strip() for line in read_text(path, "template file", "--templates").splitlines() if line.strip()]
+    wrong = next((one for one in templates if one.count("{}") != 1), None)
+    if not templates or wrong:
+        what = f"does not hold `{{}}` exactly once in {wrong[:80]!r}" if wrong else "is empty"
+        raise UserError(
+            f"The template file {path} {what}.", 'Write one template a line, {} for the class name: "a photo of a {}."'
+        )
+    if len(set(templates)) < len(templates):
+        twice = next(one for one in templates if templates.count(one) > 1)
+        raise UserError(f"The template {twice[:80]!r} occurs twice in {path}.", "Keep one of them.")
+    return templates
+
+
+def open_model(config: ImagenetConfig) -> Embedder:
+    """The model of --model, or the published one. Raises UserError."""
+    device = choose_device(config.device, config.precision)
+    try:
+        loaded = load_model(config.model, device.name, config.resize)
+    except UserError as error:
+        if config.model != DEFAULT_MODEL:
+            raise
+        raise UserError(
+            f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
+            "Check the network, or pass --model RUN, after `python -m pretrain.run --config "
+            "pretrain/configs/scenes.yaml` for instance.",
+        ) from error
+    check_single_embeddings(loaded.model, config.model)
+    return embedder_of(config, device, *loaded)
+
+
+# --------------------------------------------------------------------------------------------------- one data set
+
+
+def evaluate_task(task: Task, filters: Sequence[str], folds: int, embedder: Embedder) -> dict:
+    """Embed, score all filters, and write the results; returns what results.json holds. Raises UserError."""
+    config, classes, device = task.config, task.classes, embedder.device
+    print(
+        f"{config.data}: {len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), "
+        f"{count_prompts(task.templates)} prompts a class, on {device.name} in {device.precision}",
+        flush=True,
+    )
+    other = without_evaluated(embedder, task) if task.other else None
+    with timed(task, "text"):
+        texts = prompt_texts(classes.names, task.templates)
+        if words := unknown_words(embedder.tokenizer, texts):
+            task.notices.append(
+                f"{len(words):,} words of the prompts are unknown to the model (such as "
+                f"{printable(', '.join(words[:UNKNOWN]))}), which reads them all alike"
+            )
+        prompts = embedder.texts(texts, "prompts").to(device.name)
+        shape = (len(classes), -1, prompts.shape[-1])
+        prompts = Gaussian(prompts.mean.reshape(shape), prompts.log_var.reshape(shape))
+    with timed(task, "images"):
+        gaussian, kept, bad = embedder.images(task.images)
+        labels = torch.tensor([int(task.labels[i]) for i in kept])
+        images = LabelledMeans(gaussian.mean.to(device.name), labels, [task.images.places[i].name for i in kept])
+        splits = fold_splits(images, folds, same_pictures(embedder, task, kept)) if folds else []
+    if other is not None:
+        with timed(task, "selection images"):
+            means, rows, _ = embedder.images(other[0], "choosing")
+            chosen, names = torch.tensor([other[1][i] for i in rows]), [other[0].places[i].name for i in rows]
+            everything = torch.ones(len(labels), dtype=torch.bool)
+            splits = [Split(LabelledMeans(means.mean.to(device.name), chosen, names), everything)]
+    scale, source = softmax_scale(embedder.model)
+    single = list(task.templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in task.templates else 0
+    with timed(task, "filters"):
+        options = vars(config) | {"single": single}
+        label = f"folds:{folds}" if folds else config.select_on
+        e = evaluate_filters(images, prompts, filters, options, splits, label, scale)
+    task.notices += shots_notice(e.rows)
+    results = describe(task, e, gaussian, embedder, left_out(bad), {"value": scale, "source": source})
+    notes = results["notes"] + results["notices"]
+    table = filter_table(results)
+    calibration = [calibration_line(results["calibration"])] if results["calibration"] else []
+    page = make_page(task, e, results, table, kept)
+    finish(Path(config.out), "zeroshot", results, page, [*notes, table, *calibration])
+    return results
+
+
+@contextmanager
+def timed(task: Task, name: str) -> Iterator[None]:
+    """Store the seconds that the block takes under `name`."""
+    start = time.monotonic()
+    yield
+    task.seconds[name] = task.seconds.get(name, 0) + time.monotonic() - start
+
+
+def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:
+    """The factor of the cosines in the softmax over the classes, and what it is in words: the trained temperature, or
+    2 a of a trained match probability sigmoid(-a d + b): -a d is 2 a cosine + what the classes share, if their
+    variances are left out, as they are in the class vectors.
+    """
+    if model.trained_temperature is not None:
+        return model.trained_temperature, "logit_scale"
+    if model.config["match"] == "distance":
+        return 2 * model.match_numbers()[0], "2 a of the match probability (the loss trained no temperature)"
+    return None, "none: the loss trained no temperature"
+
+
+def without_evaluated(embedder: Embedder, task: Task) -> tuple[LabelledImages, list[int]]:
+    """The images to choose on that show no evaluated picture, and their labels. Raises UserError: too few."""
+    images, labels = task.other
+    with timed(task, "selection images"):
+        workers = loader_workers(embedder.workers, len(images) + len(task.images), embedder.device.name)
+        rows, notice = leave_out(images, task.images, workers, embedder.show)
+    task.notices += [notice] * bool(notice)
+    places, marks = [images.places[i] for i in rows], [images.marks[i] for i in rows]
+    return replace(images, places=places, marks=marks), [int(labels[i]) for i in rows]
+
+
+def same_pictures(embedder: Embedder, task: Task, kept: list[int]) -> list[int]:
+    """For each embedded image the first one that shows the same picture, for folds."""
+    workers = loader_workers(embedder.workers, len(task.images), embedder.device.name)
+    leaders = same_picture(task.images, workers, embedder.show)
+    if repeated := [i for i in kept if leaders[i] != i]:
+        pair = (task.images.places[i].name for i in (leaders[repeated[0]], repeated[0]))
+        task.notices.append(
+            f"{len(repeated):,} of {len(kept):,} images ({len(repeated) / len(kept):.1%}) show the same picture as "
+            f"another one (such as {' and '.join(pair)}), and are in its fold"
+        )
+    return [leaders[i] for i in kept]
+
+
+def shots_notice(rows: Sequence[dict]) -> list[str]:
+    """A sentence on the classes that had fewer labelled images than --shots, if any had."""
+    few = [(row["note"], s) for row in rows if (s := row["shots"]) is not None and s["fewest"] < s["asked"]]
+    found = "; ".join(
+        f"{note} {shots['fewest']:,} to {shots['most']:,}, mean {shots['mean']:.1f}"
+        + (f", {shots['classes_without']:.4g} without any" if shots["classes_without"] else "")
+        for note, shots in few
+    )
+    return [f"--shots {few[0][1]['asked']:,} is more than there are images of every class: {found}"] if few else []
+
+
+def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, bad: list[dict], scale: dict) -> dict:
+    """The content of results.json. Of a point model nothing is told of uncertainties."""
+    classes, u, right, probabilistic = (
+        task.classes,
+        images.uncertainty(),
+        e.correct.double(),
+        embedder.model.probabilistic,
+    )
+    class_u = e.uncertainty.mean(dim=1)
+    bins = {"classes": (class_u, e.class_all), "images": (u, right)} if probabilistic else {}
+    bins = {name: uncertainty_bins(*both) for name, both in bins.items()}
+    scores = {"uncertainty": u} if probabilistic else {}
+    if e.confidence is not None:
+        scores["confidence"] = 1 - e.confidence
+    ece = None if e.confidence is None else reliability(e.confidence.clamp(0, 1), right)
+    oracles = {
+        "oracle_k": e.oracle_k,
+        "oracle_top1_best_topk": e.oracle_best_topk,
+        "oracle_top1_max_over_k": e.oracle_max_over_k,
+    }
+    return {
+        **settings(task.config, embedder),
+        "images": len(e.correct),
+        "images_left_out": bad,
+        "classes": len(classes),
+        "class_names_from": classes.source,
+        "templates": task.templates,
+        "notices": task.notices,
+        "seconds": task.seconds,
+        "rows": e.rows,
+        "reweighted": {
+            name: {
+                "steps": len(found.objective) - 1,
+                "objective": [found.objective[0], found.objective[-1]],
+                "images_of_class": found.counts,
+            }
+            for name, found in e.reweighted.items()
+        },
+        "curve": None if e.curve1 is None else {"top1": e.curve1, "top5": e.curve5},
+        "uncertainty": {name: asdict(bins[name]) if bins.get(name) else None for name in ("classes", "images")},
+        "calibration": None if ece is None else asdict(ece) | scale,
+        "selective": {name: asdict(rejection_curve(score, right)) for name, score in scores.items()},
+        "per_class": [
+            {
+                "name": name,
+                "key": classes.keys[c] if classes.keys else None,
+                "images": e.counts[c],
+                "uncertainty": class_u[c] if probabilistic else None,
+                "top1_all": e.class_all[c],
+                **{key: None if values is None else values[c] for key, values in oracles.items()},
+            }
+            for c, name in enumerate(classes.names)
+        ],
+        "notes": remarks(task.labels, classes),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+
+def kind_of(row: dict) -> str:
+    """The kind of a row's note: "zero-shot", "few-shot", ..."""
+    return next(kind for kind in KINDS if row["note"].startswith(kind))
+
+
+def filter_table(results: dict) -> Table:
+    """Accuracy under every filter."""
+
+    def spread(value: float, se: float | None, form: str) -> str:
+        return f"{100 * value:{form}}" + ("" if se is None else f" ± {100 * se:.2f}")
+
+    rows = []
+    for row in results["rows"]:
+        k = "soft" if row["k"] is None else f"mean {row['k']:.1f}" if row["k_varies"] else str(int(row["k"]))
+        gain = "" if row["filter"] == "all" else spread(row["gain"], row["gain_se"], "+.2f")
+        rows.append([
+            row["title"], k, spread(row["top1"], row["top1_se"], ".2f"), interval_text(row, "top1"),
+            percent(row["mean_per_class_recall"]), percent(row["top5"]), Cell(gain, direction(row)),
+            Cell(row["note"], kind_of(row)),
+        ])  # fmt: skip
+    title = f"zero-shot accuracy, {results['images']:,} images, {results['classes']:,} classes"
+    return Table(("filter", "K", "top-1 %", "95 %", "per class", "top-5 %", "gain ± SE", "chosen on"), rows, title)
+
+
+def interval_text(row: dict, metric: str) -> str:
+    """The interval of a metric in percent; "" for a single image."""
+    return "–".join(f"{100 * end:.1f}" for end in row["intervals"].get(metric, ()))
+
+
+def direction(row: dict) -> str:
+    """ "up" or "down" for a gain beyond SIGNIFICANT standard errors, "" for one that may be chance."""
+    if row["gain_se"] is None or abs(row["gain"]) <= SIGNIFICANT * row["gain_se"]:
+        return ""
+    return "up" if row["gain"] > 0 else "down"
+
+
+def calibration_line(found: dict) -> str:
+    """The calibration of `all`."""
+    return f"all: expected calibration error {100 * found['ece']:.2f} %, Brier score {found['brier']:.4f}"
+
+
+def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list[int]) -> Page:
+    """The report of one data set."""
+    n_classes, n_prompts = e.uncertainty.shape
+    rows = {(row["filter"], kind_of(row)): row for row in reversed(e.rows) if "bound" not in row["note"]}
+    tiles = [(percent(rows[key]["top1"]), title, "top-1 %") for key, title in TILES.items() if key in rows][:4]
+    chosen_by = "How many are kept was chosen on these images: an oracle. " if e.kept_by else ""
+    groups = [
+        block
+        for title, group in pick_classes(e)
+        for block in (f"{title}:", [class_card(c, task, e, kept) for c in group])
+    ]
+    about_u = [ABOUT_U] if results["uncertainty"]["images"] else []
+    return Page(
+        "Zero-shot classification and prompt filtering",
+        f"{task.config.model} on {task.config.data}: {results['images']:,} images, {n_classes:,} classes, "
+        f"{n_prompts} prompts a class",
+        [
+            ("Accuracy", [NOTES, *results["notices"], table]),
+            ("Accuracy against K", k_blocks(e)),
+            ("Uncertainty against accuracy", bin_blocks(results["uncertainty"])),
+            ("Calibration, and refusing doubtful images", calibration_blocks(results)),
+            (
+                "Prompts and their uncertainty",
+                [
+                    f"{chosen_by}Prompts from certain to uncertain, with their uncertainty u (the sum of the "
+                    "variances); those in red are dropped. A green frame marks an image that all prompts together "
+                    "classify correctly, a red one an image that they do not.",
+                    *about_u, *groups,
+                ],
+            ),
+        ],
+        [*tiles, (percent(1 / n_classes), "chance", "top-1 %")],
+    )  # fmt: skip
+
+
+def k_blocks(e: Evaluation) -> list:
+    """Accuracy against a common K, with the best K marked: an oracle; and the oracle K of each class."""
+    if e.curve1 is None:
+        return []
+    single, figures = next((row for row in e.rows if row["filter"] == "single"), None), []
+    for metric, curve, key in (("top-1", e.curve1, "top1"), ("top-5", e.curve5, "top5")):
+        ys = [100 * float(y) for y in curve]
+        best = max(i for i, y in enumerate(ys) if y >= max(ys) - 1e-9)
+        chart = Chart(f"{metric}-over-k", x_label="K, prompts kept in each class", y_label=f"{metric} accuracy, %")
+        chart.line(range(1, len(ys) + 1), ys).level(ys[-1], f"all {ys[-1]:.2f}", GREEN)
+        if single is not None:
+            chart.level(100 * single[key], f"single {percent(single[key])}")
+        figures.append(Figure(chart.mark(best + 1, ys[best], f"K = {best + 1}: {ys[best]:.2f}, oracle")))
+    said = (
+        "Every class keeps its K most certain prompts, with the same K. The marked K is the best on these images, an "
+        "oracle."
+    )
+    if e.oracle_k is None:
+        return [said, figures]
+    hopeless = (e.oracle_max_over_k == 0) | (e.counts == 0)
+    counts = torch.bincount(e.oracle_k[~hopeless], minlength=len(e.curve1) + 1)[1:].tolist()
+    chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(counts, "classes")
+    note = (
+        "The K with the best accuracy on a class's own images, while all classes keep the same K: an oracle; ties go "
+        f"to more prompts. {counts[-1]:,} of {sum(counts):,} classes keep all {len(counts)} prompts, "
+        f"{sum(counts[: len(counts) // 2]):,} keep at most half; left out: {int(hopeless.sum()):,} that are never "
+        "right. Error bars are one standard error of the count, for classes drawn at random."
+    )
+    return [said, [*figures, Figure(chart, "Oracle K of each class", note)]]
+
+
+def bin_blocks(uncertainty: dict) -> list:
+    """Accuracy in bins of uncertainty, of classes and of images."""
+    figures = []
+    for things, title, x_label in (
+        ("classes", "Classes, by the mean uncertainty of their prompts", "mean uncertainty of the prompts"),
+        ("images", "Images, by their own uncertainty", "uncertainty of the image"),
+    ):
+        if bins := uncertainty[things]:
+            chart = Chart(f"accuracy-of-{things}", x_label=x_label, y_label="top-1 accuracy, %").bins(bins, things)
+            figures.append(Figure(chart, title, correlations(bins)))
+    said = (
+        "Bins of equal count, from certain to uncertain; accuracy with all prompts, with the standard error of each "
+        "bin's mean. Where uncertainty is informative, accuracy falls to the right."
+    )
+    return [said, figures] if figures else []
+
+
+def calibration_blocks(results: dict) -> list:
+    """Accuracy against confidence, calibrated where it lies on the diagonal; and when doubtful images are refused."""
+    found, curves, figures = results["calibration"], results["selective"], []
+    if not curves:
+        return []
+    if found is not None:
+        chart = Chart("reliability", x_label="confidence, %", y_label="top-1 accuracy, %")
+        chart.line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
+        columns = [found[key] for key in ("predicted", "observed", "counts")]
+        errors = [100 * math.sqrt(y * (1 - y) / n) for _, y, n in zip(*columns)]
+        xs, ys = ([100 * value for value in column] for column in columns[:2])
+        chart.line(xs, ys, points=True, spread=errors)
+        note = (
+            f"ECE {percent(found['ece'])} %, Brier score {number(found['brier'])}; softmax of {number(found['value'])} "
+            f"times the cosine: {found['source']}. Bars are standard errors."
+        )
+        figures.append(Figure(chart, "Right answers against confidence", note))
+    chart = Chart("selective", x_label="most doubtful images refused, %", y_label="top-1 of the others, %")
+    for (name, curve), colour in zip(curves.items(), (BLUE, ORANGE)):
+        chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], name, colour)
+    first = next(iter(curves.values()))
+    chart.level(100 * first["random"], "at random")
+    areas = ", ".join(f"{name} {percent(curve['area'])}" for name, curve in curves.items())
+    note = (
+        f"Mean over all shares: {areas}, at random {percent(first['random'])}, at best {percent(first['oracle'])} (the "
+        "wrong answers first, an oracle)."
+    )
+    return ["With all prompts.", [*figures, Figure(chart, "Refusing the most doubtful images", note)]]
+
+
+def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:
+    """Disjoint groups of classes to show: by gain if K was chosen per class, else by uncertainty; and at random."""
+    with_images = [c for c in range(len(e.counts)) if e.counts[c] > 0]
+    if e.oracle_best_topk is not None:
+        score = (e.oracle_best_topk - e.class_all).tolist()
+        titles = ("Gained most from their own oracle K", "Gained least from it, or lost", "At random")
+    else:
+        score = e.uncertainty.mean(dim=1).tolist()
+        titles = ("Most uncertain", "Most certain", "At random")
+    down = sorted(with_images, key=lambda c: (-score[c], c))
+    most = down[:size]
+    least = [c for c in reversed(down) if c not in most][:size]
+    rest = [c for c in with_images if c not in most and c not in least]
+    some = sorted(random.Random(0).sample(rest, min(size, len(rest))))
+    return [(title, group) for title, group in zip(titles, (most, least, some)) if group]
+
+
+def class_card(c: int, task: Task, e: Evaluation, kept: list[int]) -> Card:
+    """A class with its images and its prompts: the three most and least certain ones, and all of them."""
+    n_kept = e.uncertainty.shape[1] if e.kept is None else int(e.kept[c])
+    texts = prompt_texts([task.classes.names[c]], task.templates)
+    lines = [
+        Cell(f"{texts[p]} (u = {number(float(e.uncertainty[c, p]))})", "right" if place < n_kept else "wrong")
+        for place, p in enumerate(e.uncertainty[c].argsort(stable=True).tolist())
+    ]
+    rows = torch.tensor([int(task.labels[i]) for i in kept]).eq(c).nonzero().flatten().tolist()
+    pictures = []
+    for row in rows[:: max(1, len(rows) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
+        right = verdict(e.correct[row])
+        pictures += picture_of(task.images, kept[row], f"{task.images.places[kept[row]].name}: {right}", right)
+    own = "" if e.oracle_best_topk is None else f", at its own oracle K {percent(float(e.oracle_best_topk[c]))} %"
+    many = "" if e.kept is None else f", {n_kept} of {len(lines)} prompts kept{' (oracle)' if e.kept_by else ''}"
+    about = f"{int(e.counts[c]):,} images, all prompts {percent(float(e.class_all[c]))} %{own}{many}"
+    return Card(task.classes.names[c], pictures, [Cell(about), *lines[:3], *lines[3:][-3:]], lines)
+
+
+# ------------------------------------------------------------------------------------------------ several data sets
+
+
+def summarise(found: Sequence[tuple[str, dict]]) -> dict:
+    """{"data": one entry for each data set, "mean": over data sets, each counting once}."""
+    data = [
+        {
+            "name": name, "data": results["config"]["data"],
+            **{key: results[key] for key in ("images", "classes", "rows")},
+            "ece": (results["calibration"] or {}).get("ece"),
+            "selective_area": results["selective"].get("uncertainty", {}).get("area"),
+        }
+        for name, results in found
+    ]  # fmt: skip
+    rows = []
+    for q, row in enumerate(data[0]["rows"]):
+        means = {
+            key: sum(one["rows"][q][key] for one in data) / len(data)
+            for key in ("top1", "mean_per_class_recall", "top5", "gain")
+        }
+        rows.append({"filter": row["filter"], "note": row["note"], **means})
+    mean = {
+        key: None if any(one[key] is None for one in data) else sum(one[key] for one in data) / len(data)
+        for key in ("ece", "selective_area")
+    }
+    return {"data": data, "mean": {"rows": rows, **mean}}
+
+
+def summary_page(config: ImagenetConfig, summary: dict) -> tuple[Page, Table]:
+    """The report of several data sets, and its main table: all metrics of `all`."""
+    data, mean = summary["data"], summary["mean"]
+    base = next(q for q, row in enumerate(mean["rows"]) if row["filter"] == "all")
+
+    def cells(one: dict, row: dict) -> list[str]:
+        shares = (row["top1"], row["mean_per_class_recall"], row["top5"], one["ece"], one["selective_area"])
+        return ["" if share is None else percent(share) for share in shares]
+
+    rows = [
+        [one["name"], f"{one['images']:,}", f"{one['classes']:,}", interval_text(one["rows"][base], "top1"),
+         *cells(one, one["rows"][base])]
+        for one in data
+    ]  # fmt: skip
+    total = ["mean", "", "", "", *cells(mean, mean["rows"][base])]
+    headings = ("data", "images", "classes", "95 %", "top-1", "per class", "top-5", "ECE", "selective")
+    first = Table(headings, [*rows, (), total], "zero-shot accuracy of all prompts in percent")
+    filters = Table(
+        ("filter", "chosen on", *(one["name"] for one in data), "mean", "gain"),
+        [
+            [row["filter"], row["note"],
+             *(Cell(percent(one["rows"][q]["top1"]), direction(one["rows"][q])) for one in data),
+             percent(row["top1"]), "" if q == base else f"{100 * row['gain']:+.2f}"]
+            for q, row in enumerate(mean["rows"])
+        ],
+        "top-1 of every filter in percent", left=2,
+    )  # fmt: skip
+    page = Page(
+        f"Zero-shot classification on {len(data)} data sets",
+        f"{config.model}. In percent; the mean counts each data set once.",
+        [
+            ("All prompts", [
+                "Top-1 with its 95 % interval by bootstrap over the images, and the mean over classes of each one's "
+                "top-1. ECE: expected calibration error, 15 bins of equal width. Selective: mean top-1 while the most "
+                "uncertain images are refused one after the other. Each data set has a page in the folder of its name.",
+                first,
+            ]),
+            ("Filters", [
+                "Coloured where it differs from that of all prompts by more than two standard errors, paired over "
+                "images. " + NOTES[NOTES.index("Oracle:"):],
+                filters,
+            ]),
+        ],
+    )  # fmt: skip
+    return page, first

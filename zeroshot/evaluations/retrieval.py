@@ -1,0 +1,501 @@
+"""`python -m zeroshot.retrieval`: embed pairs, rank them in every way, and see what their uncertainty is worth.
+
+N images, M captions. "images" are queries of image → text, "captions" of text → image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from probemb.cli.device import choose_device, loader_workers
+from probemb.cli.progress import progress
+from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.image_loader import in_both
+from probemb.data.labelled.coco_objects import read_objects
+from probemb.data.look_alikes import leave_out
+from probemb.errors import UserError
+from probemb.evaluation.analyses.containment import generality
+from probemb.evaluation.benchmarks import (
+    METRICS,
+    OWN,
+    TRUE,
+    choose_benchmarks,
+    evaluate_rankings,
+    known_positives,
+    refuse_too_many_exact_pairs,
+)
+from probemb.evaluation.embed_pairs import EmbeddedPairs, centres, embed_pairs
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.predictors import ABOUT, evaluate_predictors
+from probemb.evaluation.rankings import RankingOptions, check_factory, fitting, ranking_names, title_of
+from probemb.evaluation.tolerance import CSD, ORACLE, Tolerance, choose_tolerance
+from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
+from probemb.evaluation.uncertainty import MEASURES, findings, projection
+from probemb.models import as_one, load_model, networks_of
+from probemb.models.inputs import unknown_words
+from probemb.models.match import MatchModel
+from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
+from probemb.reports.text import number, percent, printable
+from probemb.search import refuse_small_gallery
+from zeroshot.evaluations.judgements import (
+    SCORES,
+    accepted_share_of_captions,
+    evaluate_judgements,
+    judgement_blocks,
+    read_judged,
+)
+from zeroshot.evaluations.report import (
+    ABOUT_U,
+    Block,
+    Card,
+    Cell,
+    Figure,
+    Page,
+    Table,
+    correlations,
+    picture_of,
+    plus_minus,
+    verdict,
+)
+from zeroshot.evaluations.runner import claim, embedder_of, finish, left_out, open_captions, settings
+from zeroshot.retrieval import RetrievalConfig
+
+UNKNOWN = 20  # unknown words that are named
+SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; the table has all
+BINNED = (SHOWN, "COCO 1K: R@1")  # the second as in PCME++ Fig. 3: each query within its own fold
+DIRECTIONS = {"images": ("i2t", "image → text"), "captions": ("t2i", "text → image")}
+OUTCOMES = {"ambiguity": "true ambiguity", "accepted_share": "human acceptance", "r@1": "R@1"}
+ERASED = {
+    "pixels": "Images, a grey square over them",
+    "regions": "Images, regions left out",
+    "words": "Captions, words left out",
+    "ends": "Captions, their ends left out",
+}
+HOW = (
+    "In percent, except RSUM. Time is that of ranking everything in both directions, without building indexes, divided "
+    "by the number of queries; numbers are those that the gallery keeps of an item. docs/concepts.md has the metrics."
+)
+
+
+def evaluate(config: RetrievalConfig) -> None:
+    """Check the options against the data, load the model, embed, rank, and write the results. Raises UserError."""
+    rankings = ranking_names(config.rankings)
+    check_factory(config.factory, rankings)
+    check_tolerance(config, rankings)
+    captions = open_captions(config)
+    if any(name.startswith("faiss") for name in rankings):
+        refuse_small_gallery(config.factory, min(len(captions), captions.n_captions))
+    refuse_too_many_exact_pairs(captions)
+    selection = find_selection(config, captions)
+    benchmarks = choose_benchmarks(config.benchmarks, captions, config.instances is not None)
+    objects = read_objects(config.instances, captions.image_ids) if "pmrp" in benchmarks else None
+    judged = read_judged(config, captions)
+    out = claim(config, "retrieval", [SCORES])
+
+    names = [config.model, *second_model(config)]
+    device = choose_device(config.device, config.precision)
+    loaded = [load_model(name, device.name, config.resize) for name in names]
+    model = as_one([one.model for one in loaded])
+    rankings = fitting(rankings, model, config.rankings is not None)
+    check_tolerance(config, rankings)  # a model without variances does not rank by it
+    if len(names) > 1:
+        alone = " (--no-second: the first alone)" if config.second == "auto" else ""
+        print(f"{' and '.join(names)} are evaluated together, by the mean of their similarities{alone}", flush=True)
+    embedder = embedder_of(config, device, model, loaded[0].tokenizer, loaded[0].transforms)
+    pairs = embed_pairs(embedder, captions, with_tokens="attention" in rankings)
+    bad = left_out(pairs.bad)
+    if bad:
+        benchmarks = without_lost_images(config, benchmarks)
+    tolerance = choose(config, embedder, captions, pairs, selection) if "tolerance" in rankings else None
+    options = RankingOptions(
+        *model.match_numbers(), config.samples, config.factory, config.candidates, device.name,
+        tolerance or CSD, model.attention, pairs.tokens,
+    )  # fmt: skip
+    rows, per_query, tops = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
+    probabilistic = getattr(model, "probabilistic", True)
+    one, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
+    accepted = accepted_share_of_captions(judged, pairs, captions)
+    results = {
+        **settings(config, embedder, captions.split),
+        "models": names,
+        "probabilistic": probabilistic,
+        "images": len(pairs.images),
+        "captions": len(pairs.texts),
+        "images_left_out": bad,
+        "unknown_words": unknown_captions(loaded[0].tokenizer, captions),
+        "benchmarks": benchmarks,
+        "rows": rows,
+        "tolerance": {} if tolerance is None else {tolerance.chosen.split()[0]: asdict(tolerance)},
+        "projection": projection(one),
+        "uncertainty": findings(embedder, captions, one, per_query, tops, config.erased, config.uncertainty)
+        if probabilistic
+        else {},
+        "generality": generality(one, captions) if probabilistic else None,
+        "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, model, names, out),
+        "predictors": evaluate_predictors(one, captions, correct, MatchModel.of(model), device.name, accepted),
+    }
+    page, shown = make_page(config, results, pairs, captions)
+    finish(out, "retrieval", results, page, shown)
+
+
+def second_model(config: RetrievalConfig) -> list[str]:
+    """--second, or by default the second network of a run, in a list; empty for a run with one network."""
+    if config.second == "auto":
+        return networks_of(config.model)[1:]
+    return [config.second] if config.second is not None else []
+
+
+def unknown_captions(tokenizer, captions: CaptionDataset) -> dict | None:
+    """Captions with words that the model does not know; None without any."""
+    texts = captions.flat()
+    hit = sum(bool(unknown_words(tokenizer, [text])) for text in texts)
+    words = unknown_words(tokenizer, texts)[:UNKNOWN] if hit else []
+    return {"captions": hit, "share": hit / len(texts), "words": words} if hit else None
+
+
+def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:
+    """The benchmarks that work with missing images. Raises UserError if others were named."""
+    lost = [name for name in benchmarks if name != "pmrp"]
+    if lost and config.benchmarks is not None:
+        raise UserError(f"Images are left out, so {', '.join(lost)} cannot be measured.", "Fetch those images again.")
+    return [name for name in benchmarks if name not in lost]
+
+
+# ------------------------------------------------------------------------------- weights of the ranking `tolerance`
+
+
+def check_tolerance(config: RetrievalConfig, rankings: Sequence[str]) -> None:
+    """Refuse weights, or data to choose them on, that no ranking uses. Raises UserError."""
+    given = config.tolerance.i2t is not None or config.select_data is not None or config.select_metric != "auto"
+    if given and "tolerance" not in rankings:
+        raise UserError(
+            f"The weights of tolerance are not used: the rankings are {', '.join(rankings)}.",
+            "Leave its options out, or add it to --rankings if the model predicts variances.",
+        )
+
+
+def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> CaptionDataset | None:
+    """The data of --select-data without pictures that are evaluated too, or None. Raises UserError: too many are."""
+    found = evaluated
+    if config.select_data is not None:
+        images = config.images if Path(config.select_data) == Path(config.data) else None
+        found = find_captions(config.select_data, config.select_split, images, exif=config.exif)
+        if known := in_both(found.images, evaluated.images):
+            raise UserError(
+                f"{len(known):,} of the images in {found.images.source} are also evaluated (such as {known[0]}).",
+                "Choose the weights of tolerance on other images, such as --select-split val.",
+            )
+        workers = loader_workers(config.workers, len(found) + len(evaluated), "cpu")
+        rows, notice = leave_out(found.images, evaluated.images, workers, progress)
+        if notice:
+            print(notice, flush=True)
+            found = found.only(rows)
+        refuse_too_many_exact_pairs(found)
+    if config.select_metric == "map-at-r-true" and found.scenes is None:
+        raise UserError(
+            "--select-metric map-at-r-true needs data whose true captions are all known.",
+            "Use map-at-r or recall, or the scenes of `python -m tools.make_scenes`.",
+        )
+    return None if found is evaluated else found
+
+
+def choose(
+    config: RetrievalConfig, embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs,
+    selection: CaptionDataset | None,
+) -> Tolerance:  # fmt: skip
+    """The given weights, or the best ones on the selection, or without one on the evaluated pairs (an oracle)."""
+    if config.tolerance.i2t is not None:
+        return Tolerance(config.tolerance.i2t, config.tolerance.t2i)
+    chosen = ORACLE
+    if selection is not None:
+        captions, pairs = selection, embed_pairs(embedder, selection)
+        chosen = f"chosen on {selection.split or Path(config.select_data).name}"
+    positives, device = known_positives(pairs, captions), embedder.device.name
+    of = TRUE if config.select_metric in ("auto", "map-at-r-true") and TRUE in positives else OWN
+    metric = "map_at_r" if of == TRUE or config.select_metric == "map-at-r" else "recall"
+    there = pairs._replace(images=pairs.images.to(device), texts=pairs.texts.to(device))
+    return choose_tolerance(there, positives[of], metric, chosen=chosen, of=of)
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def make_page(
+    config: RetrievalConfig, results: dict, pairs: EmbeddedPairs, captions: CaptionDataset
+) -> tuple[Page, list[Block]]:
+    """The report, and the blocks of it that the console shows."""
+    found, rows, models = results["uncertainty"], results["rows"], results["models"]
+    ranked, known = rank_table(results), predictor_blocks(results["predictors"])
+    judged = judgement_blocks(results["judgements"]) if results["judgements"] else []
+    tolerance, general = tolerance_blocks(results["tolerance"]), generality_lines(results["generality"])
+    about = finding_lines(found) if found else ["The model predicts no uncertainty."]
+    unknown = unknown_lines(results["unknown_words"])
+    how = "; ".join(f"{title}: {how}" for title, how in {title_of(row): row["how"] for row in rows}.items())
+    split = f" ({results['config']['split']})" if results["config"]["split"] else ""
+    together = "; similarities are the means of both models" if len(models) > 1 else ""
+    lost = len(results["images_left_out"])
+    sections: list[tuple[str, list[Block]]] = [
+        ("Rankings", [HOW, f"{lost} images could not be read and are left out." if lost else "", ranked, how]),
+        ("Human judgements", judged),
+        ("What each score of a query knows", known),
+        ("Variance as a tolerance", tolerance),
+    ]
+    if found:
+        measure = f"Here u is the {config.uncertainty} of an item; findings use the first ranking."
+        inclusion = (
+            "One normal lies in another if the other is wider around it (inclusion above 0), with 95 % intervals by "
+            "bootstrap over the images, and over the captions of fewer images."
+        )
+        sections += [
+            ("What u measures", [ABOUT_U, measure, *about, *unknown]),
+            ("Uncertainty against recall", bin_blocks(found["quality"])),
+            ("Refusing the most uncertain queries", rejection_blocks(found["quality"])),
+            ("Inclusion as generality", [inclusion, *general]),
+            ("Uncertainty against what is erased", erased_blocks(found.get("erased"))),
+            ("Most and least uncertain", extreme_blocks(config, found["extremes"], pairs, captions)),
+        ]
+    sections.append(("Means in a plane", [projection_figure(results["projection"], captions, pairs, bool(found))]))
+    page = Page(
+        f"Image-text retrieval{' and uncertainty' if found else ''}",
+        f"{' and '.join(models)} on {config.data}{split}: {results['images']:,} images, {results['captions']:,} "
+        f"captions{together}",
+        sections, tiles(rows),
+    )  # fmt: skip
+    return page, [ranked, *tolerance, *about, *unknown, *general, *judged, *known]
+
+
+def tiles(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
+    """The main numbers of the first ranking."""
+    first = rows[0]
+    mark = ", oracle" if first.get("chosen") == "oracle" else ""
+    shown = [
+        (percent(first["i2t"]["r@1"]), f"image → text{mark}", "R@1, %"),
+        (percent(first["t2i"]["r@1"]), f"text → image{mark}", "R@1, %"),
+        (f"{first['rsum']:.1f}", f"both directions{mark}", "RSUM, of 600"),
+    ]
+    for row in (row for row in rows if row["ranking"] == first["ranking"]):
+        if row["positives"] == "COCO 1K":
+            shown.append((f"{row['rsum']:.1f}", f"COCO 1K{mark}", "RSUM, of 600"))
+        elif row["positives"] in ("ECCV Caption", TRUE):
+            value = (row["i2t"]["map_at_r"] + row["t2i"]["map_at_r"]) / 2
+            shown.append((percent(value), f"{row['positives']}{mark}", "mAP@R, mean of both, %"))
+    return shown
+
+
+def rank_table(results: dict) -> Table:
+    """Two lines for each kind of positives and ranking."""
+    rows: list = []
+    for i, row in enumerate(results["rows"]):
+        if i and results["rows"][i - 1]["positives"] != row["positives"]:
+            rows.append(())
+        for way, title in DIRECTIONS.values():
+            cells = [percent(row[way][m]) if m in row[way] else "" for m in METRICS]
+            last, own = way == "t2i", way == "t2i" and row["positives"] == OWN
+            cost = (f"{row['ms_per_query']:.3g}", f"{row['numbers_per_item']:,}") if own else ("", "")
+            total = f"{row['rsum']:.1f}" if last and "rsum" in row else ""
+            rows.append((row["positives"], title_of(row), title, *cells, total, *cost))
+    headings = ("positives", "ranked by", "direction", *METRICS.values(), "RSUM", "ms/query", "numbers")
+    title = f"retrieval, {results['images']:,} images and {results['captions']:,} captions, percent"
+    return Table(headings, rows, title, left=3)
+
+
+def tolerance_blocks(found: dict) -> list[Block]:
+    """How the weights of tolerance were chosen, and the curve over them."""
+    blocks: list[Block] = []
+    for one in (one for one in found.values() if one["curve"]):
+        what = f"{CHOSEN_BY[one['metric']]} of {one['positives']}"
+        blocks.append(
+            f"tolerance, {one['chosen']}: u of captions times {one['i2t']:g}, of images times {one['t2i']:g}, the best "
+            f"by {what}; 1 is CSD, 0 the means alone, and below 0 a large variance counts as a tolerance."
+        )
+        chart = Chart("tolerance", x_label="weight of the gallery's u", y_label=f"{what}, %")
+        for (way, name), colour in zip(DIRECTIONS.values(), (BLUE, ORANGE)):
+            chart.line(one["curve"]["lambda"], [100 * y for y in one["curve"][way]], name, colour, points=True)
+        blocks.append([Figure(chart)])
+    return blocks
+
+
+def unknown_lines(found: dict | None) -> list[str]:
+    """A sentence on words that the model does not know, if there are any."""
+    if found is None:
+        return []
+    return [
+        f"warning: {found['captions']:,} captions ({percent(found['share'])} %) have words that the model does not "
+        f"know (such as {', '.join(map(printable, found['words']))}); their uncertainty says nothing about these"
+    ]
+
+
+def finding_lines(found: dict) -> list[str]:
+    """The main correlations of u."""
+
+    def text(value: float | None) -> str:
+        return "undefined" if value is None else f"{value:+.3f}"
+
+    lines = []
+    for side, metrics in found["quality"].items():
+        for name in (name for name in BINNED if name in metrics and metrics[name]["bins"]):
+            bins, curve = metrics[name]["bins"], metrics[name]["rejection"]
+            what = "R@1" if name == SHOWN else f"R@1 of {name.partition(':')[0]}"
+            lines.append(
+                f"uncertainty of {side} against {what}: Pearson {text(bins['pearson'])} over {len(bins['counts'])} "
+                f"bins, Spearman {text(bins['spearman'])} over single items; area under the rejection curve "
+                f"{curve['area']:.3f} (at random {curve['random']:.3f}, at best {curve['oracle']:.3f})"
+            )
+    if "ambiguity_spearman" in found:
+        lines.append(
+            f"uncertainty of captions against their true ambiguity: Spearman {text(found['ambiguity_spearman'])}"
+        )
+    lines.append(f"uncertainty of captions against their number of words: Spearman {text(found['length_spearman'])}")
+    for what, values in found.get("erased", {}).items():
+        lines.append(f"uncertainty against the share of erased {what}: Spearman {text(values['spearman'])}")
+    if shares := [x for x in found.get("erased", {}).get("ends", {}).get("lies_in", []) if x is not None]:
+        lines.append(f"captions that lie in their prefix (inclusion): {100 * sum(shares) / len(shares):.1f} %")
+    return lines
+
+
+def generality_lines(found: dict | None) -> list[str]:
+    """Inclusion as a measure of generality."""
+    if found is None:
+        return []
+
+    def text(one: dict) -> str:
+        return f"{percent(one['value'])} % ({percent(one['low'])} to {percent(one['high'])})"
+
+    own, nested = found["own"], found["nested"]
+    chance = f"; in the caption of another image {text(own['lies_in_other'])}" if own["lies_in_other"] else ""
+    lines = [f"image lies in its own caption (inclusion), of {own['pairs']:,} pairs: {text(own['lies_in'])}{chance}"]
+    if nested:
+        area = "{value:.3f} ({low:.3f} to {high:.3f})".format(**nested["roc_auc"])
+        lines.append(
+            f"caption lies in the one that is true of more images, of {nested['pairs']:,} nested pairs: "
+            f"{text(nested['lies_in'])}, ROC AUC of the direction {area}"
+        )
+    return lines
+
+
+def predictor_blocks(found: dict) -> list[Block]:
+    """A table with a line for each score and direction, the warning, and what the scores are."""
+    every = [row for side in DIRECTIONS for row in found[side]]
+    outcomes = {key: title for key, title in OUTCOMES.items() if any(row[key] for row in every)}
+    rows: list = []
+    for side in ("captions", "images"):
+        for i, row in enumerate(found[side]):
+            halves = [percent(row["halves"][key]) if row["halves"] else "" for key in ("certain", "rest")]
+            values = [plus_minus(row[key], 1, 3, signed=True) for key in (*outcomes, "gain")]
+            rows.append(("" if i else DIRECTIONS[side][1], row["title"], *values[:-1], *halves, values[-1]))
+        rows.append(())
+    headings = ("queries", "score, higher means less certain", *outcomes.values(), "certain half", "the rest", "gain")
+    title = "what each score of a query knows: Spearman, R@1 in percent, gain of refusing (0 at random, 1 at best)"
+    first = ""
+    if one := found["match_of_first"]:
+        first = (
+            f"; if exactly one image of the gallery matches, a caption's closest image does with a mean probability of "
+            f"{one['mean']:.1%}, and {one['right']:.1%} are right"
+        )
+    about = "; ".join(f"{row['title']}: {ABOUT[row['score']]}" for row in {row["score"]: row for row in every}.values())
+    return [
+        Table(headings, rows, title, left=2),
+        f"match probability: {found['match_probability']}{first}",
+        *([found["warning"]] if found["warning"] else []),
+        f"{about}. Each ± its standard error; captions of one image count as dependent.",
+    ]
+
+
+def bin_blocks(quality: dict) -> list[Block]:
+    """R@1 in bins of uncertainty."""
+    figures = []
+    for name in BINNED:
+        for side, metrics in quality.items():
+            if name in metrics and (bins := metrics[name]["bins"]):
+                of = "" if name == SHOWN else f" of {name.partition(':')[0]}"
+                slug = f"recall{of.replace(' ', '-').lower()}-of-{side}"
+                chart = Chart(slug, x_label=f"uncertainty of the {side}", y_label=f"R@1{of}, %").bins(bins, side)
+                figures.append(Figure(chart, f"{side.capitalize()} as queries{of}", correlations(bins)))
+    said = (
+        "Ten bins of equal count, from certain to uncertain queries, with the standard error of each bin's mean "
+        "(queries taken for independent). Where uncertainty is informative, recall falls to the right."
+    )
+    return [said, figures] if figures else []
+
+
+def rejection_blocks(quality: dict) -> list[Block]:
+    """R@1 of the queries that are left when the most uncertain ones are refused."""
+    figures = []
+    for side, metrics in quality.items():
+        if curve := metrics[SHOWN]["rejection"]:
+            xs, ys = [100 * x for x in curve["refused"]], [100 * y for y in curve["score"]]
+            chart = Chart(
+                f"rejection-{side}", x_label="most uncertain queries refused, %", y_label="R@1 of the others, %"
+            )
+            chart.line(xs, [100 * curve["random"]] * len(xs), "random", GREY, dashed=True)
+            chart.line(xs, ys, "uncertainty", BLUE)
+            figures.append(Figure(chart, f"{side.capitalize()} as queries"))
+    said = "Recall of the queries that remain. At best (an oracle) means that wrong answers were refused first."
+    return [said, figures] if figures else []
+
+
+def erased_blocks(erased: dict | None) -> list[Block]:
+    """Uncertainty against the share that is erased."""
+    figures = []
+    for what, values in (erased or {}).items():
+        chart = Chart(f"erased-{what}", x_label=f"erased {what}, %", y_label="mean uncertainty")
+        chart.line([100 * share for share in values["shares"]], values["uncertainty"], points=True)
+        figures.append(Figure(chart, ERASED[what], f"{values['items']:,} items"))
+    said = (
+        "Less to see or to read should mean more uncertainty; where u falls instead, it does not notice that something "
+        "is missing."
+    )
+    return [said, figures] if figures else []
+
+
+def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, sized: bool) -> list[Figure]:
+    """Means of some images and captions in a plane; a larger mark is more uncertain."""
+    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    every = [float(u) for side in DIRECTIONS for u in found[side]["uncertainty"]]
+    low, high = min(every), max(every)
+    chart = Chart("means", x_label="first direction", y_label="second direction")
+    for side, colour, marker in (("captions", ORANGE, "^"), ("images", BLUE, "o")):
+        points = []
+        for row, x, y, u in zip(*(found[side][key].tolist() for key in ("rows", "x", "y", "uncertainty"))):
+            label = texts[row] if side == "captions" else captions.images.places[pairs.kept[row]].name
+            size, about = (2 + 4 * (u - low) / ((high - low) or 1), f": u = {number(u)}") if sized else (3, "")
+            points.append((x, y, size, f"{label[:120]}{about}"))
+        chart.cloud(points, side, colour, marker)
+    note = f"{found['method']} of {len(found['images']['rows'])} images and their captions."
+    return [Figure(chart, note=note + (" A larger mark is more uncertain." if sized else ""))]
+
+
+def extreme_blocks(config: RetrievalConfig, found: dict, pairs: EmbeddedPairs, captions: CaptionDataset) -> list[Block]:
+    """The queries of the largest and of the smallest u, with what they retrieve first."""
+    measure: Callable[..., Tensor] = MEASURES[config.uncertainty]
+    one = centres(pairs)
+    u, texts = (measure(one.images), measure(one.texts)), [text for i in pairs.kept for text in captions.captions[i]]
+
+    def picture(row: int, kind: str) -> list:
+        i = pairs.kept[row]
+        return picture_of(captions.images, i, f"{captions.images.places[i].name}: {kind}", kind)
+
+    def image_card(query: dict) -> Card:
+        row = query["row"]
+        lines = [Cell(texts[c], verdict(pairs.owner[c] == row)) for c in query["retrieved"] if c >= 0]
+        own = captions.captions[pairs.kept[row]][0]
+        return Card(f"u = {float(u[0][row]):#.4g}. {own}", picture(row, lines[0].kind), lines)
+
+    def text_card(query: dict) -> Card:
+        row = query["row"]
+        shown = [one for i in query["retrieved"] if i >= 0 for one in picture(i, verdict(pairs.owner[row] == i))]
+        return Card(f"{texts[row]} (u = {float(u[1][row]):#.4g})", shown)
+
+    said = (
+        "The queries of the largest and of the smallest u, with what they retrieve first. Green: an own caption, or "
+        "the own image; red: another one. Above an image is its first caption, as the data has it."
+    )
+    blocks: list[Block] = [said]
+    for side, card in (("images", image_card), ("captions", text_card)):
+        for which in ("most", "least"):
+            blocks += [f"{which.capitalize()} uncertain {side}:", [card(query) for query in found[side][which]]]
+    return blocks

@@ -1,0 +1,106 @@
+"""What every evaluation does before and after its own work: claim the folder, load the model, show and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from probemb.cli.configuration import to_dict
+from probemb.cli.device import Device, choose_device
+from probemb.cli.progress import progress
+from probemb.cli.results import claim_files, results_folder, write_json
+from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.image_loader import describe_bad
+from probemb.errors import UserError
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.rankings import RankingOptions, ranking_names
+from probemb.models import DualEncoder, check_images, load_model
+from zeroshot.command import CaptionConfig, EvaluationConfig
+from zeroshot.evaluations.report import Block, Page, print_blocks, write_report
+
+OUTPUTS = ("results.json", "report.html")
+
+
+def claim(config: EvaluationConfig, name: str, more: Sequence[str] = ()) -> Path:
+    """The folder of the results: --out, or `name` in the run folder. Raises UserError: it holds other files.
+
+    `more`: names of files that the command writes besides.
+    """
+    elsewhere = "zeroshot-results" if name == "zeroshot" else f"zeroshot-results/{name}"
+    out = results_folder(config.out, config.model, name, elsewhere)
+    claim_files(out, (*OUTPUTS, *more), f"probemb {name}")
+    return out
+
+
+def open_captions(config: CaptionConfig) -> CaptionDataset:
+    """The images with captions of --data. Raises UserError: images are missing."""
+    captions = find_captions(config.data, config.split, config.images, exif=config.exif)
+    _ = captions.images  # refuses data with missing images
+    return captions
+
+
+def open_model(config: EvaluationConfig) -> Embedder:
+    """The model of --model, ready to embed. Raises UserError."""
+    device = choose_device(config.device, config.precision)
+    return embedder_of(config, device, *load_model(config.model, device.name, config.resize))
+
+
+def embedder_of(config: EvaluationConfig, device: Device, model: DualEncoder, tokenizer, transforms) -> Embedder:
+    """A loaded model with the settings of a command."""
+    return Embedder(
+        model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
+        config.max_bad, progress,
+    )  # fmt: skip
+
+
+def open_analysis(config: CaptionConfig, name: str) -> tuple[Embedder, CaptionDataset, Path]:
+    """Model, data and folder of an analysis of single Gaussians. Raises UserError: the model has no such."""
+    captions = open_captions(config)
+    out = claim(config, name)
+    embedder = open_model(config)
+    model, device = embedder.model, embedder.device
+    print(
+        f"{config.model} on {captions.source}, {len(captions):,} images, on {device.name} in {device.precision}",
+        flush=True,
+    )
+    if not model.probabilistic or model.n_embeddings > 1:
+        has = "several embeddings of an item" if model.n_embeddings > 1 else "no variances"
+        raise UserError(f"{config.model} is a model with {has}.", "Name one with a mean and a variance of every item.")
+    check_images(model, captions.images)
+    return embedder, captions, out
+
+
+def pair_rankings(text: str | None) -> list[str]:
+    """--rankings of a command that scores single pairs; an empty list by default. Raises UserError."""
+    names = [] if text is None else ranking_names(text)
+    if wrong := [name for name in names if name.startswith("faiss") or name == "tolerance"]:
+        raise UserError(f"The ranking {wrong[0]} scores no single pairs.", "Choose csd, mean, match-probability, ...")
+    return names
+
+
+def pair_options(embedder: Embedder, samples: int) -> RankingOptions:
+    """Options of the rankings of single pairs."""
+    model = embedder.model
+    return RankingOptions(*model.match_numbers(), samples, device=embedder.device.name, attention=model.attention)
+
+
+def settings(config: EvaluationConfig, embedder: Embedder, split: str | None = None) -> dict:
+    """The first keys of results.json: the options, and where the model ran."""
+    resolved = to_dict(config) | ({"split": split} if hasattr(config, "split") else {})
+    return {"config": resolved, "device": embedder.device.name, "precision": embedder.device.precision}
+
+
+def left_out(bad: Sequence[tuple[str, str]]) -> list[dict]:
+    """Images that could not be read, for results.json; says so on the console too."""
+    if bad:
+        print(describe_bad(bad), flush=True)
+    return [{"name": name, "reason": reason} for name, reason in bad]
+
+
+def finish(out: Path, name: str, results: dict, page: Page, shown: Sequence[Block]) -> None:
+    """Print some of the page's blocks, and write results.json and report.html."""
+    print_blocks(shown)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / OUTPUTS[0], results, f"probemb {name}")
+    write_report(out / OUTPUTS[1], page, f"probemb {name}")
+    print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
