@@ -9,7 +9,6 @@ import torch
 from probemb.data.boxes import find_phrases
 from probemb.errors import UserError
 from probemb.models import create_model, save_model
-from tools.make_scenes import Plan, make
 from tools.write_regions import main as write_regions
 from zeroshot.localisation import main
 
