@@ -228,6 +228,9 @@ def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
                 f"{path} is not the list that {paths.folder} was started with: it has changed.",
                 "Restore it, or name another folder with --out.",
             )
+    for number, path in paths.pending():
+        if number >= state.shards:  # of a command that was killed before it had read its lists
+            os.unlink(path)
     with progress("Reading", sum(path.stat().st_size for path in new)) as advance:
         for path in new:
             dropped, usable = Counter(), 0

@@ -30,7 +30,6 @@ CAUSES = {  # the first that fits names an error
     ssl.SSLError: "TLS",
     http.client.IncompleteRead: "cut off",
     ConnectionError: "connection",
-    http.client.RemoteDisconnected: "connection",
     http.client.HTTPException: "not HTTP",
     ValueError: "not HTTP",
     Exception: "connection",

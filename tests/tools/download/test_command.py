@@ -233,6 +233,7 @@ def test_a_killed_command_leaves_whole_tars_and_goes_on(site, cc3m, tmp_path):
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_command_does_not_outlive_its_processes_nor_they_it(site, cc3m, tmp_path, killed):
     command, _, out = start(site, cc3m, tmp_path, [f"silent/{i}" for i in range(4)], "--processes", "1")
