@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -166,6 +167,22 @@ def test_precomp_splits_and_coco_images(tmp_path):
         find_captions(folder, "tiny")
     with pytest.raises(UserError, match=r"test_caps\.txt has no split 'train', only test"):
         find_captions(folder / "test_caps.txt", "train")
+
+
+def test_annotation_ids_of_another_order_are_refused(tmp_path):
+    caps(tmp_path, "coco_test", 1)
+    ids = np.array([770337, 771687, 772707, 776154, 781998])
+    np.save(tmp_path / "coco_test_ids.npy", ids)
+    pytest.importorskip("eccv_caption")
+    found = find_captions(tmp_path, "test")
+    assert (found.image_ids, found.caption_ids) == ([391895], [ids.tolist()])
+    np.save(tmp_path / "coco_test_ids.npy", np.array([770337, 771687, 772707, 776154, 152106]))
+    with pytest.raises(UserError, match="do not belong to one image of COCO"):
+        find_captions(tmp_path, "test")
+    for array in (np.zeros(5), np.zeros((5, 1), int), np.array([{}]), -ids):
+        np.save(tmp_path / "coco_test_ids.npy", array, allow_pickle=True)
+        with pytest.raises(UserError, match="is no row of ids"):
+            find_captions(tmp_path, "test")
 
 
 # -------------------------------------------------------------------------------------------------------------- shards
