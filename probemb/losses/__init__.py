@@ -20,8 +20,7 @@ from probemb.losses.noisy import (
     refine_labels,
     split_clean,
 )
-from probemb.losses.output import LossOutput
-from probemb.losses.pairs import cosine_similarity
+from probemb.losses.output import LossOutput, cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
 from probemb.losses.prolip import ProLIPLoss, inclusion_loss, siglip_loss
 from probemb.losses.triplet import (

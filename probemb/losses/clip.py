@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput
-from probemb.losses.pairs import cosine_similarity
+from probemb.losses.output import LossOutput, cosine_similarity
 from probemb.losses.ring import BLOCK, number, pass_on, round_trip
 
 

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from probemb.distances import sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput
-from probemb.losses.pairs import cosine_similarity, positive_pairs
+from probemb.losses.output import LossOutput, cosine_similarity, positive_pairs
 from probemb.losses.triplet import hinges, triplet_loss
 
 # ----------------------------------------------------------------------------------------------------------------- NCR

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from probemb.distances import squared_euclidean
 from probemb.gaussian import Gaussian
 from probemb.losses.match import vib_kl
-from probemb.losses.output import LossOutput
-from probemb.losses.pairs import root
+from probemb.losses.output import LossOutput, root
 
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code

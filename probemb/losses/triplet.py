@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from probemb.cross_attention import CrossAttention, Tokens, attention_scores, pair_scores
 from probemb.distances import kl, min_kl, squared_euclidean, wasserstein2
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput
-from probemb.losses.pairs import cosine_similarity, in_row_blocks, positive_pairs, root
+from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks, positive_pairs, root
 
 Reduce = Literal["sum", "mean"]
 
