@@ -33,11 +33,6 @@ class Augmentation:
     re_prob: ClosedUnitInterval = 0.0
     re_count: PositiveInt = 1
 
-    @property
-    def changes_pixels(self) -> bool:
-        """True if anything but crops is asked for."""
-        return bool(self.hflip or self.color_jitter or self.gray_scale_prob or self.re_prob)
-
     def check(self) -> None:
         """Raise UserError for ranges in the wrong order, and for a jitter without images or images without jitter."""
         for name, limit in (("scale", 1.0), ("ratio", None)):

@@ -70,11 +70,10 @@ class Data:
         window: samples of a lane that are shuffled together.
         captions: which caption of an image is used: random (drawn in every epoch) or first.
         filter: rules that a sample must meet.
-        failure_share: share of unreadable samples, among those of any rank, at which the run stops.
+        failure_share: share of unreadable samples, among those of all ranks, at which the run stops.
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
         resize: backend for resizing, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
             there was a choice).
-        decode: who decodes JPEGs of training: workers, or device, on a GPU beside its steps (tried on CPUs only).
         augmentation: random crops and colours, as open_clip's.
         verify_hash: compare each shard with its index' SHA-256, in the background; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
@@ -92,7 +91,6 @@ class Data:
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
     resize: Resize = "tensor"
-    decode: Literal["workers", "device"] = "workers"
     augmentation: Augmentation = field(default_factory=Augmentation)
     verify_hash: bool = False
     cache: str | None = None

@@ -39,7 +39,6 @@ def check(config: Config, world_size: int) -> None:
     _check_average(config.ema)
     config.data.augmentation.check()
     _check_profile(config)
-    _check_decoding(config)
     if config.remote_copy is not None:
         check_address(config.remote_copy, config.out)
     check_evaluation(config.evaluate)
@@ -99,22 +98,6 @@ def _check_locks(config: Config) -> None:
                 f"model.unlocked_{tower}_groups is {groups}, and the {tower} tower is not locked.",
                 f"Set model.lock_{tower}, or leave unlocked_{tower}_groups out.",
             )
-
-
-def _check_decoding(config: Config) -> None:
-    """Refuse what only workers do to images, where the device decodes them."""
-    if config.data.decode == "workers":
-        return
-    if config.data.resize == "pil":
-        raise UserError(
-            "data.resize pil cannot be used with data.decode device, which crops and resizes there.",
-            "Set data.decode to workers, or data.resize to tensor.",
-        )
-    if config.data.augmentation.changes_pixels:
-        raise UserError(
-            "Of data.augmentation only crops can be used with data.decode device: no mirroring, colours or erasing.",
-            "Set data.decode to workers, or leave hflip, color_jitter, gray_scale_prob and re_prob out.",
-        )
 
 
 def _check_profile(config: Config) -> None:

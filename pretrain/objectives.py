@@ -72,10 +72,6 @@ class Objective:
     def __call__(self, pairs: Pairs) -> LossOutput:
         raise NotImplementedError
 
-    def travels(self, dim: int, world: int) -> tuple[int, int]:
-        """Numbers of a pair that each of the other ranks gets, and that come back from all of them."""
-        raise NotImplementedError
-
     @classmethod
     def model_options(cls, options: Any) -> dict[str, Any]:
         """Further options of `create_model`: the kind of model, its scalars."""
@@ -135,10 +131,6 @@ class PCMEPlusPlus(Objective):
 
     def ring(self, world: int) -> bool:
         return not _needs_rows(self.options) and _ring(self.options.exchange, world)
-
-    def travels(self, dim: int, world: int) -> tuple[int, int]:
-        # In the ring: means and log-variances, and the means of the CLIP loss twice, with its normalisers.
-        return (4 * dim + 1, 3 * dim + 1) if self.ring(world) else (4 * dim, 4 * dim)
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         from probemb import distributed
@@ -211,9 +203,6 @@ class CLIP(Objective):
     def model_options(cls, options: Any) -> dict[str, Any]:
         return {"probabilistic": False, "init_logit_scale": options.logit_scale}
 
-    def travels(self, dim: int, world: int) -> tuple[int, int]:
-        return (2 * dim + 1, dim + 1) if self.ring(world) else (2 * dim, 2 * dim)
-
     def __call__(self, pairs: Pairs) -> LossOutput:
         from probemb import distributed
         from probemb.losses import clip_loss, ring_clip_loss
@@ -243,9 +232,6 @@ class _Sigmoid(Objective):
             "init_logit_bias": options.logit_bias,
             "max_logit_scale": cls.max_logit_scale,
         }
-
-    def travels(self, dim: int, world: int) -> tuple[int, int]:
-        return dim + 1, dim + 1
 
     @staticmethod
     def scale_and_bias(pairs: Pairs) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
     earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
     if config.engine.deterministic:
-        make_deterministic(fill=config.data.decode == "workers")
+        make_deterministic()
     device, precision = pick_device(config), training_precision(config.engine.precision, gpu_capability())
     seed_everything(config.seed)
     model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
@@ -87,7 +87,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         refuse_another_copy(copy, state["step"] if earlier else None, tell)
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
-    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device)
+    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
     steps = step + max(0, whole_steps(config, stream) - samples // config.batch_size)
     check_schedule(config.optimizer, samples + (steps - step) * config.batch_size)
     identity = {**stream.identity, **words_identity(model), **pixels_identity(config.data)}
@@ -142,13 +142,13 @@ def words_identity(model) -> dict[str, str]:
 
 
 def pixels_identity(data: Data) -> dict:
-    """The decoder, the resize backend and the augmentation."""
+    """The resize backend and the augmentation."""
     from probemb.models.dual_encoder import plain
 
-    return {"resize": data.resize, "decode": data.decode, "augmentation": plain(vars(data.augmentation))}
+    return {"resize": data.resize, "augmentation": plain(vars(data.augmentation))}
 
 
-def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, device: torch.device):
+def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):
     """This rank's batches from position `samples` on."""
     from pretrain.stream.corpora import Corpus
     from pretrain.stream.settings import Settings
@@ -165,9 +165,8 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         window=data.window,
         caption=data.captions,
         workers=data.workers,
-        pin_memory=device.type == "cuda",
+        pin_memory=pin_memory,
         draft=True,
-        decode=data.decode,
         failure_share=data.failure_share,
         exif=data.exif,
         verify_hash=data.verify_hash,
@@ -175,7 +174,7 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         cache_gib=data.cache_gib,
         filter=data.filter,
     )
-    place = {"rank": rank, "world_size": world_size, "start_samples": samples, "device": device}
+    place = {"rank": rank, "world_size": world_size, "start_samples": samples}
     return Stream(corpora, settings, transform, tokenizer, **place)
 
 

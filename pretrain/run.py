@@ -45,10 +45,10 @@ def train(config: Config, preemption: Preemption) -> int:
 
     import_deepspeed()  # first: another import of it would print its log lines
 
+    from pretrain.cost import images_at_peak
     from pretrain.engine.average import Average
     from pretrain.engine.checkpoint import load_checkpoint
     from pretrain.folder import RunFolder
-    from pretrain.plan.peak import images_at_peak
     from pretrain.preparation import prepare
     from pretrain.profile import make_profiler
     from pretrain.trainer import Measured, Start, Trainer
@@ -98,7 +98,6 @@ def train(config: Config, preemption: Preemption) -> int:
             if profiler:
                 profiler.close()
             folder.close()
-        report_decoding(stream, say)
         report_failures(stream, say)
     if stopped:
         say(f"step {trainer.step}/{run.steps} | stopped by {preemption.description}; continue with --resume")
@@ -107,12 +106,6 @@ def train(config: Config, preemption: Preemption) -> int:
         any_host([False])
     finish(lock)
     return preemption.exit_code if stopped else 0
-
-
-def report_decoding(stream, say) -> None:
-    """Say which of rank 0's images were decoded where."""
-    if d := stream.decoder:
-        say(f"data    {d.decoded:,} images decoded on {d.device}, {d.by_workers:,} by workers, {d.refused:,} refused")
 
 
 def report_failures(stream, say) -> None:

@@ -160,7 +160,7 @@ class Trainer:
         while self.step < last and whole:
             if profiler:
                 profiler.begin(self.step + 1)
-            batch = self._load(last=self.step + 1 == last)  # ------------------------------------------- load, agree
+            batch = self._load()  # ------------------------------------------------------------- load, agree
             if batch is None:
                 break
             self.progress.doing("computing")
@@ -226,7 +226,7 @@ class Trainer:
         self.recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
         return whole
 
-    def _load(self, last: bool = False) -> Batch | None:
+    def _load(self) -> Batch | None:
         """This rank's next batch, or None if any rank was asked to stop; collective.
 
         A rank that waited alone for data would not learn of a stop on another rank. So all ranks meet in rounds and
@@ -236,7 +236,7 @@ class Trainer:
         """
         try:
             self.progress.doing("waiting for data", self.stream.waiting_for)
-            batch = self.stream.load(while_waiting=partial(self._meet, waiting=True), last=last)
+            batch = self.stream.load(while_waiting=partial(self._meet, waiting=True))
             self.progress.doing("waiting for the data of another rank")
             while self._meet(waiting=False):
                 pass

@@ -14,14 +14,10 @@ from torch import Tensor
 from probemb import distributed
 
 
-def make_deterministic(fill: bool = True) -> None:
-    """Let every operator give the same bits again, or fail; call before the GPU is used.
-
-    With `fill` new memory is filled, so that nothing depends on what was there; that may overwrite what nvJPEG decodes.
-    """
+def make_deterministic() -> None:
+    """Let every operator give the same bits again, or fail; call before the GPU is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def random_state() -> dict[str, Tensor]:

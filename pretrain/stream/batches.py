@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from pretrain.stream.decoding import ENTRY
-from pretrain.stream.samples import Report, Rows, SampleMaker, printable
+from pretrain.stream.samples import Report, Rows, SampleMaker
 from pretrain.stream.settings import Settings
 from pretrain.stream.workers import Team, shared_tensors
 from probemb.data.randomness import isolated_randomness
@@ -39,7 +38,6 @@ class Batches:
             ((rows, tokens.shape[1]), torch.int64),
             ((rows, 2), torch.int64),
             ((rows,), torch.bool),
-            ((rows, ENTRY), torch.int64),
         )
         self._prefetch = settings.prefetch if settings.workers else 0
         self._ring: list[Rows] = []
@@ -71,20 +69,6 @@ class Batches:
             tensor.copy_(ready)
         self._team.release()
         return rows, reports
-
-    def replace(
-        self, row: int, reason: str, rows: Rows, reports: list[Report], samples_seen: int, while_waiting
-    ) -> None:
-        """Put another sample in the place of one of that batch that could not be decoded on the device."""
-        part = next(part for part, (_, stop) in enumerate(self._parts) if row < stop)
-        maker, report, at = self._makers[part], reports[part], row - self._parts[part][0]
-        with isolated_randomness():
-            example = maker.stand_in(samples_seen, maker.start + at, while_waiting)
-        rows.images[row].copy_(example.image)
-        rows.tokens[row].copy_(example.tokens)
-        rows.replaced[row] = True
-        report.failures.append((int(rows.slots[row, 0]), printable(f"{report.keys[at].partition('/')[2]}: {reason}")))
-        report.keys[at] = example.key
 
     def waiting_for(self) -> str:
         """Description of what `make` waits for: workers and the shards they read; for another thread."""

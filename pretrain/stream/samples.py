@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pretrain.stream.decoding import Jpeg, crop_of, undecoded
 from pretrain.stream.jpeg_draft import CropDraft
 from pretrain.stream.open_shards import OpenShards
 from pretrain.stream.order import Order, draw
@@ -40,7 +39,6 @@ class Rows(NamedTuple):
     tokens: torch.Tensor  # (b, L) int64
     slots: torch.Tensor  # (b, 2) int64: shard and index of the slot
     replaced: torch.Tensor  # (b,) bool: the slot's own sample is unusable
-    jpegs: torch.Tensor  # (b, 7) int64: of rows whose image holds a JPEG's bytes (see `decoding`); zeros for pixels
 
     def part(self, start: int, stop: int) -> "Rows":
         """Views of rows [start, stop)."""
@@ -58,7 +56,7 @@ class Report(NamedTuple):
 class Example(NamedTuple):
     """Content of a row."""
 
-    image: torch.Tensor | Jpeg
+    image: torch.Tensor
     tokens: torch.Tensor
     key: str
 
@@ -92,7 +90,6 @@ class SampleMaker:
         self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
         self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
         self._draft = CropDraft(transform) if settings.draft else None
-        self._crop = crop_of(transform) if settings.decode == "device" else None
         self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
         self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache, check=settings.verify_hash)
         self._remote = cache is not None
@@ -138,49 +135,29 @@ class SampleMaker:
             self._prepare(epoch, step)
         report = Report([], [], [])
         slots = self.order.rows(epoch, step, self.start, self.stop)
-        rows.jpegs.zero_()
         rows.slots.copy_(torch.from_numpy(np.stack([slots.shard, slots.index], axis=1)))
         for i, (shard, index, visit) in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
             try:
-                example = self._example(shard, index, visit, room=rows.images[i].nbytes if self._crop else 0)
+                example = self._example(shard, index, visit)
                 rows.replaced[i] = False
                 self._good[i] = step, self.start + i
             except BadSample as error:
                 report.failures.append((shard, printable(str(error))))
                 example = self._stand_in(epoch, step, i)
                 rows.replaced[i] = True
-            if isinstance(example.image, Jpeg):
-                data = np.frombuffer(example.image.data, np.uint8)
-                rows.images[i].permute(1, 2, 0).view(-1).numpy()[: len(data)] = data
-                rows.jpegs[i] = torch.tensor(example.image.entry)
-            elif example.image.shape != rows.images.shape[1:]:
+            if example.image.shape != rows.images.shape[1:]:
                 shapes = tuple(example.image.shape), tuple(rows.images.shape[1:])
                 raise UserError(
                     f"The transform gave an image of shape {shapes[0]} where others have {shapes[1]}.",
                     "Use a transform that crops or resizes every image to the same size.",
                 )
-            else:
-                rows.images[i].copy_(example.image)
+            rows.images[i].copy_(example.image)
             rows.tokens[i].copy_(example.tokens)
             report.keys.append(example.key)
         self._now[0] = -1
         report.notices.extend(map(printable, self._open.notices))
         self._open.notices.clear()
         return report
-
-    def stand_in(self, samples_seen: int, row: int, while_waiting: Callable[[], None] | None = None) -> Example:
-        """A decoded example for a row of that batch of which only decoding has shown that it cannot be used.
-
-        Draws from the global random numbers, as `fill`; that batch is the last one that was filled here, if any was.
-        """
-        self._open.while_waiting = while_waiting
-        epoch, step = self.order.locate(samples_seen)
-        self._good[row - self.start] = -1
-        reading = int(self._now[0])  # in a worker
-        try:
-            return self._stand_in(epoch, step, row - self.start)
-        finally:
-            self._now[0] = reading
 
     @property
     def reading(self) -> str:
@@ -196,8 +173,7 @@ class SampleMaker:
         ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in self._lanes]
         self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
 
-    def _example(self, shard: int, index: int, visit: int, room: int = 0) -> Example:
-        """Read a sample; a JPEG of at most `room` bytes that the device may decode stays as it is."""
+    def _example(self, shard: int, index: int, visit: int) -> Example:
         self._now[0] = shard
         reader = self._open.get(self.shards[shard])
         if index >= len(reader):
@@ -206,10 +182,8 @@ class SampleMaker:
         try:
             sample = parse_sample(parts, key)
             seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
-            image = undecoded(sample.image, self._crop, seed, room, self.settings.exif) if room else None
-            if image is None:
-                draft = self._draft and partial(self._draft.needed, seed=seed)
-                image = decode_image(sample.image, draft, exif=self.settings.exif)
+            draft = self._draft and partial(self._draft.needed, seed=seed)
+            image = decode_image(sample.image, draft, exif=self.settings.exif)
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
             caption = sample.captions[which if self.settings.caption == "random" else 0]
             seed()
@@ -217,10 +191,9 @@ class SampleMaker:
         except BadSample as error:
             raise BadSample(f"{key}: {error}") from None
 
-    def _tensors(self, image: Image.Image | Jpeg, caption: str) -> tuple[torch.Tensor | Jpeg, torch.Tensor]:
+    def _tensors(self, image: Image.Image, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
         try:
-            pixels = image if isinstance(image, Jpeg) else self.transform(image)
-            return pixels, torch.as_tensor(self.tokenizer([caption]))[0]
+            return self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0]
         except (UserError, MemoryError):
             raise
         except Exception as error:  # one bad image or caption must not stop a run

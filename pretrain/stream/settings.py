@@ -7,7 +7,6 @@ from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy
 from probemb.errors import UserError, nearest
 
 CAPTIONS = ("random", "first")
-DECODERS = ("workers", "device")
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Settings:
             enough pixels even then (see `CropDraft`): faster, but not bit-identical where it applies.
         failure_share: the run stops when more than this share of all ranks' samples cannot be used,
         failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
-        decode: "workers", or "device": JPEGs are decoded, cropped and resized there (see `decoding`).
         exif: turn images as their EXIF orientation says.
         verify_hash: compare the SHA-256 of each shard that is opened with its index, in the background; the run stops
             at a difference.
@@ -48,7 +46,6 @@ class Settings:
     prefetch: int = 2
     pin_memory: bool = False
     draft: bool = False
-    decode: str = "workers"
     failure_share: float = 0.05
     failure_minimum: int = 1000
     exif: bool = False
@@ -63,11 +60,6 @@ class Settings:
             raise UserError(
                 f"'{self.caption}' is no way to choose a caption.{nearest(self.caption, CAPTIONS)}",
                 f"Use one of: {', '.join(CAPTIONS)}.",
-            )
-        if self.decode not in DECODERS:
-            raise UserError(
-                f"'{self.decode}' cannot decode images.{nearest(self.decode, DECODERS)}",
-                f"Use one of: {', '.join(DECODERS)}.",
             )
         if self.workers < 0 or self.prefetch < 1:
             raise UserError(

@@ -13,19 +13,16 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from PIL import Image
 
 from pretrain.stream.batches import Batches
 from pretrain.stream.corpora import Corpus, labels_of, make_order, refuse_repeats, refuse_uneven_shares
-from pretrain.stream.decoding import Decoded, DeviceDecoder, crop_of
-from pretrain.stream.samples import Report, Rows, SampleMaker
+from pretrain.stream.samples import Report, SampleMaker
 from pretrain.stream.selection import select
 from pretrain.stream.settings import Settings
 from probemb.data.failures import Failure, Tally, worst_places
@@ -39,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of one global batch, b = batch_size / world_size; on the CPU, but for images that a GPU decodes.
+    """This rank's rows of one global batch, b = batch_size / world_size, on the CPU.
 
     images        (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
     tokens        (b, L) int64
@@ -57,14 +54,6 @@ class Batch:
     samples_seen: int
 
 
-class _Decoding(NamedTuple):
-    """A batch that is being decoded."""
-
-    rows: Rows
-    reports: list[Report]
-    decoded: Future[Decoded]
-
-
 class Stream:
     """Endless batches for one rank, as an iterator and a context manager; see the module for what they depend on.
 
@@ -76,11 +65,9 @@ class Stream:
         rank, world_size: of this process; `world_size` divides the lanes.
         start_samples: position to start from, a multiple of the batch size.
         steps: number of batches after which to stop, None for no end.
-        device: which decodes, with `decode: device`; the CPU if None.
 
     Attributes:
         selection: the samples that the filter keeps; None without one.
-        decoder: the `DeviceDecoder`; None if workers decode.
         order: the `Order`: steps in an epoch, what is dropped.
         samples_seen: the position after the last batch handed out, over all ranks.
         rows: rows of every global batch that this rank gets, b.
@@ -102,7 +89,6 @@ class Stream:
         world_size: int = 1,
         start_samples: int = 0,
         steps: int | None = None,
-        device: torch.device | None = None,
     ):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
@@ -133,10 +119,6 @@ class Stream:
             transform=transform, tokenizer=tokenizer, settings=settings, cache=self._make_cache(),
         )  # fmt: skip
         self._batches = Batches(maker_of, rank * self.rows, (rank + 1) * self.rows, start_samples, settings)
-        self.decoder: DeviceDecoder | None = None
-        if settings.decode == "device":
-            self.decoder = DeviceDecoder(device or torch.device("cpu"), crop_of(transform))
-        self._decoding: _Decoding | UserError | None = None  # the batch after the one that was handed out
         self._closed = False
 
     def _make_cache(self) -> ShardCache | None:
@@ -193,8 +175,6 @@ class Stream:
     def close(self) -> None:
         """End the workers and close the shards; dropping the stream does the same."""
         self._closed = True
-        if self.decoder is not None:
-            self.decoder.close()
         self._batches.close()
         if self._temporary_cache is not None:
             self._temporary_cache.close()
@@ -211,10 +191,8 @@ class Stream:
     def __next__(self) -> Batch:
         return self.load()
 
-    def load(self, while_waiting: Callable[[], None] | None = None, last: bool = False) -> Batch:
+    def load(self, while_waiting: Callable[[], None] | None = None) -> Batch:
         """The next batch; `while_waiting` is called about every half second until it is ready.
-
-        With `last` none is begun after it.
 
         An error, of `while_waiting` too, closes the stream; `samples_seen` then is the position before that batch.
         Raises StopIteration after the last batch, and what `Team.collect` and the reader raise.
@@ -225,13 +203,7 @@ class Stream:
         began = time.perf_counter()
         try:
             self.start()
-            if self.decoder is None:
-                rows, reports = self._batches.make(self.samples_seen, while_waiting)
-            else:
-                rows, reports = self._decoded(while_waiting)
-                after = self.samples_seen + self.order.batch_size
-                last |= after == self._end
-                self._decoding = None if last else self._begin_decoding(after, while_waiting)
+            rows, reports = self._batches.make(self.samples_seen, while_waiting)
             self._count(reports)
         except BaseException:
             self.close()
@@ -241,29 +213,8 @@ class Stream:
         keys = [key for report in reports for key in report.keys]
         return Batch(rows.images, rows.tokens, rows.slots, rows.replaced, keys, self.samples_seen)
 
-    def _decoded(self, while_waiting: Callable[[], None] | None) -> tuple[Rows, list[Report]]:
-        """The next batch, with what the device has decoded."""
-        begun = self._decoding or self._begin_decoding(self.samples_seen, while_waiting)
-        if isinstance(begun, UserError):
-            raise begun
-        decoded = self.decoder.finish(begun.decoded, while_waiting)
-        rows, reports = begun.rows._replace(images=decoded.images), begun.reports
-        for row, reason in decoded.failures.items():
-            self._batches.replace(row, reason, rows, reports, self.samples_seen, while_waiting)
-        return rows, reports
-
-    def _begin_decoding(self, samples_seen: int, while_waiting) -> "_Decoding | UserError":
-        """The batch at this position, begun; an error belongs to the call that asks for the batch."""
-        try:
-            rows, reports = self._batches.make(samples_seen, while_waiting)
-        except UserError as error:
-            return error
-        return _Decoding(rows, reports, self.decoder.start(rows.images, rows.jpegs))
-
     def waiting_for(self) -> str:
         """Description of what `load` waits for: workers and the shards they read; for another thread."""
-        if self.decoder is not None and self.decoder.awaited:
-            return f"waiting for {self.decoder.device}, which decodes"
         return self._batches.waiting_for()
 
     @property

@@ -20,8 +20,7 @@ MAX_SCANS = 100  # of a JPEG; encoders write about ten, and each costs a pass ov
 MAX_MARKERS = 1000
 ORIENTATION = 0x0112  # EXIF's tag
 UPRIGHT, SIDEWAYS = 1, (5, 6, 7, 8)  # its values; width and height of the sideways ones are exchanged
-_SCAN, _END, _HUFFMAN = 0xDA, 0xD9, (0xC0, 0xC1, 0xC2)  # markers of a JPEG
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # but for tables
+_SCAN, _END = 0xDA, 0xD9  # markers of a JPEG
 _BARE = {0x00, 0x01, 0xFF, *range(0xD0, 0xD9)}  # without a segment: stuffing, fill and restarts among them
 _BEFORE_SCANS = re.compile(rb"\xff.", re.DOTALL)
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]", re.DOTALL)
@@ -63,19 +62,6 @@ def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
         pass
 
 
-def size_of_plain_jpeg(data: bytes, *, exif: bool = False) -> tuple[int, int] | None:
-    """Width and height of a JPEG that every decoder reads alike, by its header and markers; None for any other image.
-
-    It has the colours YCbCr in Huffman coding, all its scans end with a marker, and with `exif` it is stored upright.
-    Raises BadSample for what `decode_image` refuses by the header alone.
-    """
-    with _opened(data, MAX_PIXELS) as image:
-        plain = image.format == "JPEG" and image.mode == "RGB" and image.info.get("adobe_transform", 1) == 1
-        if not plain or image.layer[0][0] == ord("R") or not _is_complete(data):
-            return None
-        return None if exif and _orientation(image) != UPRIGHT else image.size
-
-
 def _markers(data: bytes) -> list[int]:
     """Markers of a JPEG's first picture up to its end, as libjpeg finds them; at most one more than `MAX_MARKERS`.
 
@@ -91,13 +77,6 @@ def _markers(data: bytes) -> list[int]:
         if kind == _SCAN:
             pattern = _AFTER_SCAN
     return markers
-
-
-def _is_complete(data: bytes) -> bool:
-    """True if a JPEG has one frame, Huffman-coded, scans, and its end after the last. Nothing is decoded."""
-    markers = _markers(data)
-    (frame, *others) = [kind for kind in markers if kind in _FRAMES] or [None]
-    return frame in _HUFFMAN and not others and _SCAN in markers and markers[-1] == _END
 
 
 def _orientation(image: Image.Image) -> int:

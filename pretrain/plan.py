@@ -1,4 +1,4 @@
-"""Plan of a pretraining run: its parameters, memory, network, data, hours and disk.
+"""Plan of a pretraining run: its parameters, memory, data, hours and disk.
 
     python -m pretrain.plan --config pretrain/configs/vit_b16_cc3m_cc12m_redcaps.yaml --nodes 4 --gpus-per-node 8 \\
         --samples-per-epoch 27000000 --gpu h100 --efficiency 0.35 --gpu-memory-gib 80
@@ -17,6 +17,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config
 from pretrain.contradictions import check
+from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
 from probemb.errors import UserError
@@ -36,7 +37,7 @@ class Plan(Config):
         gpu_memory_gib: memory of one GPU in GiB; warn when a rank needs more. 0 checks nothing.
         samples_per_epoch: samples in all of data.train, each times its weight; 0 reads index.json in the folders.
         text_tokens: tokens of the longest text in a batch, to which batches are cut; 0 takes the whole context.
-        gpu: its name, such as h200, whose peak the table in pretrain/plan/peak.py has; empty for this machine's.
+        gpu: its name, such as h200, whose peak the table in pretrain/cost.py has; empty for this machine's.
         peak_tflops: of one GPU at the run's precision, in TFLOP/s, from its data sheet; 0 takes that of `gpu`.
         efficiency: share of it that the run reaches, recomputation included.
         images_per_second: measured, over all ranks; replaces gpu, peak_tflops and efficiency.
@@ -71,12 +72,7 @@ def main() -> None:
     """Read the configuration, count, print."""
     options = parse_config(Plan, "python -m pretrain.plan", "What a pretraining run will need, before it is started.")
     plan = make_plan(options)
-    if options.json:
-        print(json.dumps(plan, indent=2))
-        return
-    from pretrain.plan.report import show
-
-    show(plan)
+    print(json.dumps(plan, indent=2) if options.json else describe(plan))
 
 
 def make_plan(o: Plan) -> dict[str, Any]:
@@ -86,74 +82,53 @@ def make_plan(o: Plan) -> dict[str, Any]:
         UserError: an invalid value, or neither the data nor `samples_per_epoch`.
     """
     warnings = check_options(o)
-    gpu = find_gpu(o)
-    from pretrain.plan.cost import flops, network
-    from pretrain.plan.memory import count_parameters, memory
-    from pretrain.plan.peak import peak_flops
-    from pretrain.plan.trace import Setting, build
+    from pretrain.cost import Step, build, memory, step_flops
 
     model, data, e = build(o), count_data(o), o.engine
     half = e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda")
     text_tokens = min(o.text_tokens or model.context_length, model.context_length)
-    setting = Setting.of(o, o.world_size, text_tokens, half, gpu=o.device == "cuda")
-    stages = [replace(setting, zero_stage=stage) for stage in range(4)]
-    by_stage = [memory(model, s) for s in stages]
-    variants = {
-        s: memory(model, s, exact=False)
-        for checkpointing in (False, True)
-        for parts in sorted({1, 2, 4, 8, e.accumulation})
-        if (s := replace(setting, checkpointing=checkpointing, parts=parts)).can_have(parts)
-    }
-    warnings += memory_warnings(o, by_stage, variants)
-    work = flops(model, setting)
-    if gpu:
-        o = replace(o, gpu=gpu, peak_tflops=peak_flops(gpu, "bf16" if setting.half else "fp32") / 1e12)
+    step = Step.of(o, o.world_size, text_tokens, half)
+    by_stage = [memory(model, replace(step, zero_stage=stage), gpu=o.device == "cuda") for stage in range(4)]
+    limit, needed = o.gpu_memory_gib * GIB, by_stage[e.zero_stage].peak
+    if limit and needed > limit:
+        fits = [f"ZeRO {stage}" for stage, m in enumerate(by_stage) if m.peak <= limit]
+        remedy = f"fit with {' or '.join(fits)}" if fits else "need accumulation, grad_checkpointing or more GPUs"
+        warnings.append(
+            f"A rank needs {needed / GIB:.1f} GiB, more than the {o.gpu_memory_gib:g} GiB of a GPU. It would {remedy}."
+        )
     return {
         "model": {"name": o.model.name, "head": o.model.head, "embed_dim": model.embed_dim},
-        "parameters": {"total": sum(p.numel() for p in model.parameters()), **count_parameters(model)},
+        "parameters": count_parameters(model),
         "run": {
             "nodes": o.nodes,
             "gpus_per_node": o.gpus_per_node,
             "world_size": o.world_size,
             "device": o.device,
-            "precision": "bf16" if setting.half else "fp32",
+            "precision": "bf16" if half else "fp32",
             "zero_stage": e.zero_stage,
             "accumulation": e.accumulation,
             "grad_checkpointing": e.grad_checkpointing,
             "batch_size": o.batch_size,
-            "rows_per_rank": setting.rows,
-            "rows_per_part": setting.rows // e.accumulation,
+            "rows_per_rank": step.rows,
             **data,
         },
-        "memory": {
-            "by_zero_stage": {str(stage): asdict(m) for stage, m in enumerate(by_stage)},
-            "variants": [
-                {"grad_checkpointing": s.checkpointing, "accumulation": s.parts, **asdict(m)}
-                for s, m in variants.items()
-            ],
-            "gpu_memory": int(o.gpu_memory_gib * GIB),
-        },
-        "network": {str(s.zero_stage): network(model, s) for s in stages},
-        "compute": time_needed(o, work, data["steps"]),
-        "loader": loader(o, work, data),
+        "memory": {"by_zero_stage": {str(stage): asdict(m) for stage, m in enumerate(by_stage)}},
+        "compute": time_needed(o, step_flops(model, step), data, half),
         "disk": disk(o, model, data["steps"]),
         "warnings": warnings,
     }
 
 
-def memory_warnings(o: Plan, by_stage: list, variants: dict) -> list[str]:
-    """A warning if a rank needs more than its GPU has, with up to three settings that would fit."""
-    limit, peak = o.gpu_memory_gib * GIB, by_stage[o.engine.zero_stage].peak
-    if not limit or peak <= limit:
-        return []
-    fits = [f"ZeRO {stage}" for stage, m in enumerate(by_stage) if m.peak <= limit]
-    fits += [
-        f"accumulation {s.parts}{' with grad_checkpointing' * s.checkpointing}"
-        for s, m in variants.items()
-        if m.peak <= limit
-    ]
-    remedy = f"It would fit with {' or '.join(fits[:3])}." if fits else "Use more GPUs or a smaller batch."
-    return [f"A rank needs {peak / GIB:.1f} GiB, more than the {o.gpu_memory_gib:g} GiB of a GPU. {remedy}"]
+def count_parameters(model) -> dict[str, int]:
+    """Parameters by part; the parts are disjoint, and their sum is the total."""
+    parts = ("image trunk", "text trunk", "image uncertainty branch", "text uncertainty branch", "heads")
+    counts = dict.fromkeys(parts, 0)
+    for modality, tower in (("image", model.visual), ("text", model.text)):
+        names = {"trunk": f"{modality} trunk", "branch": f"{modality} uncertainty branch", "head": "heads"}
+        for name, parameter in tower.named_parameters():
+            counts[names[tower.place(name).part]] += parameter.numel()
+    total = sum(p.numel() for p in model.parameters())
+    return counts | {"scalars": total - sum(counts.values()), "total": total}
 
 
 def check_options(o: Plan) -> list[str]:
@@ -180,25 +155,6 @@ def check_options(o: Plan) -> list[str]:
             f"Take one of {', '.join(map(str, fits))} ranks, or data.lanes that {o.world_size} divides."
         )
     return warnings
-
-
-def find_gpu(o: Plan) -> str | None:
-    """The GPU whose peak gives the hours: --gpu, or this machine's; None where neither is needed or known.
-
-    Raises:
-        UserError: an unknown name, or one beside another source of the speed.
-    """
-    from pretrain.plan.peak import gpu_of_this_machine, named_gpu
-
-    if o.gpu is not None:
-        for other in ("peak_tflops", "images_per_second"):
-            if getattr(o, other):
-                raise UserError(f"--gpu and --{other.replace('_', '-')} exclude each other.", "Leave one of them out.")
-        if o.device != "cuda":
-            raise UserError(f"--gpu {o.gpu} is given for a run on {o.device}.", "Leave --gpu or --device out.")
-        return named_gpu(o.gpu)
-    measured = o.peak_tflops or o.images_per_second or o.device != "cuda"
-    return None if measured else gpu_of_this_machine()
 
 
 def count_data(o: Plan) -> dict[str, Any]:
@@ -251,47 +207,42 @@ def kept_samples(corpora: list, filter) -> list[int]:
     return [sum(next(sizes) for _ in shards) for shards in corpora]
 
 
-def images_per_second(o: Plan, work: dict[str, float]) -> float | None:
-    """Speed over all ranks, measured or computed; None if unknown."""
-    if o.images_per_second:
-        return o.images_per_second
-    if o.peak_tflops:
-        return o.world_size * o.peak_tflops * 1e12 * o.efficiency / (work["executed_per_step"] / o.batch_size)
-    return None
+def time_needed(o: Plan, work: dict[str, float], data: dict[str, Any], half: bool) -> dict[str, Any]:
+    """FLOPs of a step over all ranks, time, and the data rates at which no step waits.
 
+    Raises:
+        UserError: an unknown GPU, or one beside another source of the speed.
+    """
+    from pretrain.cost import gpu_of_this_machine, named_gpu, peak_flops
 
-def time_needed(o: Plan, work: dict[str, float], steps: int) -> dict[str, Any]:
-    """FLOPs of a step over all ranks, and time."""
-    speed = images_per_second(o, work)
+    gpu, peak, speed = None, o.peak_tflops * 1e12, o.images_per_second
+    if o.gpu is not None:
+        if peak or speed or o.device != "cuda":
+            what = "--gpu excludes --peak-tflops, --images-per-second and --device cpu."
+            raise UserError(what, "Leave one of them out.")
+        gpu = named_gpu(o.gpu)
+    elif not peak and not speed and o.device == "cuda":
+        gpu = gpu_of_this_machine()
+    if gpu:
+        peak = peak_flops(gpu, "bf16" if half else "fp32")
+    if peak and not speed:
+        speed = o.world_size * peak * o.efficiency / (work["executed"] / o.batch_size)
     seconds = o.batch_size / speed if speed else None
+    size = data["bytes_per_sample"]
     return {
-        "flops_per_step": work["executed_per_step"],
-        "model_flops_per_step": work["model_per_step"],
-        "flops_per_pair": work["model_per_step"] / o.batch_size,
-        "images_per_second": speed,
+        "flops_per_step": work["executed"],
+        "model_flops_per_step": work["model"],
+        "flops_per_pair": work["model"] / o.batch_size,
+        "images_per_second": speed or None,
         "images_per_second_is": ("measured" if o.images_per_second else "computed") if speed else None,
-        "gpu": o.gpu,
-        "peak_tflops": o.peak_tflops or None,
-        "efficiency": o.efficiency if o.peak_tflops and not o.images_per_second else None,
+        "images_per_second_per_worker": speed / (o.world_size * max(1, o.data.workers)) if speed else None,
+        "bytes_per_second": speed * size if speed and size else None,
+        "gpu": gpu,
+        "peak_tflops": peak / 1e12 or None,
+        "efficiency": o.efficiency if peak and not o.images_per_second else None,
         "seconds_per_step": seconds,
-        "hours": seconds * steps / 3600 if seconds else None,
-        "gpu_hours": seconds * steps / 3600 * o.world_size if seconds else None,
-    }
-
-
-def loader(o: Plan, work: dict[str, float], data: dict[str, Any]) -> dict[str, Any]:
-    """Data rates at which no step waits."""
-    speed = images_per_second(o, work)
-    workers = max(1, o.data.workers)
-    return {
-        "images_per_second": speed,
-        "images_per_second_per_node": speed / o.nodes if speed else None,
-        "images_per_second_per_worker": speed / (o.world_size * workers) if speed else None,
-        "workers_per_rank": o.data.workers,
-        "bytes_per_second": speed * data["bytes_per_sample"] if speed and data["bytes_per_sample"] else None,
-        "bytes_of_all_shards_per_epoch": int(data["bytes_per_sample"] * data["samples_per_epoch"])
-        if data["bytes_per_sample"]
-        else None,
+        "hours": seconds * data["steps"] / 3600 if seconds else None,
+        "gpu_hours": seconds * data["steps"] / 3600 * o.world_size if seconds else None,
     }
 
 
@@ -306,3 +257,54 @@ def disk(o: Plan, model, steps: int) -> dict[str, int]:
     # The most is there while the next checkpoint is written; a second model/ is, when an older one has been deleted.
     run_folder = (kept + 1) * checkpoint + (1 + best) * weights
     return {"checkpoint": checkpoint, "model_folder": weights, "kept": kept, "run_folder": run_folder}
+
+
+def describe(plan: dict[str, Any]) -> str:
+    """The plan for people."""
+    run, compute, on_disk = plan["run"], plan["compute"], plan["disk"]
+    rows = [
+        ("ranks", f"{run['nodes']} x {run['gpus_per_node']} = {run['world_size']} ({run['device']}), "
+         f"{run['precision']}, ZeRO {run['zero_stage']}"),
+        ("batch", f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts"),
+        ("length", f"{run['steps']:,} steps, {run['samples']:,} samples"
+         + (f", {run['epochs']:.4g} epochs of {run['samples_per_epoch']:,}" if run["epochs"] else "")),
+        ("arithmetic", f"{compute['flops_per_pair'] / 1e9:.1f} GFLOP a pair, "
+         f"{compute['flops_per_step'] / 1e12:,.1f} TFLOP a step, recomputation included"),
+    ]  # fmt: skip
+    if compute["hours"]:
+        how = compute["images_per_second_is"]
+        if how == "computed":
+            whose = f" the {compute['gpu']}'s" if compute["gpu"] else ""
+            how += f", {compute['efficiency']:.0%} of{whose} {compute['peak_tflops']:g} TFLOP/s"
+        rate = f", {_size(compute['bytes_per_second'])}/s" if compute["bytes_per_second"] else ""
+        rows += [
+            ("time", f"{compute['hours']:,.1f} h = {compute['gpu_hours']:,.0f} GPU hours, "
+             f"{compute['seconds_per_step']:.3g} s a step ({how})"),
+            ("data", f"{compute['images_per_second']:,.0f} images/s{rate}, "
+             f"{compute['images_per_second_per_worker']:,.0f} a worker"),
+        ]  # fmt: skip
+    else:
+        rows += [("time", "pass --gpu, such as h200, or --peak-tflops (and --efficiency), or --images-per-second")]
+    rows += [
+        ("disk", f"checkpoint {_size(on_disk['checkpoint'])}, model/ {_size(on_disk['model_folder'])}; run folder at "
+         f"most {_size(on_disk['run_folder'])}"),
+        ("parameters", ", ".join(f"{name} {n:,}" for name, n in plan["parameters"].items())),
+    ]  # fmt: skip
+    stages = plan["memory"]["by_zero_stage"]
+    lines = [f"{name:<12}{text}" for name, text in rows]
+    head = [f"ZeRO {stage}{'*' * (int(stage) == run['zero_stage'])}" for stage in stages]
+    lines += ["", "memory of a rank".ljust(20) + "".join(f"{name:>12}" for name in head)]
+    for part in stages["0"]:
+        lines.append(f"  {part:<18}" + "".join(f"{_size(m[part]):>12}" for m in stages.values()))
+    return "\n".join([*lines, *(f"warning: {one}" for one in plan["warnings"])])
+
+
+def _size(n: float) -> str:
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n / 2**20:.1f} MiB"
+
+
+if __name__ == "__main__":
+    run_command(main)
