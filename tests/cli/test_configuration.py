@@ -86,39 +86,6 @@ def test_hyphens_and_bare_switches():
     assert parse("--no-note").note is None
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A command.
-
-    Args:
-        paths: one or several.
-        name: one.
-    """
-
-    paths: list[str] | str = "here"
-    name: str = "x"
-
-
-@pytest.mark.parametrize(
-    ("words", "paths"),
-    [
-        ("", "here"),
-        ("--paths a", "a"),
-        ("--paths a b c --name y", ["a", "b", "c"]),
-        ("--name y --paths a 1", ["a", "1"]),
-        ('--paths=["a","b"]', ["a", "b"]),
-    ],
-)
-def test_a_list_takes_several_values(words, paths):
-    assert parse_config(Listed, "it", "about", words.split()).paths == paths
-
-
-@pytest.mark.parametrize("words", ["3", "3 x", "3 4 5"])
-def test_a_list_of_another_length_is_refused(words):
-    with pytest.raises(UserError, match=r"--part\.sizes is .*, which is not a list of 2, each a whole number\."):
-        parse("--part.sizes", *words.split())
-
-
 def test_the_resolved_configuration_reads_back(tmp_path):
     config = Whole("ü", True, "m", Part(1e-5, (5, 6)))
     file = tmp_path / "c.yaml"
@@ -127,32 +94,15 @@ def test_the_resolved_configuration_reads_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--part.rte", "1"], "no option --part.rte. Did you mean '--part.rate'?"),
-        (["--part.rate", "fast"], "part.rate is 'fast', which is not a number."),
-        (["--part", "x"], "no option --part."),
-        (["--config", "absent.yaml"], "absent.yaml does not exist"),
-        (["stray"], "stray"),
-    ],
-)
-def test_what_cannot_be_read_is_named(argv, message):
-    with pytest.raises(UserError) as error:
-        parse(*argv)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("part:\n  rates: 1\n", "unknown key part.rates. Did you mean 'part.rate'?"),
         ("name: [", "not a YAML file"),
         ("name: a\npart: {rate: 1}\nname: b\n", "has the key name twice, in lines 1 and 3."),
-        ("part:\n", "sets part to nothing, but it is a group of keys."),
+        ("part: null\n", "sets part to nothing, but it is a group of keys."),
         ("part: &p {rate: 1}\nname: *p\n", "line 2 has the alias *p"),
-        ("part: " + 3000 * "[", "nested too deeply"),
-        ("name: " + "a" * 1_000_000, "has 1,000,006 bytes"),
         ("part: {rate: 1:20}\n", "part.rate is '1:20', which is not a number."),
+        ("part: fast\n", "sets part to 'fast', but it is a group of keys."),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
@@ -163,36 +113,18 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
     assert message in str(error.value)
 
 
-def test_numbers_of_a_file_are_those_of_the_command_line(tmp_path):
-    file = tmp_path / "c.yaml"
-    for text in ("010", "1e-3", "1_0", "1.5e3", "2."):
-        file.write_text(f"part: {{rate: {text}}}\n")
-        assert parse("--config", str(file)).part.rate == parse("--part.rate", text).part.rate == float(text)
-    for words in (["--part.rate", "1:20"], ["--seed", "1:20"], ["--seed", "9" * 5000]):
-        with pytest.raises(UserError, match=r"is '1:20'|is '99"):
-            parse(*words)
-
-
-def test_a_folder_is_no_configuration(tmp_path):
-    with pytest.raises(UserError, match=rf"--config {tmp_path} is a folder\. Name a YAML file\."):
-        parse("--config", str(tmp_path))
-    (tmp_path / "config.yaml").write_text("name: y\n")
-    with pytest.raises(UserError, match=rf"Name a file in it, such as {tmp_path}/config.yaml."):
-        parse("--config", str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("module", "words"),
     [
         ("pretrain.run", ["--data.train=x"]),
         ("zeroshot.imagenet", ["--data=x"]),
-        ("tools.embed", ["--model=x", "--data=x"]),
+        ("zeroshot.retrieval", ["--data=x"]),
     ],
 )
 def test_an_empty_name_is_no_folder(module, words, monkeypatch, tmp_path):
     """It would be the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [module, *words, "--out", ""])
+    monkeypatch.setattr("sys.argv", [module, *words, "--out", " "])
     with pytest.raises(UserError, match=r"^--out is empty"):
         importlib.import_module(module).main()
     assert not any(tmp_path.iterdir())
@@ -203,7 +135,6 @@ def test_an_empty_name_is_no_folder(module, words, monkeypatch, tmp_path):
     [
         (["--share", "2"], "--share is 2.0.", "Set it to a number from 0 to 1."),
         (["--seed=-1"], "--seed is -1.", "Set it to a whole number from 0 to 9,223,372,036,854,775,807."),
-        (["--pair=[0.1,1]"], "--pair is [0.1, 1],", "--help"),
         (["--distance=cds"], "--distance is 'cds'. Did you mean 'csd'?", "wasserstein2, elk, bhattacharyya or match"),
         (["--options.size=1"], "The kind a does not use options.size.", "Leave it out, or choose one of b."),
         (["--kind=d"], "There is no kind 'd'.", "Choose from a, b, c."),

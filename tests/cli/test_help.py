@@ -16,8 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = {
     "pretrain.run": "pretrain.config:Config",
     "finetune.run": "finetune.config:Config",
-    "pretrain.plan.command": "pretrain.plan.command:Plan",
-    "zeroshot.retrieval": "zeroshot.retrieval:RetrievalConfig",
 }
 
 
@@ -54,10 +52,6 @@ def test_help_of_a_method_has_its_options_and_no_other_s_and_names_all_methods()
     assert "--loss.vib" not in vse
     for method in METHODS:
         assert re.search(rf"^  .*[ :]{method}(,|$)", vse, re.MULTILINE), method
-
-
-def test_a_half_sentence_in_brackets_stays_whole():
-    assert "fp32, bf16 (autocast; weights, losses and" in shown("pretrain.run", "--help")
 
 
 @pytest.mark.parametrize(

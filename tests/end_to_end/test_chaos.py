@@ -10,9 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.forked import Job
-from tools.make_scenes import Plan, make
 
-RANKS, KILLS, STEPS, BATCH, SAMPLES = 2, 20, 40, 16, 64
+RANKS, KILLS, STEPS, BATCH, SAMPLES = 2, 10, 24, 16, 64
 
 
 def samples_of(run: Path) -> dict[int, list[str]]:
@@ -69,11 +68,10 @@ def strike(job: Job, run: Path, chance: random.Random) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_twenty_kills_at_any_zero_stage_change_nothing(stage, tmp_path):
-    make(Plan(train=SAMPLES, val=16, classes_images=24, size=32, shard_size=32), tmp_path / "world", workers=1)
+@pytest.mark.parametrize("stage", [1])
+def test_kills_at_any_moment_change_nothing(stage, scenes, tmp_path):
     options = {
-        "data.train": tmp_path / "world" / "train",
+        "data.train": scenes / "train",
         "data.workers": 1,
         "model.name": "ViT-Micro-32",
         "batch-size": BATCH,
@@ -96,7 +94,7 @@ def test_twenty_kills_at_any_zero_stage_change_nothing(stage, tmp_path):
     for kill in range(KILLS):
         strike(Job(options, "--resume", ranks=RANKS, output=tmp_path / f"{kill}.log"), run, chance)
         cut_writes += bool(partials(run))
-    assert cut_writes >= 3  # the moments were what they are meant to be
+    assert cut_writes >= 2  # the moments were what they are meant to be
     last = Job(options, "--resume", ranks=RANKS, output=tmp_path / "last.log")
     assert last.wait(600) == [0, 0], last.text()
     assert "resumed at step" in last.text()

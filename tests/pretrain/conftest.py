@@ -9,20 +9,13 @@ from tests.disks import small_disk
 from tests.webserver import serve
 from tools.make_scenes import Plan, make
 
-__all__ = ["options", "shards", "silent", "small_disk", "world"]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    out = tmp_path_factory.mktemp("scenes") / "world"
-    make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
-    return out
+__all__ = ["eight_shards", "options", "silent", "small_disk"]
 
 
 @pytest.fixture
-def options(world, tmp_path):
+def options(scenes, tmp_path):
     return {
-        "data.train": world / "train",
+        "data.train": scenes / "train",
         "data.workers": 0,
         "model.name": "ViT-Micro-32",
         "batch-size": 16,
@@ -35,25 +28,25 @@ def options(world, tmp_path):
     }
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Eight shards of eight samples."""
+@pytest.fixture(scope="session")
+def eight_shards(tmp_path_factory):
+    """Of eight samples each."""
     out = tmp_path_factory.mktemp("shards") / "world"
     make(Plan(train=64, val=0, classes_images=0, size=32, shard_size=8), out, workers=1)
     return out / "train"
 
 
 @pytest.fixture
-def silent(shards, options, tmp_path):
+def silent(eight_shards, options, tmp_path):
     """A web server that will not send the shard which rank 1 of 2, and it alone, needs for the third step.
 
     `options` read from it, half a batch for each of two lanes.
     """
-    sizes = [shard.samples for shard in read_index(shards)]
+    sizes = [shard.samples for shard in read_index(eight_shards)]
     order = Order(sizes, batch_size=16, lanes=2, window=Config().data.window, seed=Config().seed)
     (needed,) = set(order.rows(0, 2, 8, 16).shard.tolist())
     assert all(needed not in order.rows(0, step, 0, 16).shard for step in range(2))
-    with serve(shards) as site:
+    with serve(eight_shards) as site:
         site.troubles[f"{needed:05d}.tar"] = ["silence"] * 1000
         options |= {"data.train": site.address, "data.lanes": 2, "data.cache": tmp_path / "cache"}
         yield site

@@ -1,21 +1,18 @@
 """The best checkpoint by a metric, of runs as the command is typed."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.folder import STEP, restore_model
 from probemb import load_model
 from probemb.runs.best import NAME as BEST
-from probemb.runs.folder import remove_leftovers
-from tests.pretrain.test_run import metrics, scenes, start  # noqa: F401
+from tests.pretrain.test_run import metrics, start
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path):  # noqa: F811
+def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path):
     """Evaluated at steps 1 to 6 with a rate that spoils the weights, and saved at each third."""
     options = {"data.train": scenes / "train", "evaluate.pairs": f"v={scenes}/val", "evaluate.every_samples": 16}
     options |= {"evaluate.best": "v/rsum", "save-every": 3, "keep-checkpoints": 1, "optimizer.lr": 0.02}
@@ -45,39 +42,7 @@ def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path): 
     assert (runs["whole"] / "best.json").read_text() == (runs["parts"] / "best.json").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "workers"), [(3, 0), (6, 2)], ids=["in the middle", "at the end"])
-@pytest.mark.parametrize("made", [0, 1, 2], ids=["none", "the first", "both, and not kept as the best"])
-def test_an_evaluation_that_a_killed_run_left_out_is_made(scenes, tmp_path, step, workers, made):  # noqa: F811
-    """The checkpoint is there; its weights alone, the rest of its evaluations and the best are not."""
-    run = tmp_path / "run"
-    options = {"data.train": scenes / "train", "data.workers": workers, "save-every": 3, "out": run}
-    options |= {"evaluate.pairs": f"v={scenes}/val", "evaluate.classes": f"c={scenes}/classes"}
-    options |= {"evaluate.every_samples": 16 * step, "evaluate.best": "v/rsum"}
-    done = start({**options, "stop-at-step": step})
-    assert done.returncode == 0, done.stderr
-    lines, model, best = metrics(run), (run / "model" / "model.safetensors").read_bytes(), (run / BEST).read_text()
-    evaluated = [line for line in lines if line["step"] == step and "lr" not in line]
-    assert ["v/rsum" in line for line in evaluated] == [True, False]
-    kept = [line for line in lines if line not in evaluated[made:]]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    (run / "model" / "model.safetensors").write_bytes(b"of an earlier step")
-    (run / "model" / STEP).write_text("1\n")
-    (run / BEST).unlink()
-    shutil.rmtree(run / "model-best")
-
-    rest = start({**options, "stop-at-step": 4 if step == 3 else 0}, "--resume")
-    assert rest.returncode == 0, rest.stderr
-    again = [line for line in metrics(run) if line["step"] == step and "lr" not in line]
-    assert [line | {"time": 0} for line in again] == [line | {"time": 0} for line in evaluated]
-    assert (run / BEST).read_text() == best
-    assert (run / "model-best" / "model.safetensors").read_bytes() == model
-    if step == 6:
-        assert (run / "model" / "model.safetensors").read_bytes() == model
-        assert "is finished: 6 of 6 steps" in start(options, "--resume").stdout
-
-
-def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):  # noqa: F811
+def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):
     run = tmp_path / "run"
     options = {"data.train": scenes / "train", "out": run, "samples": 32, "evaluate.pairs": f"a={scenes}/val"}
     assert start(options).returncode == 0
@@ -90,16 +55,3 @@ def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):  # noqa
         assert json.loads((run / BEST).read_text())["steps"][-1]["step"] == 2
         assert (run / "model-best" / "model.safetensors").exists()
     assert "is finished: 2 of 2 steps" in done.stdout
-
-
-def test_a_whole_model_of_the_best_step_stays_as_it_is(tmp_path):
-    """What a killed attempt was writing goes; the mark that model-best/ is complete does not."""
-    folder = tmp_path / "model-best"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors", ".config.json.k3j2", ".model.safetensors.0a1b", ".tmpk3J2aB"):
-        (folder / name).write_text("{}")
-    (folder / STEP).write_text("3\n")
-    remove_leftovers(tmp_path)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", STEP}
-    restore_model(tmp_path, 3, "model-best")  # would read a checkpoint that is not there
-    assert (folder / "model.safetensors").read_text() == "{}"

@@ -60,7 +60,7 @@ def by_hand(path, batch, most=None):
     return torch.stack(losses).mean().item(), *percent
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (3, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_loss_and_recall_are_those_of_one_model_on_all_pairs(world, stage, tmp_path):
     """Eleven images: shares of the ranks, and their numbers of batches, differ."""
     make(Plan(train=0, val=11, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
@@ -75,27 +75,18 @@ def test_loss_and_recall_are_those_of_one_model_on_all_pairs(world, stage, tmp_p
         assert 0 < values["rsum"] < 600
 
 
-def test_some_of_the_pairs_are_spread_over_the_data(tmp_path):
-    make(Plan(train=0, val=11, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
-    some = Evaluate(pairs=str(tmp_path / "world"), batch_size=2, max_images=5)
-    loss, i2t, t2i = by_hand(tmp_path / "world", batch=4, most=5)
-    ((values, _),) = run_ranks(1, measured, Config(batch_size=4, evaluate=some, data=Data(workers=0)))
-    np.testing.assert_allclose(values["validation_loss"], loss, rtol=1e-5)
-    np.testing.assert_allclose([values["i2t_r5"], values["t2i_r5"]], [i2t, t2i], rtol=1e-5)
-
-
-@pytest.mark.parametrize(("max_bad", "refused"), [(0.2, True), (0.4, False)])
+@pytest.mark.parametrize(("max_bad", "refused"), [(0.2, True), pytest.param(0.4, False, marks=pytest.mark.slow)])
 def test_unreadable_images_are_judged_over_all_ranks(max_bad, refused, tmp_path):
-    """Two of six, which are all that rank 1 of 3 has."""
+    """Two of six, both of rank 1's three."""
     make(Plan(train=0, val=6, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
     (tar,) = tmp_path.glob("world/val/*.tar")
     places = find_captions(str(tmp_path / "world"), "val").images.places
     with tar.open("r+b") as file:
-        for bad in (1, 4):
+        for bad in (1, 3):
             file.seek(places[bad].offset)
             file.write(bytes(places[bad].size))
     given = Evaluate(pairs=str(tmp_path / "world"), batch_size=2, max_bad=max_bad)
-    found = run_ranks(3, measured, Config(batch_size=6, evaluate=given, data=Data(workers=0)))
+    found = run_ranks(2, measured, Config(batch_size=6, evaluate=given, data=Data(workers=0)))
     assert len({met for _, met in found}) == 1
     for values, _ in found:
         if refused:

@@ -1,7 +1,6 @@
 """Runs in which nothing moves: stopped ranks and workers, silent servers, ranks that are gone; with real signals."""
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -60,15 +59,6 @@ def test_stopped_data_workers_are_named_and_end_the_run(options, tmp_path):
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
 
 
-def test_a_stopped_worker_of_a_single_process(options, tmp_path):
-    job = Job({**options, "data.workers": 2, "engine.timeout": 0.1}, ranks=1, output=tmp_path / "log")
-    job.until("step     2/")
-    os.kill(children(job.pids[0])[1], signal.SIGSTOP)
-    assert job.wait() == [2], job.text()
-    assert_clear(job.text())
-    assert "rank 0: waiting for data-worker-1 (pid " in job.text()
-
-
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named(stopped, options, tmp_path):
     """Also rank 0, which serves the store at which the ranks meet."""
@@ -90,29 +80,6 @@ def test_a_stopped_rank_is_named(stopped, options, tmp_path):
     assert (tmp_path / "run" / "stacks" / f"rank-{1 - stopped}.txt").stat().st_size
 
 
-def test_a_rank_does_not_wait_forever_for_the_data_of_another(silent, options, tmp_path):
-    job = Job({**options, "engine.timeout": 0.1}, ranks=2, output=tmp_path / "log", prepare=warn_early)
-    assert job.wait() == [2, 2], job.text()
-    text = job.text()
-    assert_clear(text)
-    states = "rank 0: waiting for the data of another rank; rank 1: reading http://127.0.0.1:"
-    assert any(line.startswith("step 2 | no step for ") and states in line for line in text.splitlines())
-    assert f"There was no progress for 0.1 minutes (engine.timeout): {states}" in text
-
-
-def test_a_worker_that_waits_for_a_server_tells_its_stacks(silent, options, tmp_path):
-    job = Job({**options, "data.workers": 2, "engine.timeout": 0.1}, ranks=2, output=tmp_path / "log")
-    assert job.wait() == [2, 2], job.text()
-    assert ": waiting for data-worker-" in job.text()
-    workers = []
-    for rank in (0, 1):
-        stacks = (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
-        workers += re.split(r"^data-worker-\d \(pid \d+\):\n", stacks, flags=re.M)[1:]
-    assert len(workers) == 4
-    assert all("workers.py" in worker and "in _work" in worker for worker in workers)
-    assert any("in open_web" in worker for worker in workers)  # the others wait for this one's file
-
-
 def test_a_killed_rank_is_named_without_a_launcher(options, tmp_path):
     """The others' connections break."""
     job = Job({**options, "engine.timeout": 0.2}, ranks=2, output=tmp_path / "log")
@@ -122,35 +89,3 @@ def test_a_killed_rank_is_named_without_a_launcher(options, tmp_path):
     assert_clear(job.text())
     assert "The connection to another rank broke in step " in job.text()
     assert f"rank 1: no sign of life on {HOST}" in job.text()
-
-
-def test_a_rank_that_fails_ends_all_with_its_own_message(options, tmp_path):
-    """Its data becomes unreadable; nobody else has the fault, and there is no launcher."""
-
-    def prepare(rank):
-        import pretrain.stream.stream
-        from probemb.errors import UserError
-
-        count = pretrain.stream.stream.Stream._count
-
-        def fail(self, reports):
-            count(self, reports)
-            if rank == 1 and self.samples_seen == 32:
-                raise UserError("Half of this disk is rust.", "Buy another.")
-
-        pretrain.stream.stream.Stream._count = fail
-
-    job = Job({**options, "engine.timeout": 0.2}, ranks=2, output=tmp_path / "log", prepare=prepare)
-    assert job.wait() == [2, 2], job.text()
-    assert_clear(job.text())
-    assert "\nerror: Half of this disk is rust.\n       Buy another." in job.text()
-
-
-def test_a_rank_that_never_comes(options, tmp_path):
-    job = Job(
-        {**options, "engine.timeout": 0.05}, ranks=2, output=tmp_path / "log", prepare=lambda rank: rank and os._exit(3)
-    )
-    assert job.wait() == [2, 3], job.text()
-    assert_clear(job.text())
-    assert "Not all 2 ranks met at 127.0.0.1:" in job.text()
-    assert "within 0.05 minutes (engine.timeout)" in job.text()

@@ -2,7 +2,6 @@
 
 import torch
 
-from probemb.runs.background_writer import BackgroundWriter
 from probemb.runs.best import NAME, Best, read_best
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, find_checkpoint, prune
 
@@ -41,16 +40,3 @@ def test_pruning_leaves_the_best_beside_the_newest(tmp_path):
     prune(tmp_path, keep=2, keep_every=0, also={4, 10})
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-4", "step-8"]
     assert find_checkpoint(tmp_path).name == "step-10"
-
-
-def test_a_job_after_another_waits_for_it_and_keeps_the_first_error():
-    writer, done = BackgroundWriter(), []
-
-    def fail():
-        done.append("first")
-        raise OSError("full")
-
-    writer.start(fail)
-    writer.then(lambda: done.append(writer.failed))
-    writer.wait()
-    assert done == ["first", True]

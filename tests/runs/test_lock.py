@@ -1,13 +1,11 @@
 """A folder that an earlier start of the same job still writes, on a machine that Slurm has lost."""
 
 import threading
-from dataclasses import dataclass
 
 import pytest
 
 from probemb.errors import UserError
 from probemb.runs import lock
-from probemb.runs.folder import newest_checkpoint
 from probemb.runs.lock import RunLock, refuse_locked
 
 pytestmark = pytest.mark.core
@@ -30,14 +28,6 @@ def test_a_requeued_job_waits_until_its_earlier_start_has_ended(tmp_path, monkey
     assert "waiting up to 1 minutes (engine.timeout)" in told[0]
 
 
-def test_it_does_not_wait_longer_than_it_may(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    held = RunLock(tmp_path)
-    with pytest.raises(UserError, match="is in use"):
-        refuse_locked(tmp_path, minutes=0.005)
-    held.release()
-
-
 @pytest.mark.parametrize("restarts", [None, "0"])
 def test_a_first_start_is_refused_at_once(tmp_path, monkeypatch, restarts):
     """Another job writes the folder, and may do so for days."""
@@ -49,17 +39,3 @@ def test_a_first_start_is_refused_at_once(tmp_path, monkeypatch, restarts):
         refuse_locked(tmp_path, minutes=1, tell=told.append)
     assert not told
     held.release()
-
-
-def test_a_run_that_is_not_to_be_resumed_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    held, told = RunLock(tmp_path), []
-    with pytest.raises(UserError, match="is in use"):
-        newest_checkpoint(tmp_path, resume=False, config_class=Nothing, tell=told.append, minutes=1)
-    assert not told
-    held.release()
-
-
-@dataclass
-class Nothing:
-    out: str

@@ -13,7 +13,6 @@ from probemb.runs.preemption import Preemption
     [
         (signal.SIGTERM, "SIGTERM", 85),
         (signal.SIGUSR1, "SIGUSR1", 85),
-        (signal.SIGHUP, "SIGHUP", 85),
         (signal.SIGINT, "Ctrl-C", 130),
     ],
 )

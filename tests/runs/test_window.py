@@ -1,9 +1,7 @@
 """Means and speed between two log lines."""
 
 import torch
-from safetensors.torch import load_file
 
-from probemb.runs.checkpoints import write_tensors
 from probemb.runs.window import Window
 
 
@@ -42,10 +40,3 @@ def test_tokens_of_a_second_are_those_of_the_texts_that_are_computed(monkeypatch
     values = window.read(batch_size=8, steps_left=0)
     assert values["images_per_second"] == 3 * 8 / 4
     assert values["tokens_per_second"] == 8 * (10 + 20 + 30) / 4
-
-
-def test_one_step_whose_loss_is_its_only_term_can_be_written(tmp_path):
-    window, loss = Window("pairs", lambda: 0.0), torch.tensor(2.0)
-    window.add({"loss": loss, "triplet": loss})
-    write_tensors(tmp_path / "window.safetensors", window.state()["sums"])
-    assert load_file(tmp_path / "window.safetensors") == {"loss": 2.0, "triplet": 2.0}

@@ -1,8 +1,7 @@
 """A real Slurm on this machine: munged, slurmctld and one slurmd for each virtual node, all in one folder.
 
-Every node has its own host name and, where the kernel lets us, its own network, so that a rank that looks for the
-others on localhost finds nobody, as on a real cluster. Daemons run in the foreground as children of the tests and end
-with them, however they end.
+Every node has its own host name and address. Daemons run in the foreground as children of the tests and end with them,
+however they end.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -50,7 +48,6 @@ class Cluster:
 
     Attributes:
         env: the environment in which Slurm's commands talk to this cluster.
-        separate_networks: whether every node has its own.
     """
 
     def __init__(self, nodes: int):
@@ -60,7 +57,6 @@ class Cluster:
         self.config = self.folder / "slurm.conf"
         self.env = {**os.environ, "PATH": PATH, "SLURM_CONF": str(self.config), "LC_ALL": "C"}
         self.daemons: list[subprocess.Popen] = []
-        self.network: int | None = None
         try:
             self._start()
         except BaseException:
@@ -68,8 +64,6 @@ class Cluster:
             self.stop()
             print(logs)
             raise
-
-    # ------------------------------------------------------------------------------------------------------- commands
 
     def run(self, *argv: str, check: bool = True, **more) -> subprocess.CompletedProcess:
         """One of Slurm's commands, with its output."""
@@ -105,13 +99,10 @@ class Cluster:
             parts.append(f"===== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-25:]))
         return "\n".join(parts)
 
-    # ---------------------------------------------------------------------------------------------------------- start
-
     def _start(self) -> None:
         for name in ("munge", "state", "log", "gpu", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True)
         (self.folder / "munge").chmod(0o755)
-        self._make_network()
         self._write_config()
         key = self.folder / "munge" / "key"
         key.touch(mode=0o600)
@@ -122,66 +113,18 @@ class Cluster:
         self._daemon("munged", ["munged", "--foreground", *(f"--{key}={value}" for key, value in munge.items())])
         self.until("munged answers", lambda: not self._fails("munge", "--socket", str(self.socket), "--no-input"))
         self._daemon("slurmctld", ["slurmctld", "-D", "-f", str(self.config)])
-        for i, node in enumerate(self.nodes):
-            self._daemon(f"slurmd.{node}", self._inside(i, node, f"exec slurmd -D -N {node} -f {self.config}"))
+        for node in self.nodes:
+            self._daemon(f"slurmd.{node}", self._inside(node, f"exec slurmd -D -N {node} -f {self.config}"))
         self.until("the nodes are idle", lambda: self._idle() == len(self.nodes))
-
-    def _make_network(self) -> None:
-        """A bridge with one network namespace for each node; without the right to make one, they share ours."""
-        for number in random.sample(range(250), 20):
-            if self._fails("ip", "link", "add", f"slurm{number}", "type", "bridge"):
-                continue
-            self.network = number
-            break
-        if self.network is None:
-            return
-        bridge = f"slurm{self.network}"
-        commands = [f"addr add {self._address(-1)}/24 dev {bridge}", f"link set {bridge} up"]
-        for i in range(len(self.nodes)):
-            space, here = f"{bridge}-{i}", f"{bridge}v{i}"
-            commands += [
-                f"netns add {space}",
-                f"link add {here} type veth peer name eth0 netns {space}",
-                f"link set {here} master {bridge} up",
-                f"-n {space} addr add {self._address(i)}/24 dev eth0",
-                f"-n {space} link set lo up",
-                f"-n {space} link set eth0 up",
-            ]
-        if any(self._fails("ip", *command.split()) for command in commands):
-            self._remove_network()
-
-    def _remove_network(self) -> None:
-        for i in range(len(self.nodes)):
-            self._fails("ip", "netns", "delete", f"slurm{self.network}-{i}")
-        self._fails("ip", "link", "delete", f"slurm{self.network}")
-        self.network = None
-
-    @property
-    def separate_networks(self) -> bool:
-        """Whether every node has a network of its own."""
-        return self.network is not None
-
-    @contextmanager
-    def cut_off(self, node: str) -> Iterator[None]:
-        """Take a node off the network; its processes and its disk stay. It is usable again afterwards."""
-        link = f"slurm{self.network}v{self.nodes.index(node)}"
-        self.run("ip", "link", "set", link, "down")
-        try:
-            yield
-        finally:
-            self.run("ip", "link", "set", link, "up")
-            self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
-            self.until("all nodes are back", lambda: self._idle() == len(self.nodes))
 
     def _address(self, node: int) -> str:
         """Of node i; -1 is the controller."""
-        return f"10.231.{self.network}.{node + 2}" if self.separate_networks else f"127.0.1.{node + 2}"
+        return f"127.0.1.{node + 2}"
 
-    def _inside(self, i: int, node: str, command: str) -> list[str]:
-        """`command` on node i: its own host name, name table and, if there are any, network."""
+    def _inside(self, node: str, command: str) -> list[str]:
+        """`command` on a node: its own host name and name table."""
         setup = f"hostname {node} && mount --bind {self.folder}/hosts /etc/hosts && {command}"
-        space = ["nsenter", f"--net=/run/netns/slurm{self.network}-{i}"] if self.separate_networks else []
-        return [*space, "unshare", "--uts", "--mount", "bash", "-c", setup]
+        return ["unshare", "--uts", "--mount", "bash", "-c", setup]
 
     def _write_config(self) -> None:
         here = socket.gethostname().split(".")[0]
@@ -255,8 +198,6 @@ class Cluster:
     def _fails(self, *argv: str) -> bool:
         return bool(self.run(*argv, check=False).returncode)
 
-    # ----------------------------------------------------------------------------------------------------------- stop
-
     def stop(self) -> None:
         """End all jobs, the daemons of this cluster and nothing else, and remove the folder."""
         if self.daemons:
@@ -274,8 +215,6 @@ class Cluster:
                 daemon.wait()
         for process in self.leftovers():  # steps outlive slurmd by design
             os.kill(process, signal.SIGKILL)
-        if self.separate_networks:
-            self._remove_network()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def leftovers(self, job_id: str = "") -> list[int]:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.jobs import ROOT, Jobs
-from tools.make_scenes import Plan, make
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +27,9 @@ def cluster():
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory) -> Path:
+def train(scenes) -> Path:
     """64 captioned images in two shards."""
-    out = tmp_path_factory.mktemp("scenes") / "world"
-    make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
-    return out / "train"
+    return scenes / "train"
 
 
 @pytest.fixture

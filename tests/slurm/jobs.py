@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -47,17 +46,11 @@ class Jobs:
         given = {**OPTIONS, **options, "data.train": self.train, "out": self.folder / run}
         return [f"--{key}={value}" for key, value in given.items()]
 
-    def try_submit(
-        self, *arguments: str, sbatch: tuple[str, ...] = TWO_NODES, cwd: Path = ROOT, script="pretrain.sh", **env: str
-    ) -> subprocess.CompletedProcess:
-        """`sbatch OPTIONS slurm/pretrain.sh ARGUMENTS` with more in its environment."""
+    def submit(self, *arguments: str, sbatch: tuple[str, ...] = TWO_NODES, script="pretrain.sh", **env: str) -> str:
+        """`sbatch OPTIONS slurm/pretrain.sh ARGUMENTS` with more in its environment; returns the job's id."""
         argv = ["sbatch", "--parsable", f"--output={self.folder}/%j.out", *sbatch, f"{ROOT}/slurm/{script}"]
         environ = {**self.cluster.env, **self.env, **env}
-        return subprocess.run([*argv, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
-
-    def submit(self, *arguments: str, **more) -> str:
-        """The same; returns the job's id."""
-        done = self.try_submit(*arguments, **more)
+        done = subprocess.run([*argv, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         self.submitted.append(done.stdout.strip())
         return self.submitted[-1]
@@ -76,24 +69,6 @@ class Jobs:
     def until_step(self, job: str, run: str, step: int) -> None:
         """Wait until the run has logged `step`."""
         self.cluster.until(f"step {step}", lambda: any(m["step"] >= step for m in self.metrics(run)), job)
-
-    def until_waits(self, run: str, seconds: float) -> None:
-        """Wait until the run has logged nothing for so long."""
-        seen, since = len(self.metrics(run)), time.monotonic()
-        while time.monotonic() - since < seconds:
-            time.sleep(0.1)
-            if (now := len(self.metrics(run))) != seen:
-                seen, since = now, time.monotonic()
-
-    def trainers(self, job: str, rank: int) -> list[int]:
-        """Processes that run pretrain.run as this rank of the job; not the shell around them."""
-        found = []
-        for pid in self.cluster.leftovers(job):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if words[1:3] == [b"-m", b"pretrain.run"] and f"RANK={rank}".encode() in environ:
-                found.append(pid)
-        return found
 
     def ended(self, job: str, state: str) -> dict[str, str]:
         """Wait for the job's end, which must be `state`."""

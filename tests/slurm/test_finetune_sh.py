@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import pytest
 import torch
 
 from probemb import load_model
-from tests.slurm.jobs import CPU, ROOT, TWO_NODES, Jobs
+from tests.slurm.jobs import CPU, TWO_NODES, Jobs
 
 OPTIONS = {
     "model.name": "ViT-Micro-32",
@@ -70,36 +66,3 @@ def test_each_task_of_an_array_trains_its_method(jobs):
     assert len(losses(jobs, "all/infonce")) == STEPS // 2
     assert "error: There is no method 3 in METHODS." in jobs.log("3")
     assert "--array=1-2" in jobs.log("3")
-
-
-REFUSALS = {
-    "no GPUs": ((), (), {}, "The job has no GPUs."),
-    "a method and an array": (("--array=1",), ("--method=vse",), CPU, "and --method names one."),
-    "an unknown method": ((), ("--method=vsee",), CPU, "There is no method 'vsee'. Did you mean 'vse'?"),
-    "a batch for another number of ranks": ((), ("--batch_size=15",), CPU, "which 2 processes cannot share evenly"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_run_is_refused_in_words(jobs, name):
-    options, words, env, what = REFUSALS[name]
-    job = jobs.submit(*arguments(jobs, "run"), *words, script="finetune.sh", sbatch=(*TWO_NODES, *options), **env)
-    seen = jobs.ended(job, "FAILED")
-    assert seen["ExitCode"] == "2:0", jobs.log(job)
-    assert what in jobs.log(job)
-    assert not (jobs.folder / "run").exists()
-
-
-def test_submitit_makes_an_array_of_methods(jobs):
-    folder = jobs.folder / "submitit"
-    own = ("--cpu", "--cpus-per-task=1", "--time=30", f"--folder={folder}", "--methods=infonce,vse")
-    argv = [sys.executable, "-m", "slurm.submit", "finetune", *own, "--", *arguments(jobs, "all", **SHORT)]
-    environ = {**jobs.cluster.env, **jobs.env}
-    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    array = done.stdout.split()[1].split("_")[0]
-    jobs.submitted.append(array)
-    for task, method in enumerate(("infonce", "vse")):
-        state = jobs.cluster.until_ended(f"{array}_{task}")["JobState"]
-        assert state == "COMPLETED", (folder / f"{array}_{task}_0_log.out").read_text()
-        assert len(losses(jobs, f"all/{method}")) == STEPS // 2

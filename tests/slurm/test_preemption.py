@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,20 +44,6 @@ def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
     assert weights == (jobs.folder / "cut/model/model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
-def test_slurm_s_own_signal_before_the_time_limit(jobs):
-    """It comes 300 s before the limit, and by Slurm's clock up to a minute earlier: within the first minute."""
-    longer = {"samples": 16 * 2000, "save-every": 1000}
-    job = jobs.submit(*jobs.arguments("cut", **longer), sbatch=(*TWO_NODES[:-1], "--time=6"), **CPU)
-    jobs.cluster.until("the requeue", lambda: "start 2, on " in jobs.log(job), job, seconds=400)
-    assert "asked to stop: back into the queue" in jobs.log(job)
-    jobs.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # it needs no third start
-    jobs.ended(job, "COMPLETED")
-    assert "resumed at step" in jobs.log(job)
-    steps = [m["step"] for m in jobs.metrics("cut") if "loss" in m]
-    assert steps == list(range(1, 2001))
-
-
 def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobody(jobs):
     """The ranks are still importing then; a process that has no handler for USR1 dies of it."""
     endless = jobs.arguments("run", samples=16 * 10_000)
@@ -68,45 +53,6 @@ def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobod
     jobs.cluster.until("the requeue", lambda: jobs.cluster.job(job)["Restarts"] == "1", job)
     assert "stopped by SIGUSR1" in jobs.log(job)
     assert "asked to stop: back into the queue" in jobs.log(job)
-
-
-def test_a_start_that_is_told_to_stop_before_its_ranks_can_ignore_it_is_counted(jobs):
-    """USR1 kills srun here, as it does a rank that has not set its trap; a second srun in the same start is told."""
-    programs, began = jobs.folder / "programs", jobs.folder / "began"
-    programs.mkdir()
-    srun = programs / "srun"
-    real = shutil.which("srun", path=jobs.cluster.env["PATH"])
-    srun.write_text(f'#!/bin/sh\n[ -e {began} ] || {{ touch {began}; exec sleep 60; }}\nexec {real} "$@"\n')
-    srun.chmod(0o755)
-    path = f"{programs}:{jobs.cluster.env['PATH']}"
-    endless = jobs.arguments("run", samples=16 * 10_000)
-    job = jobs.submit(*endless, sbatch=("--nodes=1", *TWO_NODES[1:]), **CPU, PATH=path)
-    jobs.cluster.until("the first srun", began.exists, job)
-    time.sleep(1)
-    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
-    jobs.cluster.until("the requeue", lambda: jobs.cluster.job(job)["Restarts"] == "1", job)
-    assert "asked to stop before the ranks had started (attempt 1 of 3)" in jobs.log(job)
-    assert "stopped by SIGUSR1" in jobs.log(job)
-    assert jobs.metrics("run") or (jobs.folder / "run" / ".starts").read_text() == "0 1\n"
-
-
-@pytest.mark.slow
-def test_a_job_that_never_gets_to_a_step_ends_after_three_starts(jobs):
-    """Staging before each start takes longer than the job's time: the signal comes first, three times."""
-    python = jobs.folder / "python"
-    python.write_text(f'#!/bin/sh\nsleep 5\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    job = jobs.submit(*jobs.arguments("run"), sbatch=("--nodes=1", *TWO_NODES[1:]), **CPU, PROBEMB_PYTHON=str(python))
-    for start in (1, 2, 3):
-        jobs.cluster.until(f"start {start}", lambda start=start: f"start {start}, on " in jobs.log(job), job)
-        time.sleep(3)  # the rank has begun, Python has not
-        jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
-        if start < 3:
-            jobs.cluster.until("requeue", lambda start=start: jobs.cluster.job(job)["Restarts"] == str(start), job)
-    seen = jobs.ended(job, "FAILED")
-    assert (seen["Restarts"], seen["ExitCode"]) == ("2", "2:0")
-    assert "3 starts in a row were asked to stop before they had made a step" in jobs.log(job)
-    assert jobs.log(job).count("back into the queue") == 2
 
 
 def test_a_job_on_two_nodes_is_preempted_requeued_and_finished(jobs):
@@ -157,6 +103,7 @@ def wait_for_step(process: subprocess.Popen, local, step: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_without_slurm_a_job_runs_here_saves_when_told_and_goes_on(here):
     process, local = here(ranks=1)
     wait_for_step(process, local, 3)

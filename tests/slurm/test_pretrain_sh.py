@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 
 import pytest
-import torch
 
 from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES
 
@@ -44,21 +42,6 @@ def test_scancel_ends_everything_and_brings_nothing_back(jobs):
     assert jobs.cluster.job(job)["JobState"] == "CANCELLED"
 
 
-def test_a_rank_that_fails_ends_the_others_and_the_job(jobs):
-    """Killed like by the kernel when memory runs out: no peer is told."""
-    job = jobs.submit(*jobs.arguments("run", samples=16 * 10_000), **CPU)
-    jobs.until_step(job, "run", 2)
-    trainers = jobs.trainers(job, rank=1)
-    assert trainers
-    for pid in trainers:
-        os.kill(pid, signal.SIGKILL)
-    seen = jobs.ended(job, "FAILED")
-    assert seen["Restarts"] == "0"
-    assert "rank 1 on node" in jobs.log(job)
-    assert "ended with code 137" in jobs.log(job)
-    jobs.cluster.until("all processes have ended", lambda: not jobs.cluster.leftovers(job))
-
-
 def test_a_sweep_gives_each_array_task_its_line(jobs):
     sweep = jobs.folder / "sweep.txt"
     lines = [f"--optimizer.lr={lr} --out='{jobs.folder}/run {lr}'" for lr in ("1e-3", "2e-3")]
@@ -74,58 +57,6 @@ def test_a_sweep_gives_each_array_task_its_line(jobs):
     assert "names no --out" in jobs.log("3")
     assert "has an open quote" in jobs.log("4")
     assert "has no line 5" in jobs.log("5")
-
-
-REFUSALS = {
-    "no GPUs": ((), {}, "The job has no GPUs.", "PROBEMB_ALLOW_CPU=1"),
-    "GPUs and tasks differ": (("--gpus-per-node=2",), {}, "2 GPUs but 1 tasks on each node", "the same number"),
-    "GPUs that torch cannot see": (("--gpus-per-node=1",), {}, "torch does not see the job's 1 GPUs", "nvidia-smi"),
-    "no Python": ((), {**CPU, "PROBEMB_PYTHON": "/nowhere/python"}, "There is no Python at", "PROBEMB_PYTHON"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_run_is_refused_in_words(jobs, name):
-    if name == "GPUs that torch cannot see" and torch.cuda.is_available():
-        pytest.skip("torch sees a GPU here, which the virtual nodes then have too")
-    options, env, what, remedy = REFUSALS[name]
-    job = jobs.submit(*jobs.arguments("run"), sbatch=(*TWO_NODES, *options), **env)
-    seen = jobs.ended(job, "FAILED")
-    assert seen["ExitCode"] == "2:0", jobs.log(job)
-    log = jobs.log(job)
-    assert "error: " in log
-    assert what in log
-    assert remedy in log
-    assert not (jobs.folder / "run").exists()
-
-
-def test_submitted_from_another_folder(jobs):
-    job = jobs.submit(*jobs.arguments("run"), cwd=jobs.folder, **CPU)
-    assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
-    assert "is not the project's folder" in jobs.log(job)
-
-
-def test_a_wrong_option_reaches_the_person_and_ends_all_ranks(jobs):
-    job = jobs.submit(*jobs.arguments("run"), "--optimiser.lr=1", **CPU)
-    assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
-    assert "There is no option --optimiser.lr. Did you mean '--optimizer.lr'?" in jobs.log(job)
-
-
-def test_the_nodes_are_apart(cluster):
-    """A rank that looked for the others on localhost would find nobody; where networks cannot be made, say so."""
-    if not cluster.separate_networks:
-        pytest.skip("no right to make networks here: the virtual nodes share one")
-    port = 20_000
-    listen = f"import socket, time; s = socket.create_server(('0.0.0.0', {port})); time.sleep(5)"
-    find = (
-        f"import socket, sys, time; time.sleep(1); s = socket.socket(); s.settimeout(2); "
-        f"sys.exit(s.connect_ex((sys.argv[1], {port})))"
-    )
-    script = f"""if [ $SLURM_PROCID = 0 ]; then python3 -c "{listen}"; exit; fi
-        python3 -c "{find}" "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)" || exit 3
-        python3 -c "{find}" localhost && exit 4; exit 0"""
-    done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", script, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("limit", "warned"), [("4:00", True), ("5:01", False), ("UNLIMITED", False)])

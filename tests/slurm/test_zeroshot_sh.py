@@ -18,16 +18,3 @@ def test_an_evaluation(jobs):
     jobs.ended(job, "COMPLETED")
     assert "24 images" in jobs.log(job)
     assert json.loads((out / "results.json").read_text())
-
-
-def test_without_a_gpu_it_is_refused(jobs):
-    job = jobs.submit("--model", "x", script="zeroshot.sh", sbatch=ONE_NODE)
-    assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
-    assert "error: The job has no GPU." in jobs.log(job)
-    assert "PROBEMB_ALLOW_CPU=1" in jobs.log(job)
-
-
-def test_the_stage_s_own_refusal_reaches_the_person(jobs):
-    job = jobs.submit("--flter", "all", script="zeroshot.sh", sbatch=ONE_NODE, **CPU)
-    assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
-    assert "Did you mean '--filter'?" in jobs.log(job)

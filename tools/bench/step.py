@@ -19,9 +19,9 @@ from torch.utils.benchmark import Measurement
 
 from pretrain.config import Config, Model, Optimizer
 from pretrain.config import Engine as EngineConfig
+from pretrain.cost import images_at_peak
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.objectives import OBJECTIVES
-from pretrain.plan.peak import images_at_peak
 from pretrain.trainer import Trainer
 from probemb.cli.command import Parser, run_command
 from probemb.models.architectures import OWN, read_architecture

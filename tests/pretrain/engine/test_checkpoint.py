@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import resource
 import shutil
 import signal
 
@@ -106,9 +104,6 @@ def assert_same(a, b, tolerance=0.0):
         np.testing.assert_allclose(a[name], b[name], rtol=0, atol=tolerance, err_msg=name)
 
 
-# ------------------------------------------------------------------------------------------- same stage, same ranks
-
-
 def save_and_resume(rank, world, stage, persistent, folder):
     engine = make_engine(stage, world, dropout=0.2, persistent=persistent)  # dropout: the random state matters too
     torch.manual_seed(100 + rank)
@@ -128,8 +123,14 @@ def save_and_resume(rank, world, stage, persistent, folder):
     return saved, loaded, straight, snapshot(fresh), state, rate, fresh.global_steps
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("stage", "persistent"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1000)])
+@pytest.mark.parametrize(
+    ("stage", "persistent", "world"),
+    [
+        (1, 0, 2),
+        (3, 0, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 0, 1), (2, 0, 3), (3, 1000, 2))),
+    ],
+)
 def test_resuming_at_the_same_stage_and_ranks_is_exact(stage, persistent, world, tmp_path):
     results = run_ranks(world, save_and_resume, stage, persistent, tmp_path)
     saved, loaded, straight, resumed, *_ = results[0]
@@ -145,9 +146,6 @@ def test_resuming_at_the_same_stage_and_ranks_is_exact(stage, persistent, world,
         assert state == {**STATE, "by_number": {"9": "a", "10": "b"}, "step": 3}
         assert rate == [1e-2 / 3] * 2
         assert global_steps == 6
-
-
-# ------------------------------------------------------------------------------------------ from any stage to another
 
 
 def run_six(rank, world, stage, folder):
@@ -166,92 +164,14 @@ def resume_three(rank, world, stage, path):
 
 
 def test_a_checkpoint_goes_on_at_any_stage_and_number_of_ranks(tmp_path):
-    sources = [(0, 1), (1, 2), (3, 2), (2, 3)]
+    sources = [(0, 1), (3, 2)]
     straight = {s: run_ranks(s[1], run_six, s[0], tmp_path)[0] for s in sources}
     path = {(stage, world): tmp_path / f"{stage}-{world}" / "checkpoints" / "step-3" for stage, world in sources}
     for other in sources[1:]:  # the same numbers under the same names, whoever wrote them
         for file in ("weights.safetensors", "optimizer.safetensors"):
             assert_same(load_file(path[0, 1] / file), load_file(path[other] / file), 1e-6)
-    for source, (stage, world) in [
-        ((0, 1), (3, 2)),
-        ((0, 1), (1, 2)),
-        ((3, 2), (1, 2)),
-        ((3, 2), (3, 3)),
-        ((1, 2), (2, 1)),
-        ((2, 3), (0, 1)),
-    ]:
+    for source, (stage, world) in (((0, 1), (3, 2)), ((3, 2), (1, 3))):
         assert_same(straight[source], run_ranks(world, resume_three, stage, path[source])[0], 1e-6)
-
-
-# -------------------------------------------------------------------------------------------------- whole state dicts
-
-
-def export(rank, world, stage):
-    engine = make_engine(stage, world)
-    train(engine, rank, world, range(1))
-    whole = full_state_dict(engine)
-    weights = {name.removeprefix("model."): t for name, t in whole.items() if name.startswith("model.")}
-    if rank:
-        return weights
-    model = Inner(5, 0.0)
-    model.load_state_dict(weights)
-    assert all(t.dtype == torch.float32 for n, t in weights.items() if n != "calls")
-    x = torch.ones(2, 7)
-    return model(x).detach().numpy()
-
-
-def test_the_full_state_dict_loads_into_the_bare_model_and_is_rank_0s_alone():
-    (whole,) = run_ranks(1, export, 0)
-    cut, empty = run_ranks(2, export, 3)
-    np.testing.assert_allclose(whole, cut, atol=1e-6)
-    assert empty == {}
-
-
-def names_of_a_compiled_module(rank, world):
-    engine = make_engine(0, 1)
-    plain = set(full_state_dict(engine))
-    engine.module.model = torch.compile(engine.module.model)
-    return plain, set(full_state_dict(engine))
-
-
-def test_a_compiled_module_has_the_same_names():
-    ((plain, compiled),) = run_ranks(1, names_of_a_compiled_module)
-    assert plain == compiled
-
-
-# ------------------------------------------------------------------------------------------------------ random states
-
-
-def draw():
-    return [torch.rand(1).item(), np.random.standard_normal(), random.gauss(0, 1), torch.randn(1).item()]
-
-
-def draw_after_saving(rank, world, folder):
-    engine = make_engine(1, world)
-    torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
-    draw()  # leaves a second normal number behind in numpy's and python's generators
-    save_checkpoint(engine, folder, 0, {})
-    return draw()
-
-
-def draw_after_loading(rank, world, path):
-    engine = make_engine(1, world)
-    checkpoint.load_checkpoint(engine, path)
-    return draw()
-
-
-def test_every_rank_gets_its_random_states_back(tmp_path):
-    before = run_ranks(2, draw_after_saving, tmp_path)
-    path = find_checkpoint(tmp_path)
-    assert before[0] != before[1]
-    assert run_ranks(2, draw_after_loading, path) == before
-    more = run_ranks(3, draw_after_loading, path)
-    assert more[:2] == before
-    assert more[2] not in before
-    assert run_ranks(3, draw_after_loading, path) == more
-
-
-# --------------------------------------------------------------------------------------------- kills and broken files
 
 
 def kill_during_writes(rank, world, folder):
@@ -291,21 +211,6 @@ def test_a_killed_write_leaves_the_checkpoint_before(tmp_path):
     assert names == ["step-3", "step-6"]
 
 
-def fill_the_disk(rank, world, folder):
-    engine = make_engine(1, world)
-    save_checkpoint(engine, folder, 3, {})
-    if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
-    with pytest.raises(UserError, match="could not be written"):
-        save_checkpoint(engine, folder, 6, {})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return sorted(p.name for p in (folder / "checkpoints").iterdir())
-
-
-def test_a_full_disk_is_told_to_all_ranks_and_leaves_nothing_behind(tmp_path):
-    assert run_ranks(2, fill_the_disk, tmp_path)[0] == ["step-3"]
-
-
 def refuse(rank, world, folder):
     """All the ways in which a checkpoint can be wrong: the message of each, and whether anything changed."""
     engine = make_engine(1, world)
@@ -328,7 +233,7 @@ def refuse(rank, world, folder):
     return messages
 
 
-SPOILED = ("flipped", "cut", "absent", "edited", "newer", "empty", "not-json", "one-more")
+SPOILED = ("flipped", "cut", "absent", "newer", "one-more")
 
 
 def spoil(good, folder):
@@ -342,10 +247,7 @@ def spoil(good, folder):
     os.truncate(folder / "cut" / "weights.safetensors", 100)
     (folder / "absent" / "random.safetensors").unlink()
     text = (good / "state.json").read_text()
-    (folder / "edited" / "state.json").write_text(text.replace('"step": 3', '"step": 4'))
     (folder / "newer" / "state.json").write_text(text.replace('"version": 1', '"version": 2'))
-    (folder / "empty" / "state.json").unlink()
-    (folder / "not-json" / "state.json").write_text(text[:-20])
     content = json.loads(text)  # a well-formed file by someone who can compute sums, without what is needed
     del content["sha256"], content["groups"]
     content["sha256"] = checkpoints.sha256_of(content)
@@ -360,14 +262,8 @@ def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path
     assert "contents of optimizer.safetensors are not what was written" in first["flipped"]
     assert "weights.safetensors has 100 bytes" in first["cut"]
     assert "random.safetensors is missing" in first["absent"]
-    assert "changed since it was written" in first["edited"]
     assert "format 2" in first["newer"]
-    assert "has no state.json" in first["empty"]
-    assert "cannot be read" in first["not-json"]
     assert "not as it was written" in first["one-more"]
-
-
-# ----------------------------------------------------------------------------------------------- listing and deleting
 
 
 def save_many(rank, world, folder):
@@ -401,17 +297,3 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path,
         find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="at least 1"):
         prune(tmp_path, keep=0)
-
-
-def refuse_what_is_not_covered(rank, world, folder):
-    engine = make_engine(0, 1)
-    with pytest.raises(ValueError, match="JSON"):
-        save_checkpoint(engine, folder, 1, {"loss": float("nan")})
-    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
-    with pytest.raises(ValueError, match="learning rate schedulers"):
-        save_checkpoint(engine, folder, 1, {})
-    return list(folder.iterdir())
-
-
-def test_what_a_checkpoint_would_lose_is_refused_before_anything_is_written(tmp_path):
-    assert run_ranks(1, refuse_what_is_not_covered, tmp_path) == [[]]

@@ -1,6 +1,5 @@
 """NaN and Inf on one rank of real engines: all ranks notice in the same step, nothing is stepped, samples are named."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 from pretrain import trainer
 from pretrain.config import Config, Engine, Optimizer
 from pretrain.engine.engine import make_engine, start_deepspeed
-from pretrain.engine.nonfinite import Evidence, as_error
 from pretrain.engine.state import EngineState, full_state_dict
 from probemb import create_model
 from probemb.errors import UserError
@@ -79,16 +77,7 @@ def steps_with_poison(rank, world, stage, parts, kind):
 
 @pytest.mark.parametrize(
     ("world", "stage", "parts", "kind"),
-    [
-        (1, 0, 1, "sample"),
-        (2, 0, 2, "sample"),
-        (2, 1, 1, "sample"),
-        (2, 1, 2, "gradient"),
-        (2, 2, 2, "sample"),
-        (2, 2, 1, "gradient"),
-        (1, 3, 1, "sample"),
-        (2, 3, 2, "sample"),
-    ],
+    [(2, 1, 1, "sample"), (2, 3, 2, "sample"), pytest.param(2, 1, 2, "gradient", marks=pytest.mark.slow)],
 )
 def test_a_skipped_step_leaves_nothing_behind_on_any_rank(world, stage, parts, kind):
     results = run_ranks(world, steps_with_poison, stage, parts, kind)
@@ -98,50 +87,6 @@ def test_a_skipped_step_leaves_nothing_behind_on_any_rank(world, stage, parts, k
         assert found.keys() == expected.keys()
         for name in expected:
             np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-
-
-def queue_with_poison(rank, world, stage, kind, on_nonfinite):
-    """The same steps, queued one after the other without a look at their outcome."""
-    fit, error, undo = make_trainer(stage, 1, on_nonfinite), None, None
-    states = []
-    for step in (1, 2, 3):
-        fit.step = step - 1
-        images, tokens, keys = batch(step, rank, world)
-        if step == 2 and rank == world - 1:
-            undo = poison(fit, kind, images, step)
-        for group in fit.engine.optimizer.param_groups:
-            group["lr"] = 1e-2 / step
-        try:
-            fit.queue_step(images, tokens, keys)
-        except UserError as stopped:
-            error = stopped.what
-        if undo:
-            undo()
-        states.append(snapshot(fit.engine))
-    return error, fit.skipped, None if error else fit.read_outcome() is not None, states
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "kind"), [(1, 0, "gradient"), (2, 3, "sample"), (3, 1, "sample"), (4, 2, "gradient")]
-)
-def test_steps_that_are_queued_ahead_are_skipped_alike(world, stage, kind):
-    expected = [without[2] for _, without in run_ranks(world, steps_with_poison, stage, 1, kind)]
-    for rank, (error, skipped, last, states) in enumerate(run_ranks(world, queue_with_poison, stage, kind, "skip")):
-        assert (error, skipped, last) == (None, 1, True)
-        for name, value in expected[rank].items():
-            np.testing.assert_array_equal(states[2][name], value, err_msg=name)
-            np.testing.assert_array_equal(states[1][name], states[0][name], err_msg=name)  # nothing was stepped
-
-
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (3, 3), (4, 1)])
-def test_a_run_stops_before_the_step_that_follows_a_bad_one(world, stage):
-    results = run_ranks(world, queue_with_poison, stage, "sample", "stop")
-    assert len({error for error, *_ in results}) == 1
-    assert "At step 2 the embedding is NaN or Inf" in results[0][0]
-    assert "nothing was stepped" in results[0][0]
-    for _, _, _, states in results:
-        for name in states[0]:
-            np.testing.assert_array_equal(states[2][name], states[0][name], err_msg=name)
 
 
 def stop_at_poison(rank, world, kind):
@@ -170,42 +115,3 @@ def test_the_report_names_step_rank_terms_and_the_very_sample():
     assert same
     assert "the gradient is NaN or Inf on rank" in first
     assert "clip nan" not in first
-
-
-def evidence(**changed):
-    whole = {
-        "loss": torch.tensor(1.0),
-        "terms": {"loss": torch.tensor(1.0)},
-        "embeddings": [torch.ones(3, 2) for _ in range(4)],
-        "gradients": [torch.ones(3, 2) for _ in range(4)],
-        "gradient_norm": torch.tensor(1.0),
-    }
-    return Evidence(**{**whole, **changed})
-
-
-def test_the_first_stage_that_is_wrong_is_blamed():
-    keys = ["a", "b", "c"]
-    assert not evidence().nonfinite()
-    bad = torch.ones(3, 2)
-    bad[2, 1] = float("inf")
-    nan = torch.tensor(float("nan"))
-    ok = [torch.ones(3, 2)] * 3
-    reports = [
-        evidence(loss=nan).report(0, keys),
-        evidence(loss=nan, embeddings=[*ok, bad]).report(1, keys),
-        evidence(gradients=[*ok, bad], gradient_norm=nan).report(2, keys),
-        evidence(gradient_norm=nan).report(3, keys),
-        evidence().report(4, keys),
-    ]
-    assert [(r["stage"], r["keys"]) for r in reports] == [
-        ("loss", keys),
-        ("embedding", ["c"]),
-        ("gradient of the embedding", ["c"]),
-        ("gradient", keys),
-        ("", []),
-    ]
-    assert "on rank 1 " in as_error(7, reports, "x").what
-    assert "on rank 0 " in as_error(7, [reports[4], reports[0], reports[3]], "x").what
-    assert json.dumps(reports)
-    many = evidence(loss=nan, embeddings=[torch.ones(30, 2)] * 4).report(0, [f"k{i}" for i in range(30)])
-    assert "k7 and 22 more" in as_error(7, [many], "x").what

@@ -13,7 +13,6 @@ from pretrain.stream.stream import Stream
 from probemb.data.images import decode_image
 from probemb.data.shards.index import Shard
 from probemb.models.inputs import Augmentation, create_transforms
-from tests.orientation import stored
 from tests.pretrain.stream.test_stream import tokenize
 from tests.world import write_tar
 
@@ -35,8 +34,9 @@ def jpeg(image, **options) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)])
-@pytest.mark.parametrize("size", [(95, 300), (97, 97), (200, 150), (401, 399), (1024, 768), (4000, 385)])
+@pytest.mark.parametrize(
+    ("scale", "size"), [((0.9, 1.0), (95, 300)), ((0.08, 1.0), (401, 399)), ((0.9, 1.0), (1024, 768))]
+)
 def test_the_crop_keeps_the_resolution_of_the_result(scale, size):
     crop = transform(scale)
     draft, data, reduced, away = CropDraft(crop), jpeg(photograph(*size)), 0, []
@@ -66,14 +66,6 @@ def test_the_crop_keeps_the_resolution_of_the_result(scale, size):
         assert reduced == 0
 
 
-def test_only_a_leading_random_crop_counts():
-    from torchvision.transforms import v2
-
-    for other in (v2.Resize(16), v2.Compose([v2.Resize(64), v2.RandomResizedCrop(16)]), lambda image: image):
-        assert CropDraft(other).needed(1000, 1000, lambda: None) is None
-    assert CropDraft(v2.Compose([v2.RandomResizedCrop(16, (0.9, 1))])).needed(1000, 1000, lambda: None) == (125, 125)
-
-
 def shard(folder, images) -> Shard:
     folder.mkdir(exist_ok=True)
     files = [(f"{i}.{ext}", data) for i, image in enumerate(images) for ext, data in (("jpg", image), ("txt", b"a"))]
@@ -85,18 +77,6 @@ def batches(one, draft, **settings):
     crop = settings.pop("transform", None) or transform()
     with Stream([one], Settings(batch_size=8, draft=draft, **settings), crop, tokenize, steps=2) as stream:
         return torch.cat([batch.images for batch in stream]).float()
-
-
-def test_turned_images_are_read_as_upright_ones_if_asked(tmp_path):
-    pictures = [photograph(400, 304, i) for i in range(16)]
-    plain = shard(tmp_path / "plain", [jpeg(one, subsampling=0) for one in pictures])
-    turned = shard(tmp_path / "turned", [stored(one, 1 + i % 8) for i, one in enumerate(pictures)])
-    upright = batches(plain, True)
-    away = (batches(turned, True, exif=True) - upright).abs().mean((1, 2, 3))
-    assert away.max() < 0.1 * (batches(turned, True) - upright).abs().mean((1, 2, 3)).max()
-    assert torch.equal(batches(plain, True, exif=True), upright)
-    streams = [Stream([plain], Settings(batch_size=8, exif=exif), transform(), tokenize) for exif in (False, True)]
-    assert streams[0].identity != streams[1].identity  # so that a run is not resumed with the other
 
 
 def test_images_that_are_not_reduced_stay_the_same_to_the_last_bit(tmp_path):

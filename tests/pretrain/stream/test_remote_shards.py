@@ -7,8 +7,7 @@ import torch
 
 from probemb.data.remote.sources import FetchPolicy
 from probemb.data.shards.index import read_index
-from probemb.errors import UserError
-from tests.pretrain.stream.test_stream import assert_ranks_make_up, assert_same, make, read, take, write_corpus
+from tests.pretrain.stream.test_stream import assert_same, make, read, take, write_corpus
 from tests.webserver import serve
 from tools.shards import main as shards_command
 
@@ -32,14 +31,13 @@ def own_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_batches_over_a_bad_connection(folder, tmp_path, workers):
+def test_the_same_batches_over_a_bad_connection(folder, tmp_path):
     expected = read(read_index(folder), steps=10)
     with serve(folder) as site:
         shards = read_index(site.address, QUICK)
         for i in range(8):
             site.troubles[f"{i:05d}.tar"] = [["cut"], [503], ["stall"], []][i % 4]
-        with make(shards, steps=10, workers=workers, fetch=QUICK) as stream:
+        with make(shards, steps=10, workers=2, fetch=QUICK) as stream:
             first = take(stream, 1)
             assert len(scratch_folders(tmp_path)) == 1
             assert_same(first + list(stream), expected)
@@ -48,79 +46,16 @@ def test_the_same_batches_over_a_bad_connection(folder, tmp_path, workers):
         assert {name for name, _ in site.requests} >= {f"{i:05d}.tar" for i in range(8)}
 
 
-def test_ranks_share_a_cache(folder, tmp_path):
-    expected = read(read_index(folder), steps=7)
-    with serve(folder) as site:
-        shards = read_index(site.address, QUICK)
-        settings = {"world_size": 2, "fetch": QUICK, "cache": str(tmp_path / "cache"), "workers": 2}
-        with make(shards, rank=0, **settings) as one, make(shards, rank=1, **settings) as other:
-            assert_ranks_make_up([take(one, 7), take(other, 7)], expected)
-            fetched = [name for name, _ in site.requests if name.endswith(".tar")]
-        assert sorted(fetched) == [f"{i:05d}.tar" for i in range(8)]  # each once, for all ranks and workers
-        site.requests.clear()
-        assert_same(read(shards, steps=7, fetch=QUICK, cache=str(tmp_path / "cache")), expected)
-        assert site.requests == []
-
-
-def test_commands(folder):
-    expected = read(read_index(folder), steps=7)
-    shards = read_index(f"pipe:cat {folder}/{{00000..00007}}.tar", QUICK)
-    assert_same(read(shards, steps=7, workers=1, fetch=QUICK), expected)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_shard_that_stays_unreachable_is_named_and_replaced(folder, workers, caplog):
+def test_a_shard_that_stays_unreachable_is_named_and_replaced(folder, caplog):
     with serve(folder) as site:
         shards = read_index(site.address, QUICK)
         site.troubles["00003.tar"] = [503] * 1000
-        with make(shards, steps=7, workers=workers, failure_share=0.5, fetch=QUICK) as stream:
+        with make(shards, steps=7, workers=2, failure_share=0.5, fetch=QUICK) as stream:
             batches = list(stream)
         assert {batch.images.shape for batch in batches} == {(8, 3, 12, 12)}
         assert {name: failure.count for name, failure in stream.failures.items()} == {"00003.tar": 7}
         assert "/00003.tar: cannot be fetched in 4 attempts" in stream.failures["00003.tar"].reason
         assert sum("00003.tar" in line for line in caplog.messages) == 1
-        with make(shards, workers=workers, fetch=QUICK) as stream, pytest.raises(UserError) as caught:
-            take(stream, 100)
-        assert "worst shards are 00003.tar: 7" in caught.value.what
-
-
-def test_the_next_shard_of_a_lane_is_fetched_before_it_is_needed(folder, tmp_path):
-    with serve(folder) as site:
-        shards = read_index(site.address, QUICK)
-        with make(shards, batch_size=1, lanes=1, fetch=QUICK, cache=str(tmp_path / "cache")) as stream:
-            order = [stream.order.rows(0, step, 0, 1).shard[0] for step in range(stream.order.steps)]
-            next(stream)
-            first, second = list(dict.fromkeys(order))[:2]
-            stream._batches._makers[0]._open._prefetcher._requests[shards[second].path].ended.wait(20)
-            tars = [name for name, _ in site.requests if name.endswith(".tar")]
-            assert sorted(tars) == sorted([f"{first:05d}.tar", f"{second:05d}.tar"])  # and nothing beyond it
-            for _ in range(stream.order.steps - 1):
-                next(stream)
-    assert len(set(order)) == 8
-
-
-def test_a_cache_that_is_too_small_is_refused(folder, tmp_path):
-    with serve(folder) as site:
-        shards = read_index(site.address, QUICK)
-        size = max(shard.bytes for shard in shards)
-        with pytest.raises(UserError, match=r"Raise data\.cache_gib"):
-            make(shards, cache_gib=0.5 * size / (1 << 30), fetch=QUICK)
-        with make(shards, cache_gib=2.5 * size / (1 << 30), fetch=QUICK) as stream, pytest.raises(UserError) as caught:
-            list(stream)
-        assert "is full of" in caught.value.what
-        with make(shards, cache_gib=4.5 * size / (1 << 30), fetch=QUICK, steps=20) as stream:  # one for each lane
-            list(stream)
-
-
-def test_global_random_states_are_left_alone_by_fetching(folder):
-    with serve(folder) as site:
-        shards = read_index(site.address, QUICK)
-        site.troubles["00000.tar"] = [503]
-        torch.manual_seed(3)
-        before = torch.rand(3)
-        torch.manual_seed(3)
-        read(shards, steps=7, fetch=QUICK)
-        assert torch.equal(torch.rand(3), before)
 
 
 class Enough(Exception):
@@ -155,17 +90,3 @@ def test_waiting_for_a_silent_server_can_be_given_up(folder, workers):
         site.troubles.clear()
         with make(shards, workers=workers, fetch=QUICK, steps=7) as stream:
             assert_same([stream.load(called.clear) for _ in range(7)], expected)
-
-
-def test_what_goes_wrong_while_waiting_is_told_as_without(folder, tmp_path):
-    """A shard that is refused counts as lost, and a full cache ends the run, where something else is done meanwhile."""
-    with serve(folder) as site:
-        shards = read_index(site.address, QUICK)
-        site.troubles["00003.tar"] = [503] * 1000
-        with make(shards, steps=7, failure_share=0.5, fetch=QUICK) as stream:
-            for _ in range(7):
-                stream.load(lambda: None)
-        assert {name: failure.count for name, failure in stream.failures.items()} == {"00003.tar": 7}
-        gib = 2.5 * max(shard.bytes for shard in shards) / (1 << 30)
-        with make(shards, cache_gib=gib, fetch=QUICK) as stream, pytest.raises(UserError, match="is full of"):
-            stream.load(lambda: None)

@@ -1,6 +1,7 @@
 """Filters of samples: which are kept, by plain loops; the order over them on any ranks and after a restart."""
 
 import io
+import os
 import random
 import shutil
 from pathlib import Path
@@ -12,14 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.config import Config
-from pretrain.stream.corpora import Corpus
+from pretrain.stream import key_lists
 from pretrain.stream.filter import Filter
+from pretrain.stream.key_lists import KeyList
 from pretrain.stream.selection import Selection
 from pretrain.stream.settings import Settings
 from pretrain.stream.stream import Stream
-from probemb.cli.configuration import parse_config
-from probemb.data.shards.index import read_index
+from probemb.data.shards.columns import Columns, key_hash
+from probemb.data.shards.index import Shard, read_index
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
 from tools.shards import main
@@ -97,38 +98,6 @@ def test_rules_keep_what_plain_loops_keep(corpus, rules, keeps):
     assert selection.describe().startswith(f"{len(expected)} of {len(truth)} samples kept")
 
 
-def test_lists_of_keys(corpus, tmp_path):
-    folder, truth = corpus
-    some = random.Random(0).sample(truth, 30)
-    lines = [one["key"] if i % 2 else f"{one['place'][0]}.tar/{one['key']}" for i, one in enumerate(some)]
-    listed = tmp_path / "keys.txt"
-    listed.write_text("\n".join([*lines, "unknown", f"3.tar/{truth[0]['key']}", ""]))  # the last is another shard's
-    places = {one["place"] for one in some}
-    shards = read_index(folder)
-    assert chosen(Selection([shards], Filter(keep=str(listed)))) == places
-    assert chosen(Selection([shards], Filter(drop=str(listed)))) == {one["place"] for one in truth} - places
-
-
-def test_a_part_of_the_shards_and_pieces_of_any_size(corpus, monkeypatch):
-    folder, truth = corpus
-    keeps, rules = RULES[0][1], Filter(**RULES[0][0])
-    whole = Selection([read_index(folder)], rules)
-    part = Selection([read_index([folder / "3.tar", folder / "1.tar"])], rules)
-    assert chosen(part) == {
-        ({3: 0, 1: 1}[s], i) for s, i in (one["place"] for one in truth if keeps(one)) if s in (1, 3)
-    }
-    one_shard = Selection([read_index([folder / "2.tar"])], rules)
-    assert chosen(one_shard) == {(0, i) for s, i in (one["place"] for one in truth if keeps(one)) if s == 2}
-    for piece in (1, 25, 50):
-        monkeypatch.setattr("pretrain.stream.selection._PIECE", piece)
-        other = Selection([read_index(folder)], rules)
-        assert other.identity == whole.identity
-        np.testing.assert_array_equal(other.sizes, whole.sizes)
-
-
-# ------------------------------------------------------------------------------------------------------------- streams
-
-
 def to_tensor(image: Image.Image) -> torch.Tensor:
     return torch.tensor(image.size, dtype=torch.float32).reshape(2, 1, 1).expand(2, 2, 2) + torch.rand(())
 
@@ -161,56 +130,15 @@ def test_left_out_samples_never_appear_and_others_once_an_epoch(corpus):
         assert shown == [f"{shard}.tar/{keys[shard, i]}" for shard, i in seen]
 
 
-@pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (4, 2)])
-def test_order_and_resume_do_not_depend_on_ranks(corpus, world_size, workers):
+def test_order_and_resume_do_not_depend_on_ranks(corpus):
     shards, rules = read_index(corpus[0]), Filter(min_side=15)
     expected = read(shards, rules, 16)
     for start in (0, 5):
-        place = dict(world_size=world_size, workers=workers, start_samples=8 * start)
-        ranks = [read(shards, rules, 16 - start, rank=rank, **place) for rank in range(world_size)]
+        place = dict(world_size=2, workers=2, start_samples=8 * start)
+        ranks = [read(shards, rules, 16 - start, rank=rank, **place) for rank in range(2)]
         for step, parts in enumerate(zip(*ranks, strict=True), start=start):
             for name in ("images", "tokens", "slots"):
                 assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected[step], name))
-
-
-def test_mixtures_weigh_what_is_kept(corpus, tmp_path):
-    folder, truth = corpus
-    other = make_corpus(tmp_path / "other", "o", (20, 12))
-    rules, keeps = Filter(min_words=2), lambda one: all(len(caption.split()) >= 2 for caption in one["captions"])
-    corpora = [Corpus(read_index(folder)), Corpus(read_index(tmp_path / "other"), 2.0)]
-    with Stream(corpora, Settings(batch_size=4, filter=rules), to_tensor, tokenize) as stream:
-        assert stream.order.slots_per_epoch == sum(map(keeps, truth)) + 2 * sum(map(keeps, other))
-    # The same columns, named apart from the shards
-    moved = [
-        shutil.copytree(path / "columns", tmp_path / f"c{i}") for i, path in enumerate((folder, tmp_path / "other"))
-    ]
-    named = Selection([one.shards for one in corpora], Filter(min_words=2, columns=[str(path) for path in moved]))
-    assert chosen(named) == chosen(stream.selection)
-    assert named.identity == stream.identity["filter"]
-
-
-def test_bounds_of_one_corpus(corpus, tmp_path):
-    folder, truth = corpus
-    make_corpus(tmp_path / "other", "o", (20, 12))
-    (tmp_path / "other" / "columns" / "score.clip_l14.npy").unlink()
-    first, second = read_index(folder), read_index(tmp_path / "other")
-    good = {one["place"] for one in truth if one["score"] is not None and one["score"] >= 0.5}
-    rest = {(4 + shard, i) for shard, size in enumerate((20, 12)) for i in range(size)}
-    for rules in (dict(min_score=[0.5, None]), dict(min_score=[0.5, None], max_score=[1.0, None])):
-        for _ in range(2):  # counted, and recalled
-            selection = Selection([first, second], Filter(score="clip_l14", **rules))
-            assert chosen(selection) == good | rest
-            assert [*selection.left_out] == [*rules]
-            assert selection.left_out["min_score"] == len(truth) - len(good)
-    swapped = Selection([second, first], Filter(score="clip_l14", min_score=[None, 0.5]))
-    assert swapped.sizes.tolist() == [20, 12, *selection.sizes[:4]]
-    words = ["--data.filter.score=clip_l14", "--data.filter.min_score=[0.5, null]"]
-    parsed = parse_config(Config, "run", "", words).data.filter
-    assert Selection([first, second], parsed).sizes.tolist() == selection.sizes.tolist()
-    bounds = {Selection([first[1:], first[:1]], Filter(score="clip_l14", min_score=[0.5, x])).kept for x in (0.1, 0.9)}
-    assert len(bounds) == 2
-    with pytest.raises(UserError, match=r"no column score\.clip_l14"):
-        Selection([first, second], Filter(score="clip_l14", min_score=0.5))
 
 
 def test_identity_follows_what_is_kept(corpus, tmp_path):
@@ -229,94 +157,68 @@ def test_identity_follows_what_is_kept(corpus, tmp_path):
     assert plain.selection is None
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+@pytest.mark.parametrize("lines_at_a_time", [3, 1 << 14])
+def test_lines_of_a_list_mean_what_their_text_says(tmp_path, monkeypatch, lines_at_a_time):
+    monkeypatch.setattr(key_lists, "_LINES", lines_at_a_time)
+    numbers, path = random.Random(0), tmp_path / "keys"
+    folders = ["/data/cc3m", "/data/cc12m", "/data/my cc3m", "/other/cc3m/train"]
+    shards = [Shard(f"{i}.tar", Path(folder) / f"{i}.tar", 5, 1 << 20) for folder in folders for i in range(3)]
+    keys = [*(f"{i}" for i in range(4)), "dog/1"]
+    fronts = ["", "0.tar/", "1.tar/", "cc3m/0.tar/", "data/cc3m/2.tar/", "/data/cc3m/2.tar/", "train/1.tar/"]
+    fronts += ["/other/cc3m/train/0.tar/", "c3m/1.tar/", "data/0.tar/", "cc3m/train/2.tar/", "my cc3m/2.tar/", "9.tar/"]
+    for _ in range(50):
+        lines = [f"{front}{numbers.choice(keys)}" for front in numbers.sample(fronts, numbers.randint(1, 4))]
+        expected = {
+            (number, place)
+            for number, shard in enumerate(shards)
+            for place, key in enumerate(keys)
+            for line in lines
+            if line == key or (line.endswith(f"/{key}") and f"/{shard.path}/{key}".endswith(f"/{line}"))
+        }
+        path.write_text("\n".join(lines))
+        found = KeyList(str(path), shards).listed(0, [len(keys)] * len(shards), key_hash(keys * len(shards)))
+        assert {divmod(int(i), len(keys)) for i in np.flatnonzero(found)} == expected
 
 
-@pytest.mark.parametrize(
-    ("rules", "what", "remedy"),
-    [
-        (dict(min_side=1000), "no sample: 0 of 79 samples kept", "Loosen"),
-        (dict(score="other", min_score=1), "no column score.other", "--score other"),
-        (dict(score="clip_l14"), "min_score", "bound"),
-        (dict(min_score=0.2), "min_score", "bound"),
-        (dict(score="../x", min_score=0.2), "cannot name", "letters"),
-        (dict(min_words=5, max_words=4), "above max_words 4", "correct"),
-        (dict(score="clip_l14", min_score=[0.1, None]), "min_score has 2 values for 1 training paths", "one value for"),
-        (dict(score="clip_l14", max_score=[None]), "0 of them a bound", "a single one"),
-        (dict(score="clip_l14", min_score=[0.5], max_score=0.4), "above max_score 0.4", "correct"),
-        (dict(drop="no/such/file"), "cannot be read", "one key a line"),
-        (dict(min_words=1, columns=["a", "b"]), "2 folders of columns for 1", "one folder"),
-    ],
-)
-def test_rules_that_cannot_be_followed(corpus, rules, what, remedy):
+def test_a_line_of_several_corpora_is_refused(corpus, tmp_path):
+    """The same names of shards and keys in both."""
+    shutil.copytree(corpus[0], tmp_path / "copy")
+    corpora, path = [read_index(corpus[0]), read_index(tmp_path / "copy")], tmp_path / "keys"
+    path.write_text("corpus/0.tar/k0001\nunknown\n1.tar/k1004\nk0002\n")
     with pytest.raises(UserError) as error:
-        Selection([read_index(corpus[0])], Filter(**rules))
-    assert what in error.value.what
-    assert remedy in error.value.remedy
+        Selection(corpora, Filter(keep=str(path)))
+    assert "2 of the 4 keys of" in error.value.what
+    assert "more than one corpus of data.train, such as 1.tar/k1004." in error.value.what
+    path.write_text("corpus/0.tar/k0001\ncopy/1.tar/k1004\n")
+    assert Selection(corpora, Filter(drop=str(path))).sizes.tolist() == [22, 17, 30, 9, 23, 16, 30, 9]
 
 
-@pytest.mark.parametrize(("content", "what"), [("unknown\nother\n", "Not one key"), ("\n\n", "holds no keys")])
-def test_lists_without_a_known_key(corpus, tmp_path, content, what):
-    (tmp_path / "keys").write_text(content)
-    for name in ("keep", "drop"):
-        with pytest.raises(UserError, match=what):
-            Selection([read_index(corpus[0])], Filter(**{name: str(tmp_path / "keys")}))
+DAMAGE = {
+    "none": lambda path: None,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 8),
+    "a flipped bit": lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\x01" + path.read_bytes()[-7:]),
+    "no JSON": lambda path: path.write_bytes(b"[" * 50_000),
+}
 
 
-def test_columns_that_do_not_fit_the_shards(corpus, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(corpus[0], folder)
-    rules, columns = Filter(min_side=1), folder / "columns"
+@pytest.mark.parametrize("name", DAMAGE)
+def test_counts_are_kept_and_taken_again_when_damaged_or_old(corpus, name, tmp_path, monkeypatch):
+    """A later start reads no column."""
+    folder, passes, read_column = tmp_path / "copy", [], Columns.read
+    shutil.copytree(corpus[0], folder, ignore=shutil.ignore_patterns("*.counts"))
+    (tmp_path / "keys").write_text("k0001\nk1002\n")
+    monkeypatch.setattr(Columns, "read", lambda *args: passes.append(args) or read_column(*args))
 
-    def refused(match: str) -> None:
-        with pytest.raises(UserError, match=match) as error:
-            Selection([read_index(folder)], rules)
-        assert f"tools.shards measure {folder}" in error.value.remedy
+    def counted():
+        passes.clear()
+        found = Selection([read_index(folder)], Filter(min_side=20, drop=str(tmp_path / "keys")))
+        return found.sizes.tolist(), found.left_out, found.identity, bool(passes)
 
-    whole = (columns / "width.npy").read_bytes()
-    for damaged in (whole[:-4], b"", whole[:20]):
-        (columns / "width.npy").write_bytes(damaged)
-        refused("damaged")
-    np.save(columns / "width.npy", np.array([{}] * 79), allow_pickle=True)
-    refused("damaged")
-    np.save(columns / "width.npy", np.zeros(78, "<u4"))
-    refused("damaged")
-    (columns / "width.npy").write_bytes(whole)
-    with open(folder / "1.tar", "r+b") as file:  # the same size, other content
-        file.seek(512)
-        file.write(b"x")
-    assert main(["index", str(folder)]) == 0
-    refused("do not describe 1.tar")
-    shutil.rmtree(columns)
-    refused("no columns")
-
-
-def test_columns_that_change_while_a_run_reads_them(corpus, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(corpus[0], folder)
-    selection = Selection([read_index(folder)], Filter(min_side=20))
-    np.save(folder / "columns" / "width.npy", np.zeros(79, "<u4"))
-    with pytest.raises(UserError, match="have changed"):
-        selection.places(0)
-
-
-def test_scores_from_one_file_for_all_shards(corpus, tmp_path):
-    folder, truth = tmp_path / "copy", corpus[1]
-    shutil.copytree(corpus[0], folder, ignore=lambda *_: ["columns"])
-    parts = [pq.read_table(folder / f"{shard}.parquet") for shard in range(len(SIZES))]
-    pq.write_table(pa.concat_tables(reversed(parts)), tmp_path / "all.parquet")
-    arguments = ["measure", str(folder), "--score", "clip_l14", "--workers", "1", "--scores"]
-    assert main([*arguments, str(tmp_path / "all.parquet"), "--score-key", "uid"]) == 0
-    selection = Selection([read_index(folder)], Filter(**RULES[6][0]))
-    assert chosen(selection) == {one["place"] for one in truth if RULES[6][1](one)}
-    for table, wrong in (
-        ({"key": ["a"], "clip_l14": [1.0]}, "No sample"),
-        ({"uid": ["a"], "clip_l14": [1.0]}, "no column key"),
-        ({"key": ["a"]}, "no column clip_l14"),
-        ({"key": ["a"], "clip_l14": ["b"]}, "cannot be read as a table"),
-    ):
-        pq.write_table(pa.table(table), tmp_path / "wrong.parquet")
-        with pytest.raises(UserError, match=wrong):
-            main([*arguments, str(tmp_path / "wrong.parquet")])
-        assert chosen(Selection([read_index(folder)], Filter(**RULES[6][0]))) == chosen(selection)  # the old ones stay
-    assert not [*folder.glob(".columns.*")]
+    *first, read_first = counted()
+    (path,) = (folder / "columns").glob("*.counts")
+    DAMAGE[name](path)
+    *again, read_again = counted()
+    assert again == first
+    assert (read_first, read_again) == (True, name != "none")
+    (tmp_path / "keys").write_text("k0001\nk1003\nk1004\n")  # another content under the same name
+    assert counted()[1]["drop"] == 3
