@@ -35,10 +35,6 @@ command's common options, `--help-all` all of them.
 """
 
 
-def main() -> None:
-    PAGE.write_text(page(), encoding="utf-8")
-
-
 def page() -> str:
     parts = [f"{INTRODUCTION}{''.join(f'| `{name}` | {about} |{chr(10)}' for name, about in _commands())}"]
     said: dict[str, Any] = {}
@@ -58,16 +54,15 @@ def page() -> str:
 
 
 def _commands() -> Iterator[tuple[str, str]]:
-    """Every module that can be run, and the first line of its docstring; of packages, that of command.py."""
+    """Modules that users run, and the first line of their docstrings; of packages, that of command.py."""
     for stage in ("pretrain", "finetune", "zeroshot", "slurm", "tools"):
-        for file in sorted((ROOT / stage).rglob("*.py")):
-            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-            text = file.read_text(encoding="utf-8")
-            if file.name == "__main__.py" and (file.parent / "command.py").exists():
-                text = (file.parent / "command.py").read_text(encoding="utf-8")
-            if (file.name == "__main__.py" or '__name__ == "__main__"' in text) and file.name != "command.py":
+        for file in sorted({*(ROOT / stage).glob("*.py"), *(ROOT / stage).glob("*/__main__.py")}):
+            package = file.with_name("command.py") if file.name == "__main__.py" else file
+            if "__main__" in file.name + file.read_text(encoding="utf-8").rpartition("\nif ")[2]:
+                text = (package if package.exists() else file).read_text(encoding="utf-8")
                 about = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-                yield name.removesuffix(".__main__"), re.split(r"[:;] |, (?=as |with |for )", about)[0].rstrip(".")
+                name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+                yield name, re.split(r"[:;] |, (?=as |with |for )", about)[0].rstrip(".")
 
 
 def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -91,16 +86,21 @@ def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str
 
 
 def _choices(names: Any, classes: Mapping[str, Any]) -> Iterator[str]:
-    """A line per class with its options; what an option is, is said where it comes first."""
+    """A line per class with its options: of a subclass of an earlier one those that differ, help where it is new."""
+    done: dict[str, type] = {}
     said: dict[str, str] = {}
     for name in names:
-        texts, shown = _texts(classes[name].Options), []
-        for field in fields(classes[name].Options):
-            text = texts.get(field.name, "")
+        options, shown = classes[name].Options, []
+        base = next((other for other in reversed(done) if issubclass(options, done[other])), None)
+        before = {field.name: field.default for field in fields(done[base])} if base else {}
+        for field in fields(options):
+            text = _texts(options).get(field.name, "")
             about = f" ({text})" if said.get(field.name) != text else ""
-            shown.append(f"`{field.name}` {_shown(field.default)}{about}")
+            if about or field.name not in before or before[field.name] != field.default:
+                shown.append(f"`{field.name}` {_shown(field.default)}{about}")
             said[field.name] = text
-        yield f"- `{name}`: {', '.join(shown) or 'none'}"
+        yield f"- `{name}`: {', '.join([f'as `{base}`'] * bool(base) + shown) or 'none'}"
+        done[name] = options
 
 
 def _texts(cls: type) -> dict[str, str]:
@@ -122,4 +122,4 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(), encoding="utf-8")
