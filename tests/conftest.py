@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """What is imported by now stays: later collections of garbage and forks need not look at it."""
+    """Take what is imported by now out of later collections of garbage, which forks would pay for too."""
     gc.collect()
     gc.freeze()
 

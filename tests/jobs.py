@@ -69,7 +69,7 @@ class Job:
             os.kill(self.pids[rank], number)
 
     def poll(self) -> bool:
-        """Whether all ranks have ended."""
+        """True once all ranks have ended."""
         for pid in self.pids:
             if pid not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -101,7 +101,7 @@ class Job:
         return [self.codes[pid] for pid in self.pids]
 
     def text(self) -> str:
-        """What this job has written so far."""
+        """The output of this job so far."""
         with open(self.output, "rb") as file:
             file.seek(self.before)
             return file.read().decode()

@@ -219,7 +219,7 @@ class PretendedGPU(TorchDispatchMode):
 
 
 def is_one_block(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps, in any order of dimensions."""
+    """True if its elements fill their memory without gaps, in any order of dimensions."""
     filled = 1
     for stride, size in sorted((step, n) for step, n in zip(tensor.stride(), tensor.shape) if n != 1):
         if stride != filled:

@@ -54,7 +54,7 @@ def run_ranks(
 
 
 def _next(queue, ranks: list, results: dict, until: float) -> tuple[int, Any, str | None]:
-    """What the next rank to end has to say."""
+    """Rank, result and error of the next rank to end."""
     while True:
         ended = [i for i, process in enumerate(ranks) if process.exitcode is not None and i not in results]
         try:

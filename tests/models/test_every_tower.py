@@ -1,4 +1,4 @@
-"""What every pair of towers has in common: gradients and places of parameters, single items, files, precision."""
+"""Properties of every pair of towers: gradients and places of parameters, single items, files, precision."""
 
 import pytest
 import torch

@@ -232,7 +232,7 @@ def hub(tmp_path, monkeypatch):
             self.wfile.write(self.do_HEAD())
 
         def do_POST(self):
-            """What an upload of small files takes: the repository, how to send each file, and the commit with them."""
+            """An upload of small files: the repository, the way to send each file, and the commit with them."""
             body = self.rfile.read(int(self.headers["Content-Length"]))
             repo = self.path.removeprefix("/api/models/").rpartition("/main")[0]
             if self.path == "/api/repos/create":

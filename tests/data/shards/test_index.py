@@ -1,4 +1,4 @@
-"""Which shards a path stands for, and what people are told when it stands for none."""
+"""Shards that a path stands for, and the refusals where it stands for none."""
 
 import json
 import pickle
