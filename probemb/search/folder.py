@@ -6,7 +6,7 @@
     INDEX/part-00000.faiss …     FAISS' own files, together the gallery in its order
     INDEX/u.f32                  N little-endian float32: the items' uncertainty, which re-ranking reads
     INDEX/sample.f32             means of evenly spaced items, see `Index.sample`
-    INDEX/items/00000.parquet …  metadata of each item: 65,536 rows each, in groups of 1,024
+    INDEX/items/0.parquet …      metadata of each item: 65,536 rows each, in groups of 1,024
 
 FAISS does not check its files: load only your own. An opened index keeps all of its files or their content, so
 replacing or removing the folder changes nothing for it.
@@ -15,6 +15,7 @@ replacing or removing the folder changes nothing for it.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -102,13 +103,11 @@ def write_index(
         index, sizes, sample, start = _clone(empty, choice.factory), [], sample_rows(count).numpy(), 0
         with (
             show("items", count) as advance,
-            _ItemsWriter(folder / ITEMS) as items,
             open(folder / UNCERTAINTY, "wb") as u_file,
             open(folder / SAMPLE, "wb") as sample_file,
         ):
             for source, part in parts:
                 mean, u = source.read(part)
-                items.add(source.read_items(part))
                 u_file.write(u.astype("<f4").tobytes())
                 kept = sample[(sample >= start) & (sample < start + part.count)] - start
                 sample_file.write(mean[kept].astype("<f4").tobytes())
@@ -122,6 +121,7 @@ def write_index(
                     if index.ntotal == rows:
                         sizes.append(_save_part(index, folder, len(sizes)))
                         index = _clone(empty, choice.factory)
+        _write_items(parts, folder / ITEMS)
         if index.ntotal:
             sizes.append(_save_part(index, folder, len(sizes)))
         model = sources[0]
@@ -210,34 +210,17 @@ def _save_part(index: faiss.Index, folder: Path, number: int) -> int:
     return index.ntotal
 
 
-class _ItemsWriter:
-    """Writes the metadata of items, table after table. Raises OSError."""
-
-    def __init__(self, folder: Path):
-        folder.mkdir()
-        self._folder, self._waiting, self._files = folder, [], 0
-
-    def __enter__(self) -> _ItemsWriter:
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        if kind is None and self._waiting:
-            self._write(pa.concat_tables(self._waiting))
-
-    def add(self, table: pa.Table) -> None:
-        self._waiting.append(table)
-        if sum(one.num_rows for one in self._waiting) >= ROWS_PER_FILE:
-            table = pa.concat_tables(self._waiting)
-            whole = table.num_rows // ROWS_PER_FILE * ROWS_PER_FILE
-            for start in range(0, whole, ROWS_PER_FILE):
-                self._write(table.slice(start, ROWS_PER_FILE))
-            self._waiting = [table.slice(whole)]
-
-    def _write(self, table: pa.Table) -> None:
-        if table.num_rows:
-            path = self._folder / f"{self._files:05d}.parquet"
-            pq.write_table(table, path, row_group_size=ROWS_PER_GROUP, compression="zstd")
-            self._files += 1
+def _write_items(parts: Sequence[tuple[Embeddings, Partition]], folder: Path) -> None:
+    """Write the metadata of all items in their order."""
+    folder.mkdir()
+    waiting, numbers = [], itertools.count()
+    for source, part in parts:
+        waiting.append(source.read_items(part))
+        while (left := sum(map(len, waiting))) >= ROWS_PER_FILE or (left and part is parts[-1][1]):
+            table, path = pa.concat_tables(waiting), folder / f"{next(numbers)}.parquet"
+            rows = table.slice(0, ROWS_PER_FILE)
+            pq.write_table(rows, path, row_group_size=ROWS_PER_GROUP, compression="zstd")
+            waiting = [table.slice(ROWS_PER_FILE)]
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -319,7 +302,7 @@ class Items:
 
     def __init__(self, folder: Path, count: int, memory_map: bool = True):
         self.folder, self.count = folder, count
-        self._files = [self._bytes(folder / f"{n:05d}.parquet", memory_map) for n in range(-(-count // ROWS_PER_FILE))]
+        self._files = [self._bytes(folder / f"{n}.parquet", memory_map) for n in range(-(-count // ROWS_PER_FILE))]
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def __getitem__(self, i: int) -> dict:
@@ -348,7 +331,7 @@ class Items:
             with pq.ParquetFile(pa.BufferReader(self._files[file])) as opened:
                 return opened.read_row_group(group).to_pylist()
         except Exception as error:  # pyarrow raises many types for a damaged file
-            path = self.folder / f"{file:05d}.parquet"
+            path = self.folder / f"{file}.parquet"
             raise UserError(f"{path} cannot be read ({type(error).__name__}).", _REBUILD) from error
 
 

@@ -81,12 +81,6 @@ class Index:
     def __len__(self) -> int:
         return len(self.uncertainty)
 
-    @property
-    def faiss(self) -> faiss.Index:
-        """The FAISS index of a gallery that has one part. Raises ValueError for several."""
-        (part,) = self.parts
-        return part
-
     def item(self, i: int) -> dict:
         """key, captions, shard, offset, size and url of a gallery item; see `probemb.search.folder.Items`.
 

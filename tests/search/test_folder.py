@@ -279,7 +279,7 @@ def test_a_damaged_index_is_named(embeddings, tmp_path):
         (r"00000.faiss holds 400 vectors of 20 dimensions, not 399", "index.json", about.replace("400", "399")),
         ("part-00001.faiss cannot be read", "part-00001.faiss", "x" * 1000),
         ("u.f32 cannot be read", "u.f32", "x" * 4 * 699),
-        (r"00000.parquet cannot be read", "items/00000.parquet", "x" * 100),
+        (r"0.parquet cannot be read", "items/0.parquet", "x" * 100),
     ):
         copy = shutil.copytree(tmp_path / "index", tmp_path / "spoilt")
         (copy / name).write_text(content)

@@ -95,7 +95,7 @@ def compare_exact(gallery: Gaussian, queries: Gaussian, repeats: int, device: st
     if device == "cuda":
         resources = faiss.StandardGpuResources()
         for form, index in indexes.items():
-            indexes[form] = replace(index, parts=(faiss.index_cpu_to_gpu(resources, 0, index.faiss),))
+            indexes[form] = replace(index, parts=(faiss.index_cpu_to_gpu(resources, 0, index.parts[0]),))
     runs = {
         "means": lambda _: search(indexes["mean"], queries, K),
         "CSD": lambda _: search(indexes["csd"], queries, K),
@@ -113,7 +113,7 @@ def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repe
     """One factory at every effort."""
     truth, began = brute_force(gallery, queries), time.perf_counter()
     one_step = build_index(gallery, factory)
-    built, size = time.perf_counter() - began, faiss.serialize_index(one_step.faiss).nbytes / 2**30
+    built, size = time.perf_counter() - began, faiss.serialize_index(one_step.parts[0]).nbytes / 2**30
     two_steps = build_index(gallery, factory, "mean")
     title = (
         f"{factory}, {len(gallery.mean):,} items, D = {gallery.mean.shape[1]}: built in {built:.0f} s, {size:.2f} GiB"

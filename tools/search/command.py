@@ -23,9 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from jsonargparse.typing import PositiveInt, restricted_number_type
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from probemb.cli.command import Parser, require_output
 from probemb.cli.device import choose_device
@@ -233,43 +230,30 @@ def calibrated_limit(calibration: dict | None, texts: int, images: int) -> float
 
 
 def print_answer(answer: dict) -> None:
-    """Print the answer as a table."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    """Print the answer as a table; its texts are untrusted."""
     query = answer["query"]
     line = f"uncertainty of the query: {query['uncertainty']:.4g}"
     if len(query["parts"]) > 1:
         line += f" (its parts: {', '.join(format(part['uncertainty'], '.4g') for part in query['parts'])})"
-    if answer["weight"] != 1:
-        line += f"; ranked with the variances of the items times {answer['weight']:g}"
-    console.print(line, highlight=False)
+    weighed = f"; ranked with the variances of the items times {answer['weight']:g}" if answer["weight"] != 1 else ""
+    print(line + weighed)
     if query["unknown_words"]:
-        words = ", ".join(escape(printable(word)) for word in query["unknown_words"])
-        console.print(f"the model does not know: {words}; the uncertainty says nothing about that", highlight=False)
+        words = ", ".join(map(printable, query["unknown_words"]))
+        print(f"the model does not know: {words}; the uncertainty says nothing about that")
     if answer["refused"]:
-        line = f"refused: that is above {answer['limit']:.4g}; make the query more specific, or raise the limit"
-        console.print(line, highlight=False, soft_wrap=True)
-        return
-    if not answer["results"]:
-        console.print(f"no certain enough result among the {answer['looked_at']:,} closest", highlight=False)
-        return
-    table = Table()
-    for heading in ("rank", "match", "distance", "uncertainty"):
-        table.add_column(heading, justify="right")
-    table.add_column("key", overflow="fold")
-    table.add_column("caption", overflow="fold")
-    for result in answer["results"]:
-        match, n = result["match"], answer["gallery"]
-        table.add_row(
-            str(result["rank"]), "" if match is None else f"{100 * match:.3g} %, {match * n:.3g} x",
-            f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
-            escape(printable(result["key"])), escape(printable((result["captions"] or [""])[0])),
-        )  # fmt: skip
-    console.print(table)
-    if answer["results"][0]["match"] is not None:
-        line = f"match: the probability of an item if exactly one of the {answer['gallery']:,} matches, in percent "
-        console.print(f"{line}and as a multiple of the average item's", highlight=False, soft_wrap=True)
+        print(f"refused: that is above {answer['limit']:.4g}; make the query more specific, or raise the limit")
+    elif not answer["results"]:
+        print(f"no certain enough result among the {answer['looked_at']:,} closest")
+    else:
+        print("rank  distance  uncertainty  match              key  caption")
+        for one in answer["results"]:
+            p, texts = one["match"], (one["key"], *one["captions"][:1])
+            match = "" if p is None else f"{100 * p:.3g} %, {p * answer['gallery']:.3g} x"
+            row = f"{one['rank']:>4}  {one['distance']:>8.4f}  {one['uncertainty']:>11.4g}  {match:<17}"
+            print(row, *map(printable, texts), sep="  ")
+        if answer["results"][0]["match"] is not None:
+            print(f"match: the probability of an item if exactly one of the {answer['gallery']:,} matches, in percent")
+            print("and as a multiple of the average item's")
 
 
 def calibrate_index(options: argparse.Namespace) -> int:
@@ -277,12 +261,10 @@ def calibrate_index(options: argparse.Namespace) -> int:
     (searcher,) = open_searchers(options).values()
     found, curve = calibrate(searcher, options.calibrate, options.min_precision, options.within, progress)
     path = save_calibration(options.index[0], found)
-    table = Table(title=f"{curve.queries:,} queries against {found['gallery']:,} items of {found['data']}")
-    for heading in ("uncertainty up to", "answered", "correct", "at least (95 %)"):
-        table.add_column(heading, justify="right")
+    print(f"{curve.queries:,} queries against {found['gallery']:,} items of {found['data']}")
+    print("uncertainty up to  answered   correct  at least (95 %)")
     for u, *shares in zip(curve.threshold, curve.coverage, curve.precision, curve.at_least):
-        table.add_row(f"{u:.4g}", *(f"{100 * share:.1f} %" for share in shares))
-    Console(width=100).print(table)
+        print(f"{u:>17.4g}  {shares[0]:>8.1%}  {shares[1]:>8.1%}  {shares[2]:>15.1%}")
     print(f"--max-uncertainty {CALIBRATED} is {found['max_uncertainty']:.4g}; written: {path}", flush=True)
     return 0
 

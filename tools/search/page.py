@@ -98,7 +98,6 @@ def make_app(
         "indexes": [{"name": name, **describe(searcher)} for name, searcher in named.items()],
         "max_upload": max_upload, "max_results": MAX_TOP, "max_text": MAX_TEXT, "max_weight": MAX_WEIGHT,
     }  # fmt: skip
-    pace = Pace()
 
     @app.get("/")
     def page():
@@ -114,7 +113,7 @@ def make_app(
 
     @app.post("/search")
     def search():
-        with pace.turn(request.content_length):
+        with form_turn(request.content_length):
             form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
         if len(uploads) > MAX_PARTS:
             raise UserError(f"The query has more than {MAX_PARTS} parts.", "Leave some out.")
@@ -194,31 +193,28 @@ def parse_number(name: str, text: str, kind: Callable):
         raise UserError(f"{name} is '{text[:40]}', which is no number.", "Correct it.") from None
 
 
-class Pace:
-    """Take large forms apart one at a time, GAP apart, so that many uploads leave the processor to other requests. Few
-    may wait, as each occupies a thread of the server.
+_form, _waiting = Lock(), BoundedSemaphore(QUERIES)
+
+
+@contextmanager
+def form_turn(size: int | None) -> Iterator[None]:
+    """Take large forms apart one at a time, GAP apart, so that many uploads leave the processor to other requests.
+
+    `size`: bytes of the form, None if not known. Raises Busy: too many wait, of which each occupies a thread.
     """
-
-    def __init__(self):
-        self._turn, self._places, self._next = Lock(), BoundedSemaphore(QUERIES), 0.0
-
-    @contextmanager
-    def turn(self, size: int | None) -> Iterator[None]:
-        """Wait for the turn of a form of so many bytes (None: not known). Raises Busy: too many wait."""
-        if size is not None and size <= LARGE_FORM:
-            yield
-            return
-        if not self._places.acquire(blocking=False):
-            raise Busy
-        try:
-            with self._turn:
-                time.sleep(max(0.0, self._next - time.monotonic()))
-                try:
-                    yield
-                finally:
-                    self._next = time.monotonic() + GAP
-        finally:
-            self._places.release()
+    if size is not None and size <= LARGE_FORM:
+        yield
+        return
+    if not _waiting.acquire(blocking=False):
+        raise Busy
+    try:
+        with _form:
+            try:
+                yield
+            finally:
+                time.sleep(GAP)
+    finally:
+        _waiting.release()
 
 
 # ------------------------------------------------------------------------------------------------ pictures

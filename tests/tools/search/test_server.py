@@ -26,8 +26,8 @@ from tools.search.page import (
     GAP,
     LARGE_FORM,
     PICTURES,
-    Pace,
     describe,
+    form_turn,
     host_check,
     make_app,
     make_server,
@@ -220,20 +220,20 @@ def test_a_large_photograph_is_searched_with(port, searcher, gallery):
 
 
 def test_large_forms_are_taken_apart_one_after_the_other_and_small_ones_pass():
-    pace, lock, seen = Pace(), threading.Lock(), []
+    lock, seen = threading.Lock(), []
 
     def take():
-        with pace.turn(LARGE_FORM + 1):
+        with form_turn(LARGE_FORM + 1):
             assert lock.acquire(blocking=False)  # nobody else has the turn
             seen.append(time.monotonic())
             lock.release()
 
     with ThreadPoolExecutor(3 * QUERIES) as pool:
-        with pace.turn(None):
+        with form_turn(None):
             asked = [pool.submit(take) for _ in range(3 * QUERIES)]
             while sum(one.done() for one in asked) < 2 * QUERIES + 1:
                 time.sleep(0.01)
-            with pace.turn(LARGE_FORM):
+            with form_turn(LARGE_FORM):
                 pass
             refused = [one for one in asked if one.done()]
         assert all(isinstance(one.exception(), Busy) for one in refused)
