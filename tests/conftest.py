@@ -33,7 +33,7 @@ FLOW = ["tests/slurm/test_preemption.py", "test_preempted_requeued_finished_and_
 
 
 def pytest_collection_modifyitems(items):
-    """`-m slow`: also studies, benchmarks, large groups of ranks, ZeRO 0 and 2, and Slurm but for one preempted job."""
+    """`-m slow`: also large groups of ranks, ZeRO 0 and 2, and Slurm but for one preempted job."""
     tests = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(tests)
