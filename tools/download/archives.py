@@ -95,10 +95,11 @@ def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) 
         images = {Path(n).name: place for n, place in places if n.lower().endswith((".jpg", ".jpeg", ".png"))}
         texts = {Path(n).name: place for n, place in places if n.endswith((".json", ".txt", ".token"))}
         splits, dropped = (coco if corpus == "coco" else flickr)(texts)
-        content = json.dumps({name: [[one.key, one.captions] for one in some] for name, some in splits.items()})
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        if state.lists.setdefault("captions", {"sha256": digest})["sha256"] != digest:
-            raise UserError(f"{paths.folder} holds other images or captions.", "Name another folder with --out.")
+        for name, some in splits.items():
+            digest = hashlib.sha256(json.dumps([[one.key, one.captions] for one in some]).encode()).hexdigest()
+            if state.lists.setdefault(name, {"sha256": digest})["sha256"] != digest:
+                what = f"{paths.folder} holds other images or captions of {name}."
+                raise UserError(what, "Name another folder with --out.")
         state.write(paths)  # once the archives are accepted
         for name, pictures in splits.items():
             write_split(Paths(paths.folder / name), pictures, images, options)
@@ -219,6 +220,7 @@ def write_split(paths: Paths, pictures: list[Picture], images: dict[str, Place],
             some = pictures[first : first + size]
             tasks.append((paths, number, [(one, images.get(one.name)) for one in some], options))
     processes = max(1, min(options.processes, len(tasks)))
+    _archive.cache_clear()  # forked processes would share the position in the file
     with (
         progress(paths.folder.name, len(tasks)) as advance,
         process_pool(processes, "--processes") as pool,

@@ -45,7 +45,7 @@ def write_coco(folder):
 
 
 def download(out, *words) -> dict:
-    assert main([*words, "--out", str(out), "--processes", "1"]) == 0
+    assert main([*words, "--out", str(out), "--processes", "2"]) == 0
     return json.loads((out / "download" / "report.json").read_text())
 
 
