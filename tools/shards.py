@@ -67,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sub.add_argument("--scores", type=Path, metavar="FILE", help="for all tars (default: NAME.parquet of each)")
             sub.add_argument("--score-key", default="key", metavar="COLUMN", help="the keys there (%(default)s)")
     options = parser.parse_args(argv)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except OSError as error:
+        what = f"{error.filename or options.folder} cannot be used: {error.strerror or error}."
+        raise UserError(what, "Free some space, make it writable, or name another.") from None
 
 
 @dataclass
@@ -87,6 +91,10 @@ class Report:
     bad_samples: list[dict] = field(default_factory=list)
     sha256: str | None = None
     unusable: bool = False
+
+    @property
+    def damaged(self) -> bool:
+        return bool(self.damage or self.bad_samples)
 
     @property
     def expected(self) -> int:
@@ -115,17 +123,11 @@ def index(options: Namespace) -> int:
         )
     whole = [one for one in reports if not one.damage]
     if not any(one.samples for one in whole):
-        raise UserError(
-            f"No shard in {folder} holds a sample.",
-            "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other.",
-        )
+        remedy = "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other."
+        raise UserError(f"No shard in {folder} holds a sample.", remedy)
     shards = [Shard(one.name, folder / one.name, one.samples, one.bytes, one.sha256) for one in whole]
-    try:
-        path = write_index(folder, shards)
-    except OSError as error:
-        raise UserError(f"{folder / INDEX_NAME} cannot be written: {error.strerror}.", "Make it writable.") from None
-    skipped, size = (sum(getattr(one, name) for one in whole) for name in ("skipped", "bytes"))
-    samples = sum(shard.samples for shard in shards)
+    path = write_index(folder, shards)
+    samples, skipped, size = (sum(getattr(one, name) for one in whole) for name in ("samples", "skipped", "bytes"))
     print(f"{len(whole):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} groups of files are no samples")
     print(f"wrote {path}")
     return 0
@@ -212,15 +214,12 @@ def _printable(text: str) -> str:
 def verify(options: Namespace) -> int:
     """Decode everything as training does, and report damage; exit code 1 if there is any."""
     reports = verified(options)
-    damaged = sorted((one for one in reports if one.damage or one.bad_samples), key=lambda one: -one.lost)
+    damaged = [one for one in reports if one.damaged]
     if options.report:
         content = {"folder": str(options.folder), "shards": len(reports)}
         content |= {name: sum(getattr(one, name) for one in reports) for name in ("samples", "lost")}
-        content["damaged"] = [asdict(one) | {"lost": one.lost} for one in sorted(damaged, key=lambda one: one.name)]
-        try:
-            replace_text(options.report, json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"{options.report} cannot be written: {error.strerror}.", "Name another file.") from None
+        content["damaged"] = [asdict(one) | {"lost": one.lost} for one in damaged]
+        replace_text(options.report, json.dumps(content, indent=1) + "\n")
         print(f"wrote {options.report}")
     return int(bool(damaged))
 
@@ -231,7 +230,7 @@ def verified(options: Namespace) -> list[Report]:
     if (options.folder / INDEX_NAME).exists():
         rows = {shard.name: shard for shard in read_index_file(options.folder)}
     reports = check_folder(options.folder, rows, options.workers, need_caption=not options.labelled)
-    damaged = sorted((one for one in reports if one.damage or one.bad_samples), key=lambda one: -one.lost)
+    damaged = sorted((one for one in reports if one.damaged), key=lambda one: -one.lost)
     for one in damaged[:SHOWN]:
         print(f"{_printable(one.name)}: {one.lost:,} of {one.expected:,} samples lost: {'; '.join(_reasons(one))}")
     if len(damaged) > SHOWN:
@@ -263,15 +262,9 @@ def repair(options: Namespace) -> int:
         raise UserError(f"{out} already holds shards.", "Name a new folder for the repaired ones.")
     for one in verified(options):
         path = options.folder / one.name
-        if not (one.damage or one.bad_samples) or not path.is_file():
-            continue
-        try:
+        if one.damaged and path.is_file():
             samples = repair_shard(path, out / one.name, not options.labelled)
-        except OSError as error:
-            raise UserError(
-                f"{out / one.name} cannot be written: {error.strerror}.", "Free some space, or name another folder."
-            ) from None
-        print(f"wrote {out / one.name}: {samples:,} samples" if samples else f"{one.name}: nothing can be read")
+            print(f"wrote {out / one.name}: {samples:,} samples" if samples else f"{one.name}: nothing can be read")
     return 0
 
 
@@ -320,14 +313,9 @@ def measure(options: Namespace) -> int:
                 "Name the column with the samples' keys, as they are in the tars, with --score-key.",
             )
 
-    try:
-        with (
-            progress("Measuring samples", len(shards)) as advance,
-            process_pool(min(options.workers, len(shards)), "--workers") as pool,
-        ):
-            path = write_columns(folder, shards, parts(pool, advance), [*TYPES, *scored])
-    except OSError as error:
-        raise UserError(f"{folder}/columns cannot be written: {error.strerror}.", "Make it writable.") from None
+    processes = min(options.workers, len(shards))
+    with progress("Measuring samples", len(shards)) as advance, process_pool(processes, "--workers") as pool:
+        path = write_columns(folder, shards, parts(pool, advance), [*TYPES, *scored])
     for name, count in scored.items():
         print(f"{name}: {count:,} of {sum(shard.samples for shard in shards):,} samples have one")
     print(f"wrote {path}")
