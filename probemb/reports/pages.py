@@ -1,7 +1,7 @@
-"""Reports as HTML pages: Jinja2 templates with autoescape, inline SVG figures, images as small JPEGs inside the page.
+"""Results as blocks that the console prints and one HTML template draws (Jinja2 with autoescape).
 
-A page needs no other files. Names of classes, files and models, and captions, are untrusted: they reach a page only
-through its template, which escapes them.
+A page needs no other files: figures are inline SVG, pictures small JPEGs. Names of classes, files and models, and
+captions, are untrusted: they reach a page only through its template, which escapes them.
 """
 
 from __future__ import annotations
@@ -9,62 +9,139 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from probemb.cli.results import figures_folder, provenance
+from probemb.data.failures import BadSample
 from probemb.files import replace_file, replace_text
-from probemb.reports.text import between, number, percent, printable, signed
+from probemb.reports.text import printable
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from probemb.data.image_loader import Images
     from probemb.reports.figures import Chart
 
 TEMPLATES = Path(__file__).with_name("templates")
 THUMBNAIL = 104  # pixels of the longer side
+WIDTH = 140  # columns without a terminal
+COLOURS = {"up": "green", "down": "red", "oracle": "dim"}
 
 
-def write_page(file: Path, template: Path, generator: str, **values: object) -> None:
-    """Render a template to `file`, and write each of its figures as PDF and PNG to `figures_folder(file)`.
+class Cell(NamedTuple):
+    """A text with a mark: "up", "down", "oracle", "few-shot", "right", "wrong" or ""."""
 
-    Args:
-        template: may extend `base.html` and import `parts.html`; `{{ figure(chart) }}` shows a Chart.
-        generator: the command that writes the page.
+    text: str
+    kind: str = ""
+
+
+class Table(NamedTuple):
+    """Rows of texts or cells; an empty row is a line between groups. The first `left` columns hold text."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    title: str = ""
+    left: int = 1
+    kind = "table"
+
+
+class Figure(NamedTuple):
+    """A chart with its title and a note; a list of figures stands side by side."""
+
+    chart: Chart
+    title: str = ""
+    note: str = ""
+    kind = "figure"
+
+
+class Picture(NamedTuple):
+    """A data URI, or "" for what shows nothing, and a note under the pointer. kind: "right", "wrong" or ""."""
+
+    src: str
+    note: str
+    kind: str = ""
+
+
+class Card(NamedTuple):
+    """Pictures with a title and lines of text, the `folded` ones on demand; a list of cards is a grid."""
+
+    title: str
+    pictures: Sequence[Picture]
+    lines: Sequence[Cell] = ()
+    folded: Sequence[Cell] = ()
+    kind = "card"
+
+
+Block = str | Table | list[Figure] | list[Card]
+
+
+class Page(NamedTuple):
+    """A report: sections (title, blocks), those without blocks left out; tiles (value, title, unit)."""
+
+    title: str
+    lead: str
+    sections: Sequence[tuple[str, Sequence[Block]]]
+    tiles: Sequence[tuple[str, str, str]] = ()
+
+
+def print_blocks(blocks: Sequence[Block]) -> None:
+    """Print those that are tables and paragraphs."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for block in blocks:
+        if isinstance(block, str):
+            print(printable(block))
+        if not isinstance(block, Table):
+            continue
+        table = RichTable(title=Text(printable(block.title)))
+        for i, heading in enumerate(block.headings):
+            table.add_column(Text(printable(heading)), justify="left" if i < block.left else "right")
+        for row in block.rows:
+            if not row:
+                table.add_section()
+                continue
+            cells = [Cell(one) if isinstance(one, str) else one for one in row]
+            table.add_row(*(Text(printable(text), COLOURS.get(kind, "")) for text, kind in cells))
+        console.print(table)
+
+
+def write_page(file: Path, page: Page, generator: str) -> None:
+    """Write the page, and each of its figures as PDF and PNG to `figures_folder(file)`.
 
     Raises OSError: a file cannot be written. ValueError: two figures have one name.
     """
     folder, shown = figures_folder(file), {}
 
-    def figure(chart: Chart) -> Markup:
+    def draw(chart: Chart) -> Markup:
         if shown.setdefault(chart.name, chart) is not chart:
             raise ValueError(f"two figures are named {chart.name}")
-        return Markup(parts.figure(Markup(chart.svg()), f"{folder.name}/{chart.name}"))
+        return Markup(chart.svg())
 
     environment = Environment(
-        loader=FileSystemLoader([template.parent, TEMPLATES]), autoescape=True, undefined=StrictUndefined,
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters.update(between=between, number=number, percent=percent, signed=signed)
-    parts = environment.get_template("parts.html").module
-    page = environment.get_template(template.name)
-    text = page.render(generator=generator, figure=figure, written=provenance(), **values)
-    _remove_figures(file)
+    sections = [(title, [block for block in blocks if block]) for title, blocks in page.sections]
+    page = page._replace(sections=[(title, blocks) for title, blocks in sections if blocks])
+    template = environment.get_template("report.html")
+    text = template.render(page=page, generator=generator, draw=draw, written=provenance(), folder=folder.name)
+    if file.exists():  # figures that an earlier page of the same name links to
+        for name in re.findall(r'href="[\w.-]+/([\w-]+\.(?:pdf|png))"', file.read_text(encoding="utf-8")):
+            (folder / name).unlink(missing_ok=True)
     replace_text(file, text)
     for chart in shown.values():
         for kind in ("pdf", "png"):
             replace_file(folder / f"{chart.name}.{kind}", lambda aside: chart.save(aside, kind, generator))  # noqa: B023
-
-
-def _remove_figures(file: Path) -> None:
-    """Remove the figures that an earlier page of the same name links to."""
-    if file.exists():
-        for name in re.findall(r'href="[\w.-]+/([\w-]+\.(?:pdf|png))"', file.read_text(encoding="utf-8")):
-            (figures_folder(file) / name).unlink(missing_ok=True)
 
 
 def thumbnail(picture: Image.Image | Tensor, side: int | None = None) -> str:
@@ -78,3 +155,16 @@ def thumbnail(picture: Image.Image | Tensor, side: int | None = None) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=82)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def picture_of(images: Images, index: int, note: str, kind: str = "", side: int | None = None) -> list[Picture]:
+    """An image of a data set in a list, which is empty if its file has changed since it was read."""
+    try:
+        return [Picture(thumbnail(images.open(index), side), note, kind)]
+    except BadSample:
+        return []
+
+
+def verdict(right) -> str:
+    """ "right" or "wrong", the mark of an answer."""
+    return "right" if bool(right) else "wrong"

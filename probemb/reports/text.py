@@ -36,11 +36,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}"
 
 
-def signed(value: float | None) -> str:
-    """+0.12, −0.12, or "undefined"."""
-    return "undefined" if value is None else f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
-
-
 def between(estimate: dict[str, float] | None, signed: bool = False) -> str:
     """{"value", "low", "high"} as "0.173 [0.158, 0.190]"; empty for None, "undefined" for NaN."""
     if estimate is None:
@@ -49,3 +44,18 @@ def between(estimate: dict[str, float] | None, signed: bool = False) -> str:
         f"{estimate[key]:{'+' if signed else ''}.3f}".replace("-", "\N{MINUS SIGN}") for key in ("value", "low", "high")
     )
     return "undefined" if value.endswith("nan") else f"{value} [{low}, {high}]"
+
+
+def plus_minus(estimate: dict | None, scale: float = 100, digits: int = 2, signed: bool = False) -> str:
+    """{"value", "se"} as "51.20 ± 0.43"; "" for None."""
+    if not estimate:
+        return ""
+    form = f"{'+' if signed else ''}.{digits}f"
+    se = "" if estimate["se"] is None else f" ± {scale * estimate['se']:.{digits}f}"
+    return f"{scale * estimate['value']:{form}}{se}"
+
+
+def correlations(bins: dict) -> str:
+    """Both correlations of `probemb.metrics.Bins`, as a dict."""
+    pearson, spearman = ("undefined" if x is None else f"{x:+.2f}" for x in (bins["pearson"], bins["spearman"]))
+    return f"Pearson {pearson} over bins; Spearman {spearman} over single items."

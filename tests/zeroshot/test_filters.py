@@ -9,11 +9,11 @@ from probemb.gaussian import Gaussian
 from zeroshot.evaluations.filters import (
     FILTERS,
     UPPER_BOUND,
+    Evaluation,
     LabelledMeans,
     Split,
     best_class_k,
     best_common_k,
-    evaluate_filters,
     filter_names,
     fold_count,
     fold_splits,
@@ -148,7 +148,7 @@ def evaluated(images, prompts, names, folds=0, other=None, **options):
     source = f"folds:{folds}" if folds else "train"
     if other is not None:
         splits = [Split(other, torch.ones(len(images.labels), dtype=torch.bool))]
-    return evaluate_filters(images, prompts, names, DEFAULTS | options, splits, source)
+    return Evaluation(images, prompts, names, DEFAULTS | options, splits, source)
 
 
 def rows_of(evaluation):
@@ -200,8 +200,8 @@ def test_accuracies_have_standard_errors_and_a_mean_over_classes():
         balanced = balanced_accuracy_score(images.labels, torch.where(right > 0, answer, 3))
     assert row["mean_per_class_recall"] == pytest.approx(balanced) != pytest.approx(row["top1"])
     assert row["top1_se"] == pytest.approx(right.std().item() / len(right) ** 0.5)
-    assert found.class_all[3].isnan()
-    assert evaluated(images, prompts, ["best-topk"]).oracle_k[3] == 9
+    assert found.by_class(found.all.ranks)[3].isnan()
+    assert evaluated(images, prompts, ["best-topk"]).oracle.kept[3] == 9
 
 
 def test_the_curve_is_the_naive_evaluation_of_each_k(every):
@@ -209,19 +209,21 @@ def test_the_curve_is_the_naive_evaluation_of_each_k(every):
     u, rows = prompts.uncertainty(), rows_of(every)
     for k in range(1, 10):
         vectors = torch.stack([prompts.mean[c][u[c].argsort()[:k]].mean(0) for c in range(6)])
-        assert every.curve1[k - 1] == pytest.approx(accuracy_of(images, vectors).mean().item())
-    assert every.curve1[-1] == pytest.approx(rows["all", "zero-shot"]["top1"])
-    assert rows["topk", "oracle"]["top1"] == pytest.approx(every.curve1.max().item())
+        assert every.curve(1)[k - 1] == pytest.approx(accuracy_of(images, vectors).mean().item())
+    assert every.curve(1)[-1] == pytest.approx(rows["all", "zero-shot"]["top1"])
+    assert rows["topk", "oracle"]["top1"] == pytest.approx(every.curve(1).max().item())
     assert rows["topk", "oracle"]["top1"] >= rows["topk", "few-shot (folds:5)"]["top1"]
 
 
 def test_best_topk_is_a_real_classifier_and_has_an_upper_bound(every):
     images, prompts = world()
     u, rows = prompts.uncertainty(), rows_of(every)
-    vectors = torch.stack([prompts.mean[c][u[c].argsort()[: every.oracle_k[c]]].mean(0) for c in range(6)])
+    vectors = torch.stack([prompts.mean[c][u[c].argsort()[: every.oracle.kept[c]]].mean(0) for c in range(6)])
     assert rows["best-topk", "oracle"]["top1"] == pytest.approx(accuracy_of(images, vectors).mean().item())
-    assert len(set(every.oracle_k.tolist())) > 1
-    bound = (every.oracle_max_over_k * every.counts).sum().item() / every.counts.sum().item()
+    assert len(set(every.oracle.kept.tolist())) > 1
+    bound = (
+        every.by_class(every.prefixes.ranks).max(dim=1).values * every.counts
+    ).sum().item() / every.counts.sum().item()
     assert rows[UPPER_BOUND, "oracle, upper bound"]["top1"] == pytest.approx(bound)
     assert bound >= rows["topk", "oracle"]["top1"]
 
@@ -260,7 +262,7 @@ def test_what_is_given_is_no_oracle():
     reference = evaluated(*world(), ["topk"])
     (row,) = evaluated(*world(), ["topk"], k=4).rows
     assert (row["k"], row["note"]) == (4, "zero-shot, K given")
-    assert row["top1"] == pytest.approx(reference.curve1[3].item())
+    assert row["top1"] == pytest.approx(reference.curve(1)[3].item())
     for name in THRESHOLDS:
         option = FILTERS[name].setting
         (row,) = evaluated(*world(), [name], **{option: 0.5}).rows
@@ -285,7 +287,7 @@ def test_other_images_decide_alone_and_unlabelled_ones_without_labels():
     assert [torch.equal(first[name], moved[name]) for name in first] == [False, True, True, True]
     assert [torch.equal(first[name], wrong[name]) for name in first] == [True, False, True, True]
     row = rows_of(found)["topk", "few-shot (train)"]
-    assert row["top1"] == pytest.approx(found.curve1[int(row["k"]) - 1].item())
+    assert row["top1"] == pytest.approx(found.curve(1)[int(row["k"]) - 1].item())
 
 
 def test_few_shots_come_from_the_other_folds():

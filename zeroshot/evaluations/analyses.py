@@ -45,11 +45,10 @@ from probemb.gaussian import Gaussian
 from probemb.models import as_one, check_images, load_model, networks_of
 from probemb.models.architectures import reads_regions
 from probemb.reports.figures import BLUE, GREEN, ORANGE, PALETTE, PURPLE, RED, Chart
-from probemb.reports.pages import thumbnail
-from probemb.reports.text import number, percent
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, picture_of, thumbnail
+from probemb.reports.text import number, percent, plus_minus
 from zeroshot.analyses import AlgebraConfig, ContinuityConfig, EllipsesConfig, UnionConfig
 from zeroshot.command import CaptionConfig
-from zeroshot.evaluations.report import Card, Cell, Figure, Page, Picture, Table, picture_of, plus_minus
 from zeroshot.evaluations.runner import (
     claim,
     embedder_of,

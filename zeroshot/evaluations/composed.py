@@ -40,10 +40,9 @@ from probemb.metrics import closest_items
 from probemb.metrics.localisation import summarise
 from probemb.models.composers import Composer
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, Chart
-from probemb.reports.pages import thumbnail
-from probemb.reports.text import percent
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, picture_of, thumbnail, verdict
+from probemb.reports.text import percent, plus_minus
 from zeroshot.composed import ComposedConfig
-from zeroshot.evaluations.report import Card, Cell, Figure, Page, Picture, Table, picture_of, plus_minus, verdict
 from zeroshot.evaluations.runner import claim, finish, left_out, open_model, settings
 
 Combinations = Literal["seen", "unseen", "infeasible", "changes"]

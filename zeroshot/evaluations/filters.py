@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -259,42 +258,6 @@ def fold_splits(images: LabelledMeans, n_folds: int, groups: Sequence[int] | Non
 # ----------------------------------------------------------------------------------------------------- evaluation
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Everything about the filters on N images.
-
-    Attributes:
-        rows: of the table; shares in [0, 1]. "k": prompts kept, the mean over classes (and folds) where it varies; None
-            for soft weights. "gain": top-1 minus that of `all`, its error paired over images. "note": what was chosen,
-            or fitted, on which images. "intervals": 95 %, by bootstrap over the images.
-        curve1, curve5: (P,) accuracy with a common K = 1..P, or None if no filter needs it.
-        oracle_k: (C,) K of each class, chosen on the evaluated images, or None.
-        kept: (C,) prompts that each class keeps in the report, the most certain ones, or None where no filter keeps a
-            number of them; kept_by: "oracle" if their number was chosen on the evaluated images, else "".
-        uncertainty: (C, P); counts: (C,) images of each class.
-        class_all: (C,) accuracy under `all`, NaN without images; oracle_best_topk: under `best-topk` with `oracle_k`;
-            oracle_max_over_k: its maximum over a common K; None without.
-        correct: (N,) whether `all` is right; confidence: (N,) its probability of the class that it says, or None where
-            the model has no temperature.
-        reweighted: what EM found, by filter and note.
-    """
-
-    rows: list[dict]
-    curve1: Tensor | None
-    curve5: Tensor | None
-    oracle_k: Tensor | None
-    kept: Tensor | None
-    kept_by: str
-    uncertainty: Tensor
-    counts: Tensor
-    class_all: Tensor
-    oracle_best_topk: Tensor | None
-    oracle_max_over_k: Tensor | None
-    correct: Tensor
-    confidence: Tensor | None
-    reweighted: dict[str, Reweighting]
-
-
 class Classifier(NamedTuple):
     """A filter with its setting: class vectors (C, D), their ranks of the images (N,) where they are known, prompts
     kept (C,) where it drops any, and what EM found.
@@ -316,160 +279,155 @@ class Candidates(NamedTuple):
     kept: list[Tensor]
 
 
-def evaluate_filters(
-    images: LabelledMeans, prompts: Gaussian, names: Sequence[str], options: Mapping[str, Any],
-    splits: Sequence[Split] = (), source: str = "", temperature: float | None = None,
-) -> Evaluation:  # fmt: skip
-    """Accuracy under each filter: with given settings, with those best on the images (an oracle), and on `splits`.
+class Evaluation:
+    """Accuracy of N images under each filter: with given settings, with those best on the images (an oracle), and on
+    `splits`. Ranks of the true class under every classifier are computed once.
 
     Args:
         prompts: Gaussian (C, P, D).
         options: settings of the filters by name, as in ImagenetConfig; "single": index of the prompt `single` keeps.
         splits: other images to choose on, or parts of these; source: their name in the notes.
-        temperature: the factor of the cosines in a softmax over the classes; None for a model without one.
+
+    Attributes:
+        rows: of the table; shares in [0, 1]. "k": prompts kept, the mean over classes (and folds) where it varies; None
+            for soft weights. "gain": top-1 minus that of `all`, its error paired over images. "note": what was chosen,
+            or fitted, on which images. "intervals": 95 %, by bootstrap over the images.
+        all: the classifier of `all`; oracle: that of best-topk with each class' K chosen on the images, or None.
+        kept: filter -> (C,) prompts that each class keeps, and "oracle" if their number was chosen on the images.
+        reweighted: what EM found, by filter and note.
     """
-    return _Scorer(images, prompts, options, splits, source).evaluate(names, temperature)
 
-
-class _Scorer:
-    """Ranks of the true class under every classifier, each computed once."""
-
-    def __init__(self, images: LabelledMeans, prompts: Gaussian, options, splits: Sequence[Split], source: str):
+    def __init__(
+        self, images: LabelledMeans, prompts: Gaussian, names: Sequence[str], options: Mapping[str, Any],
+        splits: Sequence[Split] = (), source: str = "",
+    ):  # fmt: skip
         self.images, self.prompts, self.options, self.splits = images, prompts, options, splits
-        self.source, self.u = source, prompts.uncertainty()
+        self.u, self.source = prompts.uncertainty(), source
         self.n_classes, self.n_prompts = self.u.shape
-        self.found: dict[str, Candidates] = {}
-        self.all = self.fixed("all", None)
+        self.rows: list[dict] = []
+        self.kept: dict[str, tuple[Tensor, str]] = {}
+        self.reweighted: dict[str, Reweighting] = {}
+        self.oracle: Classifier | None = None
+        self._found: dict[str, Candidates] = {}
+        self._row_ranks: list[Tensor] = []
+        self.all = self._fixed("all", None)
+        for name in names:
+            self._evaluate(name)
+        self._add_intervals()
 
     @cached_property
     def prefixes(self) -> Candidates:
         """Classifiers of every common K."""
         stack, ks = prefix_vectors(self.prompts.mean, self.u), range(1, self.n_prompts + 1)
-        return Candidates(list(ks), stack, self.ranks(stack), [torch.full((self.n_classes,), k) for k in ks])
+        return Candidates(list(ks), stack, self._ranks(stack), [torch.full((self.n_classes,), k) for k in ks])
 
-    @cached_property
-    def per_class(self) -> Tensor:
-        """(C, P) accuracy of each class with a common K."""
-        return class_accuracy(self.prefixes.ranks, self.images.labels, self.n_classes)
+    @property
+    def counts(self) -> Tensor:
+        """(C,) images of each class."""
+        return torch.bincount(self.images.labels, minlength=self.n_classes)
 
-    def candidates(self, name: str) -> Candidates:
-        """The classifiers that a filter chooses from."""
-        if FILTERS[name].weights is topk:
-            return self.prefixes
-        if name not in self.found:
-            settings = FILTERS[name].candidates(self.u)
-            weights = [FILTERS[name].weights(self.u, value) for value in settings]
-            stack = torch.stack([class_vectors(self.prompts.mean, one) for one in weights])
-            self.found[name] = Candidates(settings, stack, self.ranks(stack), [_n_kept(one) for one in weights])
-        return self.found[name]
+    def curve(self, n: int) -> Tensor | None:
+        """(P,) top-n accuracy with a common K = 1..P, or None if no filter needs it."""
+        return accuracy(self.prefixes.ranks, n) if "prefixes" in vars(self) else None
 
-    def ranks(self, vectors: Tensor, scored: Tensor | None = None) -> Tensor:
+    def by_class(self, ranks: Tensor) -> Tensor:
+        """(C,) or (C, G) accuracy of each class, NaN without images, from ranks (N,) or (N, G)."""
+        return class_accuracy(ranks, self.images.labels, self.n_classes)
+
+    def confidence(self, temperature: float) -> Tensor:
+        """(N,) probability of the class that `all` says, under a softmax of the temperature times the cosines."""
+        return confidences(self.images.mean, self.all.vectors, temperature)
+
+    def _ranks(self, vectors: Tensor, scored: Tensor | None = None) -> Tensor:
         """Ranks of the evaluated images, or of some (N,) bool, under (C, D) or (G, C, D) class vectors."""
         mean, labels = self.images.mean, self.images.labels
         if scored is not None:
             mean, labels = mean[scored.to(mean.device)], labels[scored]
         return true_ranks(mean, vectors, labels).cpu()
 
-    def ranks_on(self, images: LabelledMeans, found: Candidates) -> Tensor:
-        """(M, G) ranks of the images to choose on."""
-        if images is self.images:
-            return found.ranks
-        return found.ranks[images.rows] if images.rows is not None else true_ranks(
-            images.mean, found.stack, images.labels
-        ).cpu()  # fmt: skip
+    def _candidates(self, name: str) -> Candidates:
+        if FILTERS[name].weights is topk:
+            return self.prefixes
+        if name not in self._found:
+            settings = FILTERS[name].candidates(self.u)
+            weights = [FILTERS[name].weights(self.u, value) for value in settings]
+            stack = torch.stack([class_vectors(self.prompts.mean, one) for one in weights])
+            self._found[name] = Candidates(settings, stack, self._ranks(stack), [_n_kept(one) for one in weights])
+        return self._found[name]
 
-    def fixed(self, name: str, setting) -> Classifier:
+    def _fixed(self, name: str, setting) -> Classifier:
         """A filter that chooses nothing."""
         one = FILTERS[name]
         weights = one.weights(self.u) if one.setting is None else one.weights(self.u, setting)
         vectors = class_vectors(self.prompts.mean, weights)
-        shown = setting if one.title else None
-        return Classifier(vectors, self.ranks(vectors), None if one.soft else _n_kept(weights), shown)
+        kept, shown = None if one.soft else _n_kept(weights), setting if one.title else None
+        return Classifier(vectors, self._ranks(vectors), kept, shown)
 
-    def learn(self, name: str, images: LabelledMeans) -> Classifier:
-        """The best setting of a filter on some images, or what is fitted to them."""
+    def _learn(self, name: str, images: LabelledMeans) -> Classifier:
+        """The best setting of a filter on some images, or what EM fits to a few of them."""
         if FILTERS[name].weights is None:
-            fit = self.fit(name, images)
+            labelled, prior = name == "reweighted", self.options["prior"]
+            labels = images.labels.tolist() if labelled else [0] * len(images.names)
+            few = few_of_each(labels, images.names, self.options["shots" if labelled else "unlabelled"])
+            means = images.mean[torch.tensor(few).to(images.mean.device)]
+            fit = (
+                fit_labelled(means, images.labels[few], self.prompts, prior)
+                if labelled
+                else fit_unlabelled(means, self.prompts, prior)
+            )
             return Classifier(class_vectors(self.prompts.mean, fit.weights), fit=fit)
-        found = self.candidates(name)
-        ranks = self.ranks_on(images, found)
+        found = self._candidates(name)
+        if images is self.images:
+            ranks = found.ranks
+        elif images.rows is not None:
+            ranks = found.ranks[images.rows]
+        else:
+            ranks = true_ranks(images.mean, found.stack, images.labels).cpu()
         if name == "best-topk":
             k = best_class_k(class_accuracy(ranks, images.labels, self.n_classes))
-            return Classifier(found.stack[k - 1, torch.arange(self.n_classes)], kept=k)
+            return Classifier(found.stack[k - 1, torch.arange(self.n_classes)], kept=k.cpu())
         g = best_common_k(ranks) - 1
-        shown = found.settings[g] if FILTERS[name].title else None
-        return Classifier(found.stack[g], found.ranks[:, g], found.kept[g], shown)
+        return Classifier(
+            found.stack[g], found.ranks[:, g], found.kept[g], found.settings[g] if FILTERS[name].title else None
+        )
 
-    def fit(self, name: str, images: LabelledMeans) -> Reweighting:
-        """Prompts re-weighted by EM, with labels of a few images of each class or without any."""
-        prior, mean = self.options["prior"], images.mean
-        if name == "reweighted":
-            few = torch.tensor(few_of_each(images.labels.tolist(), images.names, self.options["shots"]))
-            return fit_labelled(mean[few.to(mean.device)], images.labels[few], self.prompts, prior)
-        some = torch.tensor(few_of_each([0] * len(images.names), images.names, self.options["unlabelled"]))
-        return fit_unlabelled(mean[some.to(mean.device)], self.prompts, prior)
+    def _evaluate(self, name: str) -> None:
+        """Add the rows of a filter."""
+        one = FILTERS[name]
+        if not chooses(name, self.options):
+            found = self._fixed(name, self.options.get(one.setting))
+            given = f", {'K' if one.setting == 'k' else one.setting} given" if one.candidates else ""
+            self._add(name, found.ranks, [found], ZERO_SHOT + given)
+            if given:
+                self.kept[name] = found.kept, ""
+            return
+        unlabelled = name == "reweighted-unlabelled"
+        note, other = (TRANSDUCTIVE, UNLABELLED) if unlabelled else (ORACLE, FEW_SHOT)
+        other = f"{other} ({self.source})"
+        own = self._learn(name, self.images)
+        own = own._replace(ranks=self._ranks(own.vectors) if own.ranks is None else own.ranks)
+        self._add(name, own.ranks, [own], note)
+        if own.kept is not None:
+            self.kept[name] = own.kept, ORACLE
+        if name == "best-topk":
+            self.oracle = own
+            bound = self.prefixes.ranks.gather(1, (own.kept[self.images.labels] - 1).unsqueeze(1)).squeeze(1)
+            self._add(name, bound, [own], f"{ORACLE}, upper bound", UPPER_BOUND)
+        learned = [self._learn(name, split.images) for split in self.splits]
+        for number, (fit, where) in enumerate([(own.fit, note), *((best.fit, other) for best in learned)]):
+            if fit is not None:
+                self.reweighted[f"{name}, {where}" + (f", {number}" if number and len(learned) > 1 else "")] = fit
+        if learned:
+            ranked = torch.empty_like(own.ranks)
+            for (_, scored), best in zip(self.splits, learned):
+                known = best.ranks
+                ranked[scored] = self._ranks(best.vectors, scored) if known is None else known[scored]
+            self._add(name, ranked, learned, other)
 
-    def evaluate(self, names: Sequence[str], temperature: float | None) -> Evaluation:
-        """Every filter."""
-        rows, row_ranks, reweighted, kept = [], [], {}, {}
-        oracle_k = oracle_best_topk = None
-
-        def add(name: str, ranks: Tensor, found: Sequence[Classifier], note: str, title: str | None = None) -> None:
-            rows.append(self.row(name, ranks, found, note, title))
-            row_ranks.append(ranks)
-
-        for name in names:
-            one = FILTERS[name]
-            if not chooses(name, self.options):
-                found = self.fixed(name, self.options.get(one.setting))
-                given = f", {'K' if one.setting == 'k' else one.setting} given" if one.candidates else ""
-                add(name, found.ranks, [found], ZERO_SHOT + given)
-                if given:
-                    kept[name] = found.kept, ""
-                continue
-            unlabelled = name == "reweighted-unlabelled"
-            note, other = (TRANSDUCTIVE, UNLABELLED) if unlabelled else (ORACLE, FEW_SHOT)
-            other = f"{other} ({self.source})"
-            own = self.learn(name, self.images)
-            ranks = self.ranks(own.vectors) if own.ranks is None else own.ranks
-            add(name, ranks, [own], note)
-            if own.kept is not None:
-                kept[name] = own.kept.cpu(), ORACLE
-            if name == "best-topk":
-                oracle_k, oracle_best_topk = own.kept, class_accuracy(ranks, self.images.labels, self.n_classes)
-                bound = self.prefixes.ranks.gather(1, (own.kept[self.images.labels] - 1).unsqueeze(1)).squeeze(1)
-                add(name, bound, [own], f"{ORACLE}, upper bound", UPPER_BOUND)
-            learned = [self.learn(name, split.images) for split in self.splits]
-            for number, (fit, where) in enumerate([(own.fit, note), *((one.fit, other) for one in learned)]):
-                if fit is not None:
-                    reweighted[f"{name}, {where}" + (f", {number}" if number and len(learned) > 1 else "")] = fit
-            if learned:
-                ranked = torch.empty_like(self.all.ranks)
-                for split, best in zip(self.splits, learned):
-                    known = best.ranks
-                    ranked[split.scored] = (
-                        self.ranks(best.vectors, split.scored) if known is None else known[split.scored]
-                    )
-                add(name, ranked, learned, other)
-        self.add_intervals(rows, row_ranks)
-        curves = [accuracy(self.prefixes.ranks, n) if "prefixes" in vars(self) else None for n in (1, 5)]
-        labels = self.images.labels
-        shown, shown_by = kept.get("best-topk") or next(iter(kept.values()), (None, ""))
-        return Evaluation(
-            rows=rows, curve1=curves[0], curve5=curves[1], oracle_k=oracle_k, kept=shown, kept_by=shown_by,
-            uncertainty=self.u.cpu(), counts=torch.bincount(labels, minlength=self.n_classes),
-            class_all=class_accuracy(self.all.ranks, labels, self.n_classes), oracle_best_topk=oracle_best_topk,
-            oracle_max_over_k=None if oracle_k is None else self.per_class.max(dim=1).values,
-            correct=self.all.ranks < 1,
-            confidence=temperature and confidences(self.images.mean, self.all.vectors, temperature),
-            reweighted=reweighted,
-        )  # fmt: skip
-
-    def row(self, name: str, ranks: Tensor, found: Sequence[Classifier], note: str, title: str | None) -> dict:
-        """One row, but for its intervals; `found`: the classifiers that scored the images, of several folds."""
+    def _add(self, name: str, ranks: Tensor, found: Sequence[Classifier], note: str, title: str | None = None) -> None:
+        """Add a row, but for its intervals; `found`: the classifiers that scored the images, of several folds."""
         right, base, setting, shots = ranks < 1, self.all.ranks, None, None
-        top1, recall = float(accuracy(ranks)), class_accuracy(ranks, self.images.labels, self.n_classes).nanmean()
-        k = None if found[0].kept is None else torch.cat([one.kept.cpu() for one in found])
+        k = None if found[0].kept is None else torch.cat([one.kept for one in found])
         title = title or name
         if found[0].setting is not None:
             setting = sum(one.setting for one in found) / len(found)
@@ -479,22 +437,24 @@ class _Scorer:
         if name == "reweighted":
             shots = count_shots(self.options["shots"], [one.fit.counts for one in found])
             title = f"{name}, {shots_text(shots)}"
-        return {
+        top1 = float(accuracy(ranks))
+        self._row_ranks.append(ranks)
+        self.rows.append({
             "filter": name, "title": title, "k": None if k is None else float(k.double().mean()), "top1": top1,
             "top5": float(accuracy(ranks, 5)), "top1_se": standard_error(right.double()),
-            "mean_per_class_recall": float(recall), "gain": top1 - float(accuracy(base)),
+            "mean_per_class_recall": float(self.by_class(ranks).nanmean()), "gain": top1 - float(accuracy(base)),
             "gain_se": standard_error(right.double() - (base < 1).double()), "note": note, "setting": setting,
             "intervals": {}, "k_varies": k is not None and len(k.unique()) > 1, "shots": shots,
-        }  # fmt: skip
+        })  # fmt: skip
 
-    def add_intervals(self, rows: Sequence[dict], row_ranks: Sequence[Tensor]) -> None:
+    def _add_intervals(self) -> None:
         """Bootstrap intervals of the rows over the same resamples; none of a single image."""
         if len(self.images.labels) < 2:
             return
-        ranks = torch.stack([self.all.ranks, *row_ranks], dim=1)
+        ranks = torch.stack([self.all.ranks, *self._row_ranks], dim=1)
         first = resample_accuracy(ranks < 1, self.images.labels, self.n_classes)
         five = resample_accuracy(ranks < 5, self.images.labels, self.n_classes)
-        for q, row in enumerate(rows, 1):
+        for q, row in enumerate(self.rows, 1):
             top1 = first.accuracy[:, q]
             values = {"top1": top1, "top5": five.accuracy[:, q], "mean_per_class_recall": first.per_class[:, q]}
             values["gain"] = top1 - first.accuracy[:, 0]

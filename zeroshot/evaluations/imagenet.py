@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from probemb.cli.configuration import to_dict
 from probemb.cli.device import choose_device, loader_workers
@@ -34,31 +35,20 @@ from probemb.metrics import rejection_curve, reliability, uncertainty_bins
 from probemb.models import DualEncoder, check_single_embeddings, load_model
 from probemb.models.inputs import check_variances, unknown_words
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
-from probemb.reports.text import number, percent, printable
+from probemb.reports.pages import Card, Cell, Figure, Page, Table, picture_of, verdict
+from probemb.reports.text import correlations, number, percent, printable
 from zeroshot.evaluations.filters import (
     FILTERS,
     Evaluation,
     LabelledMeans,
     Split,
     chooses,
-    evaluate_filters,
     filter_names,
     fold_count,
     fold_splits,
     stratified_folds,
 )
-from zeroshot.evaluations.report import (
-    ABOUT_U,
-    Card,
-    Cell,
-    Figure,
-    Page,
-    Table,
-    correlations,
-    picture_of,
-    verdict,
-)
-from zeroshot.evaluations.runner import OUTPUTS, claim, embedder_of, finish, left_out, settings
+from zeroshot.evaluations.runner import ABOUT_U, OUTPUTS, claim, embedder_of, finish, left_out, settings
 from zeroshot.imagenet import DEFAULT_MODEL, ImagenetConfig
 
 UNKNOWN = 20  # unknown words that are named
@@ -296,14 +286,13 @@ def evaluate_task(task: Task, filters: Sequence[str], folds: int, embedder: Embe
             chosen, names = torch.tensor([other[1][i] for i in rows]), [other[0].places[i].name for i in rows]
             everything = torch.ones(len(labels), dtype=torch.bool)
             splits = [Split(LabelledMeans(means.mean.to(device.name), chosen, names), everything)]
-    scale, source = softmax_scale(embedder.model)
     single = list(task.templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in task.templates else 0
     with timed(task, "filters"):
         options = vars(config) | {"single": single}
         label = f"folds:{folds}" if folds else config.select_on
-        e = evaluate_filters(images, prompts, filters, options, splits, label, scale)
+        e = Evaluation(images, prompts, filters, options, splits, label)
     task.notices += shots_notice(e.rows)
-    results = describe(task, e, gaussian, embedder, left_out(bad), {"value": scale, "source": source})
+    results = describe(task, e, gaussian, embedder, left_out(bad))
     notes = results["notes"] + results["notices"]
     table = filter_table(results)
     calibration = [calibration_line(results["calibration"])] if results["calibration"] else []
@@ -367,29 +356,30 @@ def shots_notice(rows: Sequence[dict]) -> list[str]:
     return [f"--shots {few[0][1]['asked']:,} is more than there are images of every class: {found}"] if few else []
 
 
-def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, bad: list[dict], scale: dict) -> dict:
+def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, bad: list[dict]) -> dict:
     """The content of results.json. Of a point model nothing is told of uncertainties."""
-    classes, u, right, probabilistic = (
-        task.classes,
-        images.uncertainty(),
-        e.correct.double(),
-        embedder.model.probabilistic,
-    )
-    class_u = e.uncertainty.mean(dim=1)
-    bins = {"classes": (class_u, e.class_all), "images": (u, right)} if probabilistic else {}
-    bins = {name: uncertainty_bins(*both) for name, both in bins.items()}
-    scores = {"uncertainty": u} if probabilistic else {}
-    if e.confidence is not None:
-        scores["confidence"] = 1 - e.confidence
-    ece = None if e.confidence is None else reliability(e.confidence.clamp(0, 1), right)
-    oracles = {
-        "oracle_k": e.oracle_k,
-        "oracle_top1_best_topk": e.oracle_best_topk,
-        "oracle_top1_max_over_k": e.oracle_max_over_k,
+    classes, probabilistic, right = task.classes, embedder.model.probabilistic, (e.all.ranks < 1).double()
+    scale, source = softmax_scale(embedder.model)
+    confidence, curve = None if scale is None else e.confidence(scale), e.curve(1)
+    per_class = {"images": e.counts, "uncertainty": e.u.mean(dim=1).cpu(), "top1_all": e.by_class(e.all.ranks)}
+    bins, scores = {"classes": None, "images": None}, {}
+    if probabilistic:
+        bins["classes"] = uncertainty_bins(per_class["uncertainty"], per_class["top1_all"])
+        bins["images"] = uncertainty_bins(images.uncertainty(), right)
+        scores["uncertainty"] = images.uncertainty()
+    if scale is not None:
+        scores["confidence"] = 1 - confidence
+    if not probabilistic:
+        per_class["uncertainty"] = None
+    per_class |= {
+        "oracle_k": e.oracle and e.oracle.kept,
+        "oracle_top1_best_topk": e.oracle and e.by_class(e.oracle.ranks),
+        "oracle_top1_max_over_k": e.oracle and e.by_class(e.prefixes.ranks).max(dim=1).values,
     }
+    per_class = {key: [None] * len(classes) if x is None else x.tolist() for key, x in per_class.items()}
     return {
         **settings(task.config, embedder),
-        "images": len(e.correct),
+        "images": len(right),
         "images_left_out": bad,
         "classes": len(classes),
         "class_names_from": classes.source,
@@ -405,23 +395,18 @@ def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, ba
             }
             for name, found in e.reweighted.items()
         },
-        "curve": None if e.curve1 is None else {"top1": e.curve1, "top5": e.curve5},
-        "uncertainty": {name: asdict(bins[name]) if bins.get(name) else None for name in ("classes", "images")},
-        "calibration": None if ece is None else asdict(ece) | scale,
+        "curve": None if curve is None else {"top1": curve.tolist(), "top5": e.curve(5).tolist()},
+        "uncertainty": {name: found and asdict(found) for name, found in bins.items()},
+        "calibration": None
+        if scale is None
+        else asdict(reliability(confidence.clamp(0, 1), right)) | {"value": scale, "source": source},
         "selective": {name: asdict(rejection_curve(score, right)) for name, score in scores.items()},
         "per_class": [
-            {
-                "name": name,
-                "key": classes.keys[c] if classes.keys else None,
-                "images": e.counts[c],
-                "uncertainty": class_u[c] if probabilistic else None,
-                "top1_all": e.class_all[c],
-                **{key: None if values is None else values[c] for key, values in oracles.items()},
-            }
+            {"name": name, "key": classes.keys[c] if classes.keys else None, **{k: x[c] for k, x in per_class.items()}}
             for c, name in enumerate(classes.names)
         ],
         "notes": remarks(task.labels, classes),
-    }  # fmt: skip
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- the page
@@ -470,14 +455,15 @@ def calibration_line(found: dict) -> str:
 
 def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list[int]) -> Page:
     """The report of one data set."""
-    n_classes, n_prompts = e.uncertainty.shape
+    n_classes, n_prompts = e.u.shape
     rows = {(row["filter"], kind_of(row)): row for row in reversed(e.rows) if "bound" not in row["note"]}
     tiles = [(percent(rows[key]["top1"]), title, "top-1 %") for key, title in TILES.items() if key in rows][:4]
-    chosen_by = "How many are kept was chosen on these images: an oracle. " if e.kept_by else ""
+    number_kept, by = e.kept.get("best-topk") or next(iter(e.kept.values()), (None, ""))
+    chosen_by = "How many are kept was chosen on these images: an oracle. " if by else ""
     groups = [
         block
-        for title, group in pick_classes(e)
-        for block in (f"{title}:", [class_card(c, task, e, kept) for c in group])
+        for title, group in pick_classes(e, results)
+        for block in (f"{title}:", [class_card(c, task, e, results, kept, number_kept, by) for c in group])
     ]
     about_u = [ABOUT_U] if results["uncertainty"]["images"] else []
     return Page(
@@ -486,7 +472,7 @@ def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list
         f"{n_prompts} prompts a class",
         [
             ("Accuracy", [NOTES, *results["notices"], table]),
-            ("Accuracy against K", k_blocks(e)),
+            ("Accuracy against K", k_blocks(results)),
             ("Uncertainty against accuracy", bin_blocks(results["uncertainty"])),
             ("Calibration, and refusing doubtful images", calibration_blocks(results)),
             (
@@ -503,13 +489,13 @@ def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list
     )  # fmt: skip
 
 
-def k_blocks(e: Evaluation) -> list:
+def k_blocks(results: dict) -> list:
     """Accuracy against a common K, with the best K marked: an oracle; and the oracle K of each class."""
-    if e.curve1 is None:
+    if results["curve"] is None:
         return []
-    single, figures = next((row for row in e.rows if row["filter"] == "single"), None), []
-    for metric, curve, key in (("top-1", e.curve1, "top1"), ("top-5", e.curve5, "top5")):
-        ys = [100 * float(y) for y in curve]
+    single, figures = next((row for row in results["rows"] if row["filter"] == "single"), None), []
+    for key, curve in results["curve"].items():
+        metric, ys = key.replace("top", "top-"), [100 * y for y in curve]
         best = max(i for i, y in enumerate(ys) if y >= max(ys) - 1e-9)
         chart = Chart(f"{metric}-over-k", x_label="K, prompts kept in each class", y_label=f"{metric} accuracy, %")
         chart.line(range(1, len(ys) + 1), ys).level(ys[-1], f"all {ys[-1]:.2f}", GREEN)
@@ -520,16 +506,17 @@ def k_blocks(e: Evaluation) -> list:
         "Every class keeps its K most certain prompts, with the same K. The marked K is the best on these images, an "
         "oracle."
     )
-    if e.oracle_k is None:
+    classes = results["per_class"]
+    if classes[0]["oracle_k"] is None:
         return [said, figures]
-    hopeless = (e.oracle_max_over_k == 0) | (e.counts == 0)
-    counts = torch.bincount(e.oracle_k[~hopeless], minlength=len(e.curve1) + 1)[1:].tolist()
+    chosen = [row["oracle_k"] for row in classes if row["images"] and row["oracle_top1_max_over_k"]]
+    counts = [chosen.count(k) for k in range(1, len(ys) + 1)]
     chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(counts, "classes")
     note = (
         "The K with the best accuracy on a class's own images, while all classes keep the same K: an oracle; ties go "
         f"to more prompts. {counts[-1]:,} of {sum(counts):,} classes keep all {len(counts)} prompts, "
-        f"{sum(counts[: len(counts) // 2]):,} keep at most half; left out: {int(hopeless.sum()):,} that are never "
-        "right. Error bars are one standard error of the count, for classes drawn at random."
+        f"{sum(counts[: len(counts) // 2]):,} keep at most half; left out: {len(classes) - len(chosen):,} that are "
+        "never right. Error bars are one standard error of the count, for classes drawn at random."
     )
     return [said, [*figures, Figure(chart, "Oracle K of each class", note)]]
 
@@ -581,40 +568,39 @@ def calibration_blocks(results: dict) -> list:
     return ["With all prompts.", [*figures, Figure(chart, "Refusing the most doubtful images", note)]]
 
 
-def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:
+def pick_classes(e: Evaluation, results: dict, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:
     """Disjoint groups of classes to show: by gain if K was chosen per class, else by uncertainty; and at random."""
-    with_images = [c for c in range(len(e.counts)) if e.counts[c] > 0]
-    if e.oracle_best_topk is not None:
-        score = (e.oracle_best_topk - e.class_all).tolist()
+    classes, score = results["per_class"], e.u.mean(dim=1).tolist()
+    titles = ("Most uncertain", "Most certain", "At random")
+    if e.oracle:
+        score = [(row["oracle_top1_best_topk"] or 0) - (row["top1_all"] or 0) for row in classes]
         titles = ("Gained most from their own oracle K", "Gained least from it, or lost", "At random")
-    else:
-        score = e.uncertainty.mean(dim=1).tolist()
-        titles = ("Most uncertain", "Most certain", "At random")
-    down = sorted(with_images, key=lambda c: (-score[c], c))
-    most = down[:size]
-    least = [c for c in reversed(down) if c not in most][:size]
-    rest = [c for c in with_images if c not in most and c not in least]
+    down = sorted((c for c, row in enumerate(classes) if row["images"]), key=lambda c: (-score[c], c))
+    most, least = down[:size], down[size:][::-1][:size]
+    rest = sorted(set(down) - {*most, *least})
     some = sorted(random.Random(0).sample(rest, min(size, len(rest))))
     return [(title, group) for title, group in zip(titles, (most, least, some)) if group]
 
 
-def class_card(c: int, task: Task, e: Evaluation, kept: list[int]) -> Card:
+def class_card(
+    c: int, task: Task, e: Evaluation, results: dict, kept: list[int], number_kept: Tensor | None, by: str
+) -> Card:
     """A class with its images and its prompts: the three most and least certain ones, and all of them."""
-    n_kept = e.uncertainty.shape[1] if e.kept is None else int(e.kept[c])
-    texts = prompt_texts([task.classes.names[c]], task.templates)
+    row, u = results["per_class"][c], e.u[c].cpu()
+    n_kept = len(u) if number_kept is None else int(number_kept[c])
+    texts = prompt_texts([row["name"]], task.templates)
     lines = [
-        Cell(f"{texts[p]} (u = {number(float(e.uncertainty[c, p]))})", "right" if place < n_kept else "wrong")
-        for place, p in enumerate(e.uncertainty[c].argsort(stable=True).tolist())
+        Cell(f"{texts[p]} (u = {number(float(u[p]))})", "right" if place < n_kept else "wrong")
+        for place, p in enumerate(u.argsort(stable=True).tolist())
     ]
-    rows = torch.tensor([int(task.labels[i]) for i in kept]).eq(c).nonzero().flatten().tolist()
-    pictures = []
-    for row in rows[:: max(1, len(rows) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
-        right = verdict(e.correct[row])
-        pictures += picture_of(task.images, kept[row], f"{task.images.places[kept[row]].name}: {right}", right)
-    own = "" if e.oracle_best_topk is None else f", at its own oracle K {percent(float(e.oracle_best_topk[c]))} %"
-    many = "" if e.kept is None else f", {n_kept} of {len(lines)} prompts kept{' (oracle)' if e.kept_by else ''}"
-    about = f"{int(e.counts[c]):,} images, all prompts {percent(float(e.class_all[c]))} %{own}{many}"
-    return Card(task.classes.names[c], pictures, [Cell(about), *lines[:3], *lines[3:][-3:]], lines)
+    places, pictures = (e.images.labels == c).nonzero().flatten().tolist(), []
+    for place in places[:: max(1, len(places) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
+        right = verdict(e.all.ranks[place] < 1)
+        pictures += picture_of(task.images, kept[place], f"{e.images.names[place]}: {right}", right)
+    own = f", at its own oracle K {percent(row['oracle_top1_best_topk'])} %" if e.oracle else ""
+    many = "" if number_kept is None else f", {n_kept} of {len(lines)} prompts kept{' (oracle)' if by else ''}"
+    about = f"{row['images']:,} images, all prompts {percent(row['top1_all'])} %{own}{many}"
+    return Card(row["name"], pictures, [Cell(about), *lines[:3], *lines[3:][-3:]], lines)
 
 
 # ------------------------------------------------------------------------------------------------ several data sets

@@ -35,8 +35,8 @@ from probemb.files import replace_file
 from probemb.models import DualEncoder
 from probemb.models.ensemble import Ensemble
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
+from probemb.reports.pages import Block, Figure, Table
 from probemb.reports.text import between
-from zeroshot.evaluations.report import Block, Figure, Table
 from zeroshot.retrieval import RetrievalConfig
 
 SCORES = "judgements.safetensors"

@@ -19,9 +19,8 @@ from probemb.metrics import uncertainty_bins
 from probemb.metrics.localisation import KS, THRESHOLD, recall_at, recall_over_thresholds, summarise
 from probemb.models import DualEncoder
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
-from probemb.reports.pages import thumbnail
-from probemb.reports.text import number, percent
-from zeroshot.evaluations.report import Card, Cell, Figure, Page, Picture, Table, correlations, plus_minus, verdict
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, thumbnail, verdict
+from probemb.reports.text import correlations, number, percent, plus_minus
 from zeroshot.evaluations.runner import claim, finish, left_out, open_model, pair_options, pair_rankings, settings
 from zeroshot.localisation import LocalisationConfig
 

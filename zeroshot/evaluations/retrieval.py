@@ -39,7 +39,8 @@ from probemb.models import as_one, load_model, networks_of
 from probemb.models.inputs import unknown_words
 from probemb.models.match import MatchModel
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
-from probemb.reports.text import number, percent, printable
+from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, picture_of, verdict
+from probemb.reports.text import correlations, number, percent, plus_minus, printable
 from probemb.search import refuse_small_gallery
 from zeroshot.evaluations.judgements import (
     SCORES,
@@ -48,20 +49,7 @@ from zeroshot.evaluations.judgements import (
     judgement_blocks,
     read_judged,
 )
-from zeroshot.evaluations.report import (
-    ABOUT_U,
-    Block,
-    Card,
-    Cell,
-    Figure,
-    Page,
-    Table,
-    correlations,
-    picture_of,
-    plus_minus,
-    verdict,
-)
-from zeroshot.evaluations.runner import claim, embedder_of, finish, left_out, open_captions, settings
+from zeroshot.evaluations.runner import ABOUT_U, claim, embedder_of, finish, left_out, open_captions, settings
 from zeroshot.retrieval import RetrievalConfig
 
 UNKNOWN = 20  # unknown words that are named

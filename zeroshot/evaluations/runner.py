@@ -15,10 +15,17 @@ from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions, ranking_names
 from probemb.models import DualEncoder, check_images, load_model
+from probemb.reports.pages import Block, Page, print_blocks, write_page
 from zeroshot.command import CaptionConfig, EvaluationConfig
-from zeroshot.evaluations.report import Block, Page, print_blocks, write_report
 
 OUTPUTS = ("results.json", "report.html")
+ABOUT_U = (
+    "u measures ambiguity within the training domain: how many things, of the kind that the model was trained on, an "
+    "input could match. It does not tell whether the model knows an input: an unknown word, an empty text or an image "
+    "with nothing in it can have a small u. Nor is it always the best predictor of a wrong answer: before you reject "
+    "by it, compare it with scores that need no variance: the confidence, or the distance and the lead of the closest "
+    "item."
+)
 
 
 def claim(config: EvaluationConfig, name: str, more: Sequence[str] = ()) -> Path:
@@ -102,5 +109,5 @@ def finish(out: Path, name: str, results: dict, page: Page, shown: Sequence[Bloc
     print_blocks(shown)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / OUTPUTS[0], results, f"probemb {name}")
-    write_report(out / OUTPUTS[1], page, f"probemb {name}")
+    write_page(out / OUTPUTS[1], page, f"probemb {name}")
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
