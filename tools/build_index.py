@@ -16,11 +16,17 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+import faiss
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from probemb.cli.command import Parser, run_command
 from probemb.cli.machine import machine_memory
+from probemb.cli.progress import progress
 from probemb.errors import UserError
+from probemb.search import Choice, choose_factory, load_index, refuse_small_gallery
+from probemb.search.choice import bytes_per_item, training_count
+from probemb.search.embeddings import CORPORA, open_embeddings, same_model
+from probemb.search.folder import write_index
 
 PROG = "python -m tools.build_index"
 GIB = 1 << 30
@@ -29,14 +35,6 @@ MAX_PARTS = 1_000  # a search opens all of them
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-
-    import faiss
-
-    from probemb.cli.progress import progress
-    from probemb.search import load_index
-    from probemb.search.embeddings import CORPORA, open_embeddings, same_model
-    from probemb.search.folder import write_index
-
     if len({folder.resolve() for folder in options.embeddings}) < len(options.embeddings):
         raise UserError("A folder of embeddings is named twice.", "Name each once.")
     sources = [open_embeddings(folder) for folder in options.embeddings]
@@ -49,15 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"there is left out by deleting its file in {source.folder / CORPORA}.",
             )
     count = sum(part.count for source in sources for part in source.partitions(options.kind))
-    gpus = getattr(faiss, "get_num_gpus", lambda: 0)()
-    if options.device == "cuda" and not gpus:
-        raise UserError("FAISS sees no GPU here.", "Leave --device out.")
+    gpus = options.device != "cpu" and getattr(faiss, "get_num_gpus", lambda: 0)()
     choice = choose(options, count, sources[0].dim)
     print(choice.why, flush=True)
     write_index(
         options.out, sources, options.kind, choice, form=options.form, tolerance=options.tolerance,
         part_items=options.part_items, train_items=options.train_items, seed=options.seed,
-        gpu=bool(gpus) and options.device != "cpu", show=progress,
+        gpu=bool(gpus), show=progress,
     )  # fmt: skip
     index = load_index(options.out)
     size = sum(file.stat().st_size for file in options.out.rglob("*")) / (1 << 20)
@@ -84,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add("--train-items", type=PositiveInt, help="items to train on; by default as the factory needs")
     add("--effort", type=PositiveInt, help="cells (IVF) or nodes (HNSW) that a search visits")
     add("--seed", type=NonNegativeInt, default=0, help="of the choice of the training items (%(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="for training (%(default)s)")
+    add("--device", choices=("auto", "cpu"), default="auto", help="for training (%(default)s)")
     add("--incomplete", action="store_true", help="index what is embedded so far")
     options = parser.parse_args(argv)
     if options.tolerance != 1 and options.form == "mean":
@@ -96,15 +92,11 @@ def parse(argv: Sequence[str] | None) -> Namespace:
             f"--memory-gib is {options.memory_gib:g}, and this machine has {machine_memory() / GIB:.1f}.",
             "Give less; for a search on a larger machine use --factory, and --part-items for the items of a part.",
         )
-    if options.out.exists() or options.out.is_symlink():
-        raise UserError(f"{options.out} already exists.", "Name another folder with --out, or remove it.")
     return options
 
 
-def choose(options: Namespace, count: int, dim: int):
-    """The requested factory or a suitable one, as `Choice`; sets part_items and train_items. Raises UserError."""
-    from probemb.search.choice import Choice, bytes_per_item, choose_factory, refuse_small_gallery, training_count
-
+def choose(options: Namespace, count: int, dim: int) -> Choice:
+    """The requested factory or a suitable one; sets part_items and train_items. Raises UserError."""
     memory = int(options.memory_gib * GIB)
     choice = choose_factory(count, dim, memory)
     if options.factory != "auto":

@@ -11,6 +11,7 @@ Unreadable samples are left out and counted; a shard with too many gets no parti
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -60,7 +61,7 @@ from probemb.search.embeddings import KINDS, Embeddings, create_embeddings, item
 
 PROG = "python -m tools.embed"
 AHEAD = 2  # remote shards that are fetched while one is read
-MAX_NAME = 200  # bytes of a partition's name
+MAX_NAME = 60  # characters of a partition's name, before its hash
 MAX_CAPTIONS = 1_000  # of a sample: a file of 1 MiB could have 500,000, which would be embedded at once
 SHOWN = 5  # shards that an error names
 
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     kinds = KINDS if options.items == "both" else (options.items,)
     first, step = share(options.part)
-    corpora = {data: find_shards(data) for data in dict.fromkeys(map(corpus_name, options.data))}
-    names = partition_names([shard for shards in corpora.values() for shard in shards])
+    corpora = {str(Remote(d)) if is_remote(d) else os.path.abspath(d): find_shards(d) for d in options.data}
+    names = {shard: partition_name(shard) for shards in corpora.values() for shard in shards}
     device = choose_device(local_device(options.device), options.precision)
     if device.name.startswith("cuda"):
         torch.cuda.set_device(device.name)  # else every rank also takes memory of the first GPU
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = loaded._replace(transforms=create_transforms(loaded.model, resize=out.resize))
     tasks = pending(out, mine, kinds)
     for data, shards in corpora.items():
-        out.add_corpus(corpus_name(data, shown=True), [names[shard] for shard in shards])
+        out.add_corpus(data, [names[shard] for shard in shards])
     if len(tasks) < len(mine):
         print(f"{len(mine) - len(tasks):,} of {len(mine):,} shards are embedded already", flush=True)
     with Preemption() as preemption:
@@ -144,13 +145,6 @@ def local_device(device: str) -> str:
 # ------------------------------------------------------------------------------------------------ shards
 
 
-def corpus_name(data: str, shown: bool = False) -> str:
-    """An absolute path, or an address; if `shown`, without what may be a secret."""
-    if is_remote(data):
-        return str(Remote(data)) if shown else data
-    return os.path.abspath(data)
-
-
 def find_shards(data: str) -> list[Shard]:
     """The shards of a corpus. Remote ones are listed in an index.json, as in pretraining. Raises UserError.
 
@@ -169,30 +163,12 @@ def find_shards(data: str) -> list[Shard]:
     return [listed.get(path) or Shard(path.name, path, 0, 0) for path in paths]
 
 
-def partition_names(shards: Sequence[Shard]) -> dict[Shard, str]:
-    """FOLDER-SHARD for each tar. Raises UserError: two are the same, or one is too long."""
-    names = {shard: partition_name(shard) for shard in shards}
-    if len(set(names.values())) < len(names):
-        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
-        one, other, *_ = (shard.path for shard, name in names.items() if name == twice)
-        raise UserError(
-            f"{one} and {other} have the same folder name and name.",
-            "Embed them into two folders; tools.build_index takes several.",
-        )
-    if too_long := next((shard for shard, name in names.items() if len(name.encode()) > MAX_NAME), None):
-        raise UserError(f"The name of {too_long.path} is too long.", "Rename the shard or its folder.")
-    return names
-
-
 def partition_name(shard: Shard) -> str:
-    """FOLDER-SHARD; in names from addresses, characters with a meaning in paths are replaced."""
-    if isinstance(shard.path, Path):
-        return plain(f"{shard.path.parent.name}-{shard.path.stem}")
-    text = str(shard.path)
-    before = text[: text.rfind(shard.name)] if shard.path.scheme == "pipe" else f"{text.rpartition('/')[0]}/"
-    folders = re.findall(r"[^\s/'\"=|<>;]+(?=/)", before)
-    folder = folders[-1] if folders and before.endswith("/") else shard.path.scheme
-    return re.sub(r"[^\w.-]", "_", f"{folder}-{Path(shard.name).stem}")
+    """FOLDER-SHARD-HASH, the hash of its path or address; without characters that have a meaning in paths."""
+    place = plain(str(shard.path))
+    folder = re.findall(r"[\w.-]+", place[: place.rfind(shard.name)])[-1:]
+    name = "-".join([*folder, re.sub(r"[^\w.-]", "_", Path(shard.name).stem)])
+    return f"{name[:MAX_NAME]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def version(shard: Shard) -> str:
@@ -216,17 +192,12 @@ class ShardTask(NamedTuple):
 
 
 def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequence[str]) -> list[ShardTask]:
-    """The shards that are not embedded yet. Raises UserError: one has changed since, or its partition is another's."""
+    """The shards that are not embedded yet. Raises UserError: one has changed since it was."""
     tasks, changed = [], []
     for shard, name in shards:
         now, missing = version(shard), []
         for kind in kinds:
             part = out.partition(kind, name)
-            if part and part.about["shard"] != str(shard.path):
-                raise UserError(
-                    f"{out.folder} has embeddings of {part.about['shard']} under the name {name}.",
-                    f"Embed {shard.path} into another folder; tools.build_index takes several.",
-                )
             if not part or not part.about["version"]:
                 missing.append(kind)
             elif part.about["version"] != now:

@@ -8,7 +8,6 @@ import shutil
 import signal
 from argparse import Namespace
 
-import faiss
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -213,12 +212,9 @@ def test_the_choice_says_why():
         (["--embeddings", "PARTLY"], "image embeddings of .* are not complete"),
         (["--embeddings", "NAN"], "NaN or infinity"),
         (["--out", "there"], "there already exists"),
-        (["--device", "cuda"], "no GPU"),
     ],
 )
 def test_what_cannot_be_built_is_refused(words, message, embeddings, tmp_path, monkeypatch):
-    if "cuda" in words and faiss.get_num_gpus():
-        pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tools.build_index.MAX_PARTS", 9)
     folders = {"EMBEDDINGS": embeddings.folder}
