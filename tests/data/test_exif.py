@@ -28,11 +28,6 @@ def test_every_orientation_decodes_to_the_upright_picture(orientation, form):
     assert away(decode_image(data, exif=True), ImageOps.exif_transpose(Image.open(io.BytesIO(data)))) == 0
 
 
-def test_it_is_not_applied_unless_asked_for():
-    data = stored(upright(), 6)
-    assert decode_image(data).tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
-
-
 def test_drafts_speak_of_the_upright_picture():
     data, asked = stored(upright((640, 416)), 6), []
 

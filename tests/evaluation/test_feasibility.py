@@ -12,7 +12,6 @@ from probemb.evaluation.feasibility import (
     SCORES,
     auc_estimate,
     infeasibility,
-    measure_feasibility,
 )
 from probemb.models.composers import create_composer
 
@@ -86,18 +85,3 @@ def test_auc_and_its_error():
         errors.append([one["se"] for one in found])
     spread = torch.tensor(values).std(0).tolist()
     assert torch.tensor(errors).mean(0).tolist() == pytest.approx(spread, rel=0.12)
-
-
-def test_a_side_with_other_shares_of_kinds_is_not_told_by_them():
-    """Images are more uncertain than texts; the sides differ in how many texts they have, and in nothing else."""
-    composer = create_composer("addition", 2)
-
-    def side(n_texts, n_images, first):
-        kinds = ["texts"] * n_texts + ["images"] * n_images
-        asked = queries([(first, i) for i in range(len(kinds))], kinds)
-        log_var = torch.tensor([float(kind == "images") for kind in kinds])[:, None, None].expand(-1, 2, 2)
-        parts = Gaussian(torch.ones(len(kinds), 2, 2), log_var)
-        return ComposedQueries(asked, composer(parts), parts)
-
-    found = measure_feasibility(composer, side(9, 3, 100), side(3, 9, 200))
-    assert [found["variance"][kind]["value"] for kind in ("all", "images", "texts")] == [0.5, 0.5, 0.5]

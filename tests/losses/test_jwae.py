@@ -12,7 +12,6 @@ from probemb.losses.jwae import (
     code_mse,
     code_statistics,
     discriminator_loss,
-    drop_words,
     encoder_loss,
     js_bound,
     mmd,
@@ -54,17 +53,6 @@ def test_statistics_of_codes_are_those_of_their_eigenvalues(n, d):
     prior = code_statistics(normal(4000, 20))
     assert prior["code_square"] == pytest.approx(1, abs=0.02)
     assert prior["code_dimensions"] == pytest.approx(4000 * 20 / 4020, rel=0.01)
-
-
-def test_words_are_dropped_at_the_rate_and_markers_stay():
-    words = torch.randint(0, 50, (200, 100), generator=G)
-    seen = drop_words(words, 0.2, torch.Generator().manual_seed(0))
-    assert torch.equal(seen[words < 2], words[words < 2])
-    dropped = seen != words
-    assert (seen[dropped] == 0).all()
-    assert abs(dropped[words >= 2].double().mean() - 0.2) < 0.01
-    assert torch.equal(seen, drop_words(words, 0.2, torch.Generator().manual_seed(0)))
-    assert torch.equal(drop_words(words, 0.0), words)
 
 
 def test_adversarial_losses_are_cross_entropies_and_their_bound_is_the_divergence():

@@ -5,7 +5,6 @@ import torch
 from torch.distributions import Normal
 
 from probemb import Gaussian
-from probemb.models import create_model, save_model
 from probemb.models.composers import COMPOSERS, MRNComposer, create_composer
 
 # The reference's parameter names, and the composers' own.
@@ -143,23 +142,3 @@ def test_autocast_changes_nothing_and_gradients_reach_everything(name):
     for x in (parts.mean, *composer.parameters(), *([parts.log_var] if composer.probabilistic else [])):
         assert x.grad is not None
         assert x.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("name", ["tirg", "product"])
-def test_encoders_of_a_run_take_any_composer(tmp_path, name):
-    """The run's own composer is taken where it is the same one; else the new one stays random."""
-
-    def make(seed, composer, **options):
-        torch.manual_seed(seed)
-        return create_model("ViT-Micro-32", composer=composer, **options)
-
-    for source in (None, "tirg"):
-        run = make(0, source)
-        save_model(run, tmp_path / str(source))
-        model = make(1, name, pretrained=str(tmp_path / str(source)))
-        for tower in ("visual", "text"):
-            for key, tensor in getattr(run, tower).state_dict().items():
-                assert torch.equal(getattr(model, tower).state_dict()[key], tensor)
-        expected = run.composer if source == name else make(1, name).composer
-        for key, tensor in expected.state_dict().items():
-            assert torch.equal(model.composer.state_dict()[key], tensor)

@@ -99,16 +99,6 @@ def test_equals_packed_sequences_of_torch():
     assert torch.equal(mean.mask, words)
 
 
-def test_averaged_directions_are_the_mean_of_both():
-    both, averaged = tower(kind="average"), tower(kind="average", directions="averaged")
-    averaged.load_state_dict({k: v for k, v in both.state_dict().items() if "head" not in k}, strict=False)
-    expected, _ = both.features(TOKENS)
-    found, _ = averaged.features(TOKENS)
-    for x, y in ((found.tokens, expected.tokens), (found.pooled, expected.pooled)):
-        forwards, backwards = y.chunk(2, -1)
-        torch.testing.assert_close(x, (forwards + backwards) / 2)
-
-
 WORD_MEAN_VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
 WORD_MEAN_TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 5, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
 

@@ -3,8 +3,7 @@
 import pytest
 
 from probemb.data.captions.find import find_captions
-from probemb.errors import UserError
-from tests.birds import TEST, TRAIN, names, save, write_cub
+from tests.birds import TEST, TRAIN, names, write_cub
 
 
 @pytest.fixture
@@ -29,21 +28,3 @@ def test_splits_classes_and_images(cub):
     assert set(find_captions(cub, "val1").classes) == {TRAIN[2]}
     assert find_captions(cub, "auto").split == "test"
     assert test.only([2, 0]).classes == TEST * 2
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("CUB_200_2011/images.txt", "1 ../../../etc/passwd\n", "Line 1 of .* is not a number and CLASS/NAME"),
-        ("CUB_200_2011/images.txt", f"1 {names()[0]}\n2 {names()[0]}\n", "two entries with the image"),
-        ("cvpr2016_cub/testclasses.txt", TRAIN[1], "both have the class 002"),
-        (f"cvpr2016_cub/text_c10/{names()[9][:-4]}.txt", None, "The captions of .* are missing"),
-        (f"cvpr2016_cub/text_c10/{names()[9][:-4]}.txt", "a bird\n" * 101, "has 101 captions"),
-    ],
-)
-def test_what_is_refused(cub, file, content, message):
-    (cub / file).unlink()
-    if content is not None:
-        save(cub / file, content)
-    with pytest.raises(UserError, match=message):
-        find_captions(cub, "test")

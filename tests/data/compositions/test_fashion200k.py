@@ -4,7 +4,6 @@ import pytest
 
 from probemb.data.compositions import find_compositions
 from probemb.data.randomness import stream_of
-from probemb.errors import UserError
 from tests.data.compositions.fashion import TRAIN, write_fashion200k
 
 NEIGHBOURS = {
@@ -52,26 +51,3 @@ def test_published_queries_and_their_targets(folder):
     assert len(data.sampled_queries(10)) == 3
     (folder / "test_queries.txt").unlink()
     assert find_compositions(folder, "test").queries is None
-
-
-def test_what_is_wrong_with_the_files_is_said(folder):
-    with pytest.raises(UserError, match=r"no validation split.*--data.validation null"):
-        find_compositions(folder, "val")
-    file = folder / "labels" / "top_train_detect_all.txt"
-    good = file.read_text()
-    for line in ("../x.jpeg\t0.1\tred dress\n", "women/x.jpeg red dress\n", "/etc/passwd\t1\tx y\n"):
-        file.write_text(good + line)
-        with pytest.raises(UserError, match="Line 3 of"):
-            find_compositions(folder, "train")
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not a text in UTF-8"):
-        find_compositions(folder, "train")
-    file.write_text(good + good)
-    with pytest.raises(UserError, match="two entries with the image"):
-        find_compositions(folder, "train")
-    (folder / "test_queries.txt").write_text("women/dress_test/0/0_0.jpeg women/nowhere.jpeg\n")
-    with pytest.raises(UserError, match="not two images of the test labels"):
-        find_compositions(folder, "test")
-    (folder / "women/dress_test/1/1_0.jpeg").unlink()
-    with pytest.raises(UserError, match="1 of the 4 images"):
-        find_compositions(folder, "test")
