@@ -20,20 +20,17 @@ class RunLock:
     """The lock of a run folder, which is made if it is missing; the lock file names the host and process that hold it.
 
     It is flock's: it also holds between machines where the file system supports that (NFS does, Lustre with `-o
-    flock`). Without locks, a warning is printed and the run continues. Several processes can hold a `shared` one, which
-    keeps others from holding it alone. Raises UserError: another job holds it.
+    flock`). Without locks, a warning is printed and the run continues. Raises UserError: another job holds it.
     """
 
-    def __init__(self, run: Path, shared: bool = False):
+    def __init__(self, run: Path):
         run.mkdir(parents=True, exist_ok=True)
         self._file = open(run / NAME, "a+", encoding="utf-8")  # noqa: SIM115  held open for the life of the run
-        if not _take(self._file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, run):
+        if not _take(self._file, fcntl.LOCK_EX, run):
             holder = _holder(self._file)
             self._file.close()
             raise _in_use(run, holder)
         self._file.truncate(0)
-        if shared:  # one of several, whom a name would hide
-            return
         self._file.write(f"{socket.gethostname()} {os.getpid()}\n")
         self._file.flush()
 

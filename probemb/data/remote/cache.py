@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote, TransferState, fetch
+from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote, fetch
 from probemb.errors import UserError
 
 GIB = 1 << 30
@@ -40,17 +40,12 @@ class ShardCache:
         folder: made if it is missing; on a local file system, because locks over a network are unreliable.
         limit: bytes of all shards in it together, including those being fetched.
         policy: attempts and time limits of every fetch.
-        option: the setting that raises `limit`, for messages.
-
-    Attributes:
-        versions: the version (see `TransferState`) of each file that this process has fetched from the web.
 
     Raises UserError: the folder cannot be made, or its file system has no locks.
     """
 
-    def __init__(self, folder: Path, limit: int, policy: FetchPolicy = DEFAULT_POLICY, option: str = "data.cache_gib"):
-        self.folder, self.limit, self.policy, self.option = folder, limit, policy, option
-        self.versions: dict[Remote, str | None] = {}
+    def __init__(self, folder: Path, limit: int, policy: FetchPolicy = DEFAULT_POLICY):
+        self.folder, self.limit, self.policy = folder, limit, policy
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self._making_room():
@@ -70,7 +65,7 @@ class ShardCache:
         if size > self.limit:
             raise CacheFull(
                 f"{remote} has {size / GIB:.2f} GiB, more than the {self.limit / GIB:.2f} GiB of the cache of shards.",
-                f"Raise {self.option}.",
+                "Raise data.cache_gib.",
             )
         path, began = self.path(remote, size), time.time()
         part = path.with_suffix(".part")
@@ -89,9 +84,7 @@ class ShardCache:
                     continue
                 while not self._make_room(file, part, size, wait):
                     time.sleep(0.05)
-                state = TransferState()
-                fetch(remote, file, size, self.policy, state=state)
-                self.versions[remote] = state.version
+                fetch(remote, file, size, self.policy)
                 os.fsync(file.fileno())
                 _mark_used(file)
                 with self._making_room():  # which lists the names, and removes what nobody has locked
@@ -110,10 +103,6 @@ class ShardCache:
     def path(self, remote: Remote, size: int) -> Path:
         name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
         return self.folder / f"{name}.tar"
-
-    def remove(self, remote: Remote, size: int) -> None:
-        """Remove a shard that no process will open again; processes that have it open can still read it."""
-        self.path(remote, size).unlink(missing_ok=True)
 
     def _raise_failure(self, part: Path, began: float) -> None:
         """Share the failure of a fetch with the processes that waited for it, instead of retrying in each."""
@@ -151,7 +140,7 @@ class ShardCache:
             return False
         raise CacheFull(
             f"The cache of shards ({self.limit / GIB:.2f} GiB) is full of {len(used)} shards being read.",
-            f"Raise {self.option}, or use fewer workers or lanes: each worker reads a shard for each of its lanes.",
+            "Raise data.cache_gib, or use fewer workers or lanes: each worker reads a shard for each of its lanes.",
         )
 
 

@@ -192,19 +192,6 @@ def fetch_bytes(remote: Remote, limit: int, policy: FetchPolicy) -> bytes:
         return file.read(size)
 
 
-def version_of(remote: Remote, policy: FetchPolicy = DEFAULT_POLICY) -> str | None:
-    """The version of a file on a web server now: a strong ETag, or its date; None for others. Raises BadShard."""
-    if remote.scheme not in WEB:
-        return None
-
-    def ask() -> str | None:
-        # Not HEAD: a signed address often allows only GET. The body is not read.
-        with open_web(remote.address, {"Range": "bytes=0-0"}, policy.timeout) as response:
-            return version_in(response.headers)
-
-    return retry(ask, remote, policy)
-
-
 def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> bytes:
     """`size` bytes of a file on a web server, from `offset` on.
 

@@ -44,5 +44,5 @@ def _write(file: BinaryIO, data: bytes) -> None:
             raise
         raise UserError(
             f"There is no space left for fetched shards: {error.strerror}.",
-            "Free some space, lower data.cache_gib (--cache-gib), or name another folder with data.cache (TMPDIR).",
+            "Free some space, lower data.cache_gib, or name another folder with data.cache (TMPDIR).",
         ) from None

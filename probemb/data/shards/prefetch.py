@@ -3,7 +3,6 @@
 import queue
 import threading
 import time
-from typing import BinaryIO
 
 from probemb.data.failures import BadShard
 from probemb.data.remote.cache import ShardCache
@@ -14,13 +13,11 @@ _FRESH_SECONDS = 60.0  # how long the result of a fetch is valid
 
 
 class _Request:
-    """A background fetch: its end, its file or its error."""
+    """A background fetch: its end and its error."""
 
-    def __init__(self, keep: bool):
+    def __init__(self):
         self.ended = threading.Event()
         self.at = 0.0
-        self.keep = keep
-        self.file: BinaryIO | None = None
         self.error: Exception | None = None
 
 
@@ -37,15 +34,12 @@ class Prefetcher:
         self._running = 0
         self._closed = False
 
-    def request(self, shard: Shard, keep: bool = False) -> None:
-        """Queue a fetch, unless the shard is already requested or has just failed.
-
-        `keep`: hold it in the cache until `take`.
-        """
+    def request(self, shard: Shard) -> None:
+        """Queue a fetch, unless the shard is already requested or has just failed."""
         known = self._requests.get(shard.path)
         if known and (not known.ended.is_set() or time.monotonic() - known.at < _FRESH_SECONDS):
             return
-        self._requests[shard.path] = request = _Request(keep)
+        self._requests[shard.path] = request = _Request()
         self._queue.put((shard, request))
         if self._running < self._threads:
             self._running += 1
@@ -61,19 +55,6 @@ class Prefetcher:
         if isinstance(request.error, BadShard) and time.monotonic() - request.at < _FRESH_SECONDS:
             raise BadShard(str(request.error))
 
-    def take(self, shard: Shard, seconds: float) -> BinaryIO | None:
-        """The open file of a shard requested with `keep`; None if it has not arrived after so many seconds.
-
-        Raises the error of its fetch: BadShard, UserError or OSError.
-        """
-        request = self._requests[shard.path]
-        if not request.ended.wait(seconds):
-            return None
-        del self._requests[shard.path]
-        if request.error:
-            raise request.error
-        return request.file
-
     def close(self) -> None:
         """Start no further fetch."""
         self._closed = True
@@ -84,11 +65,7 @@ class Prefetcher:
         while (item := self._queue.get()) is not None and not self._closed:
             shard, request = item
             try:
-                file = self._cache.open(shard.path, shard.bytes, wait=False)
-                if request.keep:
-                    request.file = file
-                else:
-                    file.close()
+                self._cache.open(shard.path, shard.bytes, wait=False).close()
             except Exception as error:  # the thread must survive to serve later requests
                 request.error = error
             finally:
