@@ -113,22 +113,24 @@ def index(options: Namespace) -> int:
     """Write index.json, which training needs; nothing is decoded."""
     folder = options.folder
     reports = check_folder(folder, None, options.workers, decode=False)
-    damaged = [one for one in reports if one.damage]
-    for one in damaged:
-        print(f"damaged: {folder / one.name}: {'; '.join(one.damage)}", file=sys.stderr)
+    damaged = [report for report in reports if report.damage]
+    for report in damaged:
+        print(f"damaged: {folder / report.name}: {'; '.join(report.damage)}", file=sys.stderr)
     if damaged and not options.skip_damaged:
         raise UserError(
             f"{len(damaged)} of {len(reports)} shards in {folder} are damaged; no index was written.",
             "Fetch them again, write what can be read with `tools.shards repair`, or leave them out: --skip-damaged.",
         )
-    whole = [one for one in reports if not one.damage]
-    if not any(one.samples for one in whole):
+    sound = [report for report in reports if not report.damage]
+    if not any(report.samples for report in sound):
         remedy = "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other."
         raise UserError(f"No shard in {folder} holds a sample.", remedy)
-    shards = [Shard(one.name, folder / one.name, one.samples, one.bytes, one.sha256) for one in whole]
+    shards = [Shard(report.name, folder / report.name, report.samples, report.bytes, report.sha256) for report in sound]
     path = write_index(folder, shards)
-    samples, skipped, size = (sum(getattr(one, name) for one in whole) for name in ("samples", "skipped", "bytes"))
-    print(f"{len(whole):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} groups of files are no samples")
+    samples, skipped, size = (
+        sum(getattr(report, name) for report in sound) for name in ("samples", "skipped", "bytes")
+    )
+    print(f"{len(sound):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} groups of files are no samples")
     print(f"wrote {path}")
     return 0
 
@@ -151,7 +153,7 @@ def check_folder(
         for job in as_completed(jobs):
             reports.append(job.result())
             advance(1)
-    return sorted(reports, key=lambda one: one.name)
+    return sorted(reports, key=lambda report: report.name)
 
 
 def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True, decode: bool = True) -> Report:
@@ -188,9 +190,9 @@ def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True,
 def _together(groups: Sequence[SampleSpan]) -> list[SampleSpan]:
     """Samples whose files are apart from each other in the tar."""
     parts: dict[str, dict] = {}
-    for key, some in groups:
-        parts.setdefault(key, {}).update(some)
-    return sort_groups(SampleSpan(key, some) for key, some in parts.items())[0]
+    for key, members in groups:
+        parts.setdefault(key, {}).update(members)
+    return sort_groups(SampleSpan(key, members) for key, members in parts.items())[0]
 
 
 def why_unusable(fd: int, span: SampleSpan, need_caption: bool) -> str | None:
@@ -214,11 +216,11 @@ def _printable(text: str) -> str:
 def verify(options: Namespace) -> int:
     """Decode everything as training does, and report damage; exit code 1 if there is any."""
     reports = verified(options)
-    damaged = [one for one in reports if one.damaged]
+    damaged = [report for report in reports if report.damaged]
     if options.report:
         content = {"folder": str(options.folder), "shards": len(reports)}
-        content |= {name: sum(getattr(one, name) for one in reports) for name in ("samples", "lost")}
-        content["damaged"] = [asdict(one) | {"lost": one.lost} for one in damaged]
+        content |= {name: sum(getattr(report, name) for report in reports) for name in ("samples", "lost")}
+        content["damaged"] = [asdict(report) | {"lost": report.lost} for report in damaged]
         replace_text(options.report, json.dumps(content, indent=1) + "\n")
         print(f"wrote {options.report}")
     return int(bool(damaged))
@@ -230,12 +232,13 @@ def verified(options: Namespace) -> list[Report]:
     if (options.folder / INDEX_NAME).exists():
         rows = {shard.name: shard for shard in read_index_file(options.folder)}
     reports = check_folder(options.folder, rows, options.workers, need_caption=not options.labelled)
-    damaged = sorted((one for one in reports if one.damaged), key=lambda one: -one.lost)
-    for one in damaged[:SHOWN]:
-        print(f"{_printable(one.name)}: {one.lost:,} of {one.expected:,} samples lost: {'; '.join(_reasons(one))}")
+    damaged = sorted((report for report in reports if report.damaged), key=lambda report: -report.lost)
+    for report in damaged[:SHOWN]:
+        lost = f"{report.lost:,} of {report.expected:,} samples lost"
+        print(f"{_printable(report.name)}: {lost}: {'; '.join(_reasons(report))}")
     if len(damaged) > SHOWN:
         print(f"… and {len(damaged) - SHOWN:,} more damaged shards")
-    total, lost, skipped = (sum(getattr(one, name) for one in reports) for name in ("samples", "lost", "skipped"))
+    total, lost, skipped = (sum(getattr(report, name) for report in reports) for name in ("samples", "lost", "skipped"))
     print(f"{len(reports):,} shards, {total:,} samples: {len(damaged):,} shards damaged, {lost:,} samples lost", end="")
     print(f"; {skipped:,} groups of files are no samples" if skipped else "")
     if rows is None:
@@ -243,10 +246,10 @@ def verified(options: Namespace) -> list[Report]:
     return reports
 
 
-def _reasons(one: Report) -> Iterator[str]:
-    yield from one.damage
+def _reasons(report: Report) -> Iterator[str]:
+    yield from report.damage
     kinds: dict[str, list[str]] = {}
-    for sample in one.bad_samples:
+    for sample in report.bad_samples:
         kinds.setdefault(sample["reason"], []).append(sample["key"])
     for reason, keys in sorted(kinds.items(), key=lambda item: -len(item[1])):
         yield f"{len(keys)} x {reason} ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''})"
@@ -260,11 +263,11 @@ def repair(options: Namespace) -> int:
     out = options.out
     if out.resolve() == options.folder.resolve() or any(out.glob("*.tar")):
         raise UserError(f"{out} already holds shards.", "Name a new folder for the repaired ones.")
-    for one in verified(options):
-        path = options.folder / one.name
-        if one.damaged and path.is_file():
-            samples = repair_shard(path, out / one.name, not options.labelled)
-            print(f"wrote {out / one.name}: {samples:,} samples" if samples else f"{one.name}: nothing can be read")
+    for report in verified(options):
+        path = options.folder / report.name
+        if report.damaged and path.is_file():
+            samples = repair_shard(path, out / report.name, not options.labelled)
+            print(f"wrote {out / path.name}: {samples:,} samples" if samples else f"{path.name}: nothing can be read")
     return 0
 
 

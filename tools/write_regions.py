@@ -106,11 +106,11 @@ def write_array(file: Path, shape: tuple[int, ...], dtype: str, blocks: Iterable
             np.lib.format.write_array_header_1_0(opened, described)
             for block in blocks:
                 with np.errstate(over="ignore"):
-                    kept = np.ascontiguousarray(block, dtype)
-                if not np.isfinite(kept).all():
+                    values = np.ascontiguousarray(block, dtype)
+                if not np.isfinite(values).all():
                     remedy = "Write them with --dtype float32, or check the weights."
                     raise UserError(f"Features are not finite numbers in {dtype}.", remedy)
-                opened.write(kept.data)
+                opened.write(values.data)
 
     try:
         replace_file(file, write)
@@ -164,9 +164,9 @@ def load_backbone(options: Namespace) -> Backbone:
     preprocess = {"size": size, "resize_mode": "squash", **wanted}
     tower.normalization = channel_statistics(preprocess)
     with torch.inference_mode():
-        found = tower.feature_map(torch.zeros(1, 3, size, size, device=device))
+        features = tower.feature_map(torch.zeros(1, 3, size, size, device=device))
     transform = create_transforms({"preprocess": preprocess}).evaluate
-    return Backbone(tower, transform, found.shape[2], found.shape[1], device)
+    return Backbone(tower, transform, features.shape[2], features.shape[1], device)
 
 
 # -------------------------------------------------------------------------------------------------------------- grids
@@ -174,15 +174,15 @@ def load_backbone(options: Namespace) -> Backbone:
 
 def write_grids(options: Namespace) -> None:
     """Regions of every split of images with captions."""
-    found = {split: find_captions(options.data, split, images=options.images) for split in options.split}
-    if any(isinstance(one.images, RegionImages) for one in found.values()):
+    splits = {split: find_captions(options.data, split, images=options.images) for split in options.split}
+    if any(isinstance(data.images, RegionImages) for data in splits.values()):
         raise UserError(f"{options.data} has regions already.", "Name images with captions.")
     backbone, g = load_backbone(options), options.grid
     if g > (side := backbone.side):
         what = f"--grid {g} asks for {g} x {g} regions, and the feature map of images of {options.image_size} pixels"
         larger = math.ceil(options.image_size * g / side)
         raise UserError(f"{what} has {side} x {side} places.", f"Set --grid {side}, or --image-size to {larger}.")
-    for split, data in found.items():
+    for split, data in splits.items():
         workers = loader_workers(options.workers, len(data), backbone.device)
         batches = ImageBatches(data.images, backbone.transform, options.batch_size, workers, max_bad=1.0)
         shape = len(data), g**2, backbone.width
@@ -204,8 +204,8 @@ def write_captions(file: Path, data: CaptionDataset) -> None:
     """Five lines an image, fewer captions filled with empty lines."""
     lines = []
     for captions in data.captions:
-        kept = [" ".join(caption.split()) for caption in captions[:PER_IMAGE]]
-        lines += kept + [""] * (PER_IMAGE - len(kept))
+        five = [" ".join(caption.split()) for caption in captions[:PER_IMAGE]]
+        lines += five + [""] * (PER_IMAGE - len(five))
     write_lines(file, lines)
     if dropped := sum(max(0, len(captions) - PER_IMAGE) for captions in data.captions):
         print(f"{dropped:,} captions beyond five an image were left out")
@@ -216,17 +216,17 @@ def write_captions(file: Path, data: CaptionDataset) -> None:
 
 def write_proposals(options: Namespace) -> None:
     """Features and boxes of the proposals of every split. An image with fewer than another has zeros behind them."""
-    found = {split: find_phrases(options.data, split, options.images) for split in options.split}
-    boxes_of = {split: find_proposals(options, data).boxes for split, data in found.items()}
+    splits = {split: find_phrases(options.data, split, options.images) for split in options.split}
+    boxes_of = {split: find_proposals(options, data).boxes for split, data in splits.items()}
     backbone = None if options.model == "crops" else load_backbone(options)
-    for split, data in found.items():
+    for split, data in splits.items():
         boxes = boxes_of[split]
         shape = len(data), max(map(len, boxes)), backbone.width if backbone else FEATURES
         blocks = _proposals(data, boxes, shape[1:], backbone, options.batch_size)
         write_array(file_of(options.out, split, REGIONS), shape, options.dtype, blocks)
         placed = np.zeros((*shape[:2], 4), np.float32)
-        for row, some in zip(placed, boxes):
-            row[: len(some)] = some
+        for row, corners in zip(placed, boxes):
+            row[: len(corners)] = corners
         write_array(file_of(options.out, split, BOXES), placed.shape, "float32", [placed])
         write_lines(file_of(options.out, split, IDS), data.image_ids)
 
@@ -244,7 +244,7 @@ def _proposals(
 ) -> Iterator[np.ndarray]:
     """(1, P, width) of each image, zeros behind its own proposals. Raises UserError: it cannot be read."""
     with progress("images", len(data)) as advance:
-        for i, some in enumerate(boxes):
+        for i, own in enumerate(boxes):
             row = np.zeros((1, *shape), np.float32)
             try:
                 image = data.images.open(i)
@@ -254,10 +254,10 @@ def _proposals(
             except BadSample as error:
                 refuse_unreadable([(data.image_ids[i], str(error))])
             if backbone is None:
-                row[0, : len(some)] = region_features(image, some)
+                row[0, : len(own)] = region_features(image, own)
             else:
-                for first in range(0, len(some), batch):
-                    crops = [backbone.transform(crop(image, box)) for box in some[first : first + batch]]
+                for first in range(0, len(own), batch):
+                    crops = [backbone.transform(crop(image, box)) for box in own[first : first + batch]]
                     row[0, first : first + len(crops)] = backbone.grid(torch.stack(crops), 1)[:, 0]
             yield row
             advance(1)

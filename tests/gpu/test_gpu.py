@@ -1,4 +1,4 @@
-"""What only a GPU can prove, most important first: the first half of `make gpu-check`.
+"""Checks that need a GPU, most important first: the first half of `make gpu-check`.
 
 GPU_CHECK_MINUTES limits the time: what comes later is skipped, and said so. GPU_CHECK_ON_CPU=1 runs everything reduced
 on the CPU, to see that the checks themselves work.
@@ -112,21 +112,21 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_to_share_a_step_trains_as_plain_pytorch_does(variant, plain):
     losses, norms, weights, moved = plain
-    trainer, *found = train(configured(NAME, ROWS, "pcmepp", lr=1e-3, **VARIANTS[variant]), 6)
-    np.testing.assert_allclose(found[0], losses, rtol=1e-3)
-    np.testing.assert_allclose(found[1], norms, rtol=2e-2)
-    whole = full_state_dict(trainer.engine)
-    assert distance({name: whole[f"model.{name}"] for name in weights}, weights) < 2e-2 * moved
+    trainer, *steps = train(configured(NAME, ROWS, "pcmepp", lr=1e-3, **VARIANTS[variant]), 6)
+    np.testing.assert_allclose(steps[0], losses, rtol=1e-3)
+    np.testing.assert_allclose(steps[1], norms, rtol=2e-2)
+    state = full_state_dict(trainer.engine)
+    assert distance({name: state[f"model.{name}"] for name in weights}, weights) < 2e-2 * moved
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_bf16_learns_as_fp32_does(objective):
     config = configured(NAME, ROWS, objective, lr=5e-4, zero_stage=0)
-    whole, half = (torch.tensor(train(config, 30, precision)[1]) for precision in ("fp32", "bf16"))
-    off = (half - whole).abs() / whole.abs().clamp_min(0.05 * float(whole[0]))
+    fp32, bf16 = (torch.tensor(train(config, 30, precision)[1]) for precision in ("fp32", "bf16"))
+    off = (bf16 - fp32).abs() / fp32.abs().clamp_min(0.05 * float(fp32[0]))
     assert off.mean() < 0.02
     assert off.max() < 0.10
-    assert half[-1] < 0.8 * half[0]
+    assert bf16[-1] < 0.8 * bf16[0]
 
 
 def run(*words) -> str:

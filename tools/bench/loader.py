@@ -60,7 +60,7 @@ def main() -> None:
                 name: timer(lambda it: read(it, count), lambda m=make: started(m)) for name, make in makers.items()
             }
             measured = in_turn(timers, options.repeats)
-        extra = {name: {"images/s": f"{batch * count / one.median:,.0f}"} for name, one in measured.items()}
+        extra = {name: {"images/s": f"{batch * count / times.median:,.0f}"} for name, times in measured.items()}
         title = f"{batch * count} JPEGs of {size} x {size} px to {IMAGE_SIZE} px, {workers} workers"
         report(title, measured, "webdataset", extra)
 
@@ -111,8 +111,8 @@ def stream_batches(folder: str, batch: int, workers: int, draft: bool = True, re
     transform = create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train
     settings = Settings(batch_size=batch, workers=workers, draft=draft)
     with Stream(read_index(folder), settings, transform, Tokenizer(77)) as stream:
-        for one in stream:
-            yield one.images, one.tokens
+        for loaded in stream:
+            yield loaded.images, loaded.tokens
 
 
 def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:

@@ -52,9 +52,9 @@ def main() -> None:
         compare_approximate(gallery, queries, factory, options.repeats)
 
 
-def synthetic(items: int, dim: int, latent: int = 64) -> Gaussian:
+def synthetic(items: int, dim: int) -> Gaussian:
     """Items (N, D) of unit length whose uncertainty is spread evenly over the dimensions."""
-    r = np.random.default_rng(0)
+    r, latent = np.random.default_rng(0), min(64, dim)
     centres = r.standard_normal((max(1, items // 500), latent), dtype=np.float32)
     turn = np.linalg.qr(r.standard_normal((dim, latent)))[0].T.astype(np.float32)
     mean = np.empty((items, dim), dtype=np.float32)
@@ -136,17 +136,19 @@ def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repe
     Console(width=140).print(table)
 
 
-def compare_steps(one: Index, two: Index, queries: Gaussian, truth: Tensor, effort: int, repeats: int) -> list[str]:
+def compare_steps(
+    one_step: Index, two_steps: Index, queries: Gaussian, truth: Tensor, effort: int, repeats: int
+) -> list[str]:
     """A row of the table: recall and queries per second of both ways."""
-    set_effort(two, effort)
-    csd_recall = recall(search(one, queries, K)[1], truth)
+    set_effort(two_steps, effort)
+    csd_recall = recall(search(one_step, queries, K)[1], truth)
     for candidates in CANDIDATES:
-        reached = recall(rerank(two, queries, K, candidates)[1], truth)
+        reached = recall(rerank(two_steps, queries, K, candidates)[1], truth)
         if reached >= csd_recall:
             break
-    runs = {"one": lambda _: search(one, queries, K), "two": lambda _: rerank(two, queries, K, candidates)}
+    runs = {"one": lambda _: search(one_step, queries, K), "two": lambda _: rerank(two_steps, queries, K, candidates)}
     measured = in_turn({name: timer(run) for name, run in runs.items()}, repeats)
-    speed = {name: f"{len(queries.mean) / found.median:,.0f}" for name, found in measured.items()}
+    speed = {name: f"{len(queries.mean) / times.median:,.0f}" for name, times in measured.items()}
     two_recall = f"{reached:.3f}{' (not reached)' * (reached < csd_recall)}"
     return [
         f"{csd_recall:.3f}",

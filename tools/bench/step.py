@@ -59,7 +59,7 @@ def compare(
         step()
         extra[variant] = {"peak": f"{(used(device, most=True) - before) / 2**30:.1f} GiB"} if device == "cuda" else {}
     measured = in_turn({variant: timer(lambda _, step=step: step()) for variant, step in steps.items()}, repeats)
-    speeds = {variant: batch / one.median for variant, one in measured.items()}
+    speeds = {variant: batch / times.median for variant, times in measured.items()}
     mfu = {variant: speeds[variant] / most for variant, most in at_peak.items() if most}
     for variant, speed in speeds.items():
         extra[variant] |= {"images/s": f"{speed:,.1f}"} | ({"MFU": f"{mfu[variant]:.1%}"} if mfu else {})

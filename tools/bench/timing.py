@@ -24,7 +24,7 @@ def timer(run: Callable, setup: Callable[[], object] = lambda: None) -> Timer:
 
 def in_turn(timers: dict[str, Timer], repeats: int) -> dict[str, Measurement]:
     """Seconds of every repeat, after two warm-up calls; a slow moment of the machine hits all variants."""
-    turns = [{name: one.timeit(1) for name, one in timers.items()} for _ in range(repeats)]
+    turns = [{name: timed.timeit(1) for name, timed in timers.items()} for _ in range(repeats)]
     return {name: Measurement.merge([turn[name] for turn in turns])[0] for name in timers}
 
 
@@ -40,8 +40,8 @@ def report(title: str, measured: dict[str, Measurement], peer: str, extra: dict[
     table = Table(title=f"{title}\n{machine()}", title_justify="left")
     for column in ("variant", "median", "IQR", f"time / {peer}", *more):
         table.add_column(column, justify="left" if column == "variant" else "right")
-    for name, one in measured.items():
-        cells = [f"{one.median:.4g} s", f"{one.iqr:.2g}", f"{ratio(measured, name, peer):.3f}"]
+    for name, times in measured.items():
+        cells = [f"{times.median:.4g} s", f"{times.iqr:.2g}", f"{ratio(measured, name, peer):.3f}"]
         table.add_row(name, *cells, *(extra.get(name, {}).get(column, "") for column in more))
     Console(width=None if Console().is_terminal else 140).print(table)
 

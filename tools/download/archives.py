@@ -84,19 +84,21 @@ def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) 
             f"--part and --retry-failed are for lists of addresses; {corpus} comes in archives.", "Leave them out."
         )
     published = PUBLISHED if corpus == "coco" else {}
-    sources = [one for word in sources for one in published.get(word, [word])]
+    sources = [source for word in sources for source in published.get(word, [word])]
     if not sources:
         raise UserError(f"No archive of {TITLES[corpus]} was named.", "Name its zips, or for coco 2014 or 2017.")
     lock = RunLock(paths.home / "locks" / "whole")
     try:
         places = [
-            one for source in sources for one in members(local(source, paths.home / "archives", options.patience))
+            place for source in sources for place in members(local(source, paths.home / "archives", options.patience))
         ]
         images = {Path(n).name: place for n, place in places if n.lower().endswith((".jpg", ".jpeg", ".png"))}
         texts = {Path(n).name: place for n, place in places if n.endswith((".json", ".txt", ".token"))}
         splits, dropped = (coco if corpus == "coco" else flickr)(texts)
-        for name, some in splits.items():
-            digest = hashlib.sha256(json.dumps([[one.key, one.captions] for one in some]).encode()).hexdigest()
+        for name, pictures in splits.items():
+            digest = hashlib.sha256(
+                json.dumps([[picture.key, picture.captions] for picture in pictures]).encode()
+            ).hexdigest()
             if state.lists.setdefault(name, {"sha256": digest})["sha256"] != digest:
                 what = f"{paths.folder} holds other images or captions of {name}."
                 raise UserError(what, "Name another folder with --out.")
@@ -114,11 +116,11 @@ def coco(texts: dict[str, Place]) -> tuple[dict[str, list[Picture]], Counter]:
     """Images by split, and dropped ones by cause."""
     splits, dropped = {}, Counter()
     for base, place in sorted(texts.items()):
-        if found := COCO_FILE.fullmatch(base):
-            if found[1] in splits:
-                what = f"The archives hold captions of several years for {found[1]}."
+        if match := COCO_FILE.fullmatch(base):
+            if match[1] in splits:
+                what = f"The archives hold captions of several years for {match[1]}."
                 raise UserError(what, "Name those of one year.")
-            splits[found[1]], without = coco_pictures(_text(place), base)
+            splits[match[1]], without = coco_pictures(_text(place), base)
             dropped["no caption"] += without
     if not any(splits.values()):
         raise UserError("The archives hold no captions, such as captions_train2014.json.", "Name them, too.")
@@ -148,15 +150,19 @@ def members(path: Path) -> list[tuple[str, Place]]:
     """Names and locations of the files in a zip or folder, or of a single file."""
     if path.is_dir():
         return [
-            (one.name, Place(str(one), None, one.stat().st_size)) for one in sorted(path.rglob("*")) if one.is_file()
+            (file.name, Place(str(file), None, file.stat().st_size))
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
         ]
     if path.suffix.lower() != ".zip" and not zipfile.is_zipfile(path):
         return [(path.name, Place(str(path), None, path.stat().st_size))]
     try:
-        found = _archive(str(path)).infolist()
+        entries = _archive(str(path)).infolist()
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise UserError(f"{path} is not a whole zip archive: {error}.", "Fetch it again.") from None
-    return [(one.filename, Place(str(path), one.filename, one.file_size)) for one in found if not one.is_dir()]
+    return [
+        (entry.filename, Place(str(path), entry.filename, entry.file_size)) for entry in entries if not entry.is_dir()
+    ]
 
 
 def local(source: str, folder: Path, patience: float) -> Path:
@@ -217,8 +223,8 @@ def write_split(paths: Paths, pictures: list[Picture], images: dict[str, Place],
     for number, first in enumerate(range(0, len(pictures), size)):
         stats = json.loads(paths.stats(number).read_text()) if paths.stats(number).exists() else None
         if stats is None or stats["status_dict"].get(ABSENT):  # whose archive may be named now
-            some = pictures[first : first + size]
-            tasks.append((paths, number, [(one, images.get(one.name)) for one in some], options))
+            chosen = pictures[first : first + size]
+            tasks.append((paths, number, [(picture, images.get(picture.name)) for picture in chosen], options))
     processes = max(1, min(options.processes, len(tasks)))
     _archive.cache_clear()  # forked processes would share the position in the file
     with (

@@ -167,12 +167,12 @@ def _check(options: Download) -> tuple[int, int]:
         raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
     if options.part is None:
         return 1, 1
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--part is {options.part}.", "Write it as 3/8: the third of eight parts.")
     if options.retry_failed:
         raise UserError("--part and --retry-failed exclude each other.", "Retry with one command for all parts.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def fetch_lists(paths: Paths, state: State, sources: Sequence[str], options: Download, part: tuple[int, int]) -> None:
@@ -181,28 +181,28 @@ def fetch_lists(paths: Paths, state: State, sources: Sequence[str], options: Dow
     if not sources and not state.lists:
         raise UserError("No list was named.", f"Name the published list of {title} after {state.corpus}.")
     lists = find_lists(state.corpus, sources)
-    for one in lists:  # refuse a list of another format before anything is created
-        if one.name not in state.lists:
-            next(read_list(state.corpus, one), None)
+    for path in lists:  # refuse a list of another format before anything is created
+        if path.name not in state.lists:
+            next(read_list(state.corpus, path), None)
     paths.make()
     name = "whole" if part[1] == 1 else f"part-{part[0]}-of-{part[1]}"
     lock = RunLock(paths.home / "locks" / name)
     try:
-        for one in (paths.home / "locks").iterdir():  # the other tasks of the same array run beside this one
-            if one.is_dir() and one.name != name and not one.name.endswith(f"-of-{part[1]}"):
-                refuse_locked(one)
+        for other in (paths.home / "locks").iterdir():  # the other tasks of the same array run beside this one
+            if other.is_dir() and other.name != name and not other.name.endswith(f"-of-{part[1]}"):
+                refuse_locked(other)
         with open(paths.home / "locks" / "lists", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # the first task of an array reads the lists for all
             state = read_state(paths, state.corpus) or state
             plan_lists(paths, state, lists)
         run(paths, state, options, part)
-        asked = sum(one["rows"] for one in state.lists.values())
-        dropped = sum((Counter(one["dropped"]) for one in state.lists.values()), Counter())
+        asked = sum(listed["rows"] for listed in state.lists.values())
+        dropped = sum((Counter(listed["dropped"]) for listed in state.lists.values()), Counter())
         if part[1] > 1:
             show(title, asked, count(paths), dropped)
             return
         if options.retry_failed:
-            causes = [cause for one in options.retry_causes.split(",") if (cause := one.strip())]
+            causes = [cause for word in options.retry_causes.split(",") if (cause := word.strip())]
             failed = failed_rows(paths, causes)
             print(f"retrying {len(failed):,} images", file=sys.stderr)
             plan(paths, state, failed)
@@ -247,7 +247,7 @@ def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
             state.lists[path.name] = listed
     plan(paths, state, rows)
     if not state.shards:
-        why = ", ".join(f"{n:,} {cause}" for one in state.lists.values() for cause, n in one["dropped"].items())
+        why = ", ".join(f"{n:,} {cause}" for listed in state.lists.values() for cause, n in listed["dropped"].items())
         shutil.rmtree(paths.home)
         raise UserError(
             f"The lists hold no usable row ({why}).",
@@ -261,8 +261,8 @@ def plan(paths: Paths, state: State, rows: Sequence[dict]) -> None:
     """Write rows as further shards to be fetched."""
     names = ["url", "caption", *columns_of(state.corpus)]
     for first in range(0, len(rows), state.settings["shard_size"]):
-        some = rows[first : first + state.settings["shard_size"]]
-        table = pa.table({name: _column([row.get(name) for row in some]) for name in names})
+        chunk = rows[first : first + state.settings["shard_size"]]
+        table = pa.table({name: _column([row.get(name) for row in chunk]) for name in names})
 
         def write(aside: Path, table: pa.Table = table) -> None:
             with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_file(file, table.schema) as out:

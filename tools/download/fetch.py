@@ -103,8 +103,8 @@ class Fetcher(Downloader):
         tar, stats = work.with_suffix(".tar"), Path(f"{work}_stats.json")
         got, report = json.loads(stats.read_text())["successes"], check_shard(tar)
         if report.damage or report.bad_samples or report.samples != got:
-            found = report.damage or [one["reason"] for one in report.bad_samples] or ["samples are missing"]
-            raise ValueError(f"shard {number} does not read back: {found[0]}")
+            reasons = report.damage or [bad["reason"] for bad in report.bad_samples] or ["samples are missing"]
+            raise ValueError(f"shard {number} does not read back: {reasons[0]}")
         flush(tar)
         if got:
             tar.replace(self.paths.tar(number))

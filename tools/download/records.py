@@ -78,7 +78,7 @@ def read_state(paths: Paths, corpus: str) -> State | None:
     folder, path = paths.folder, paths.home / "state.json"
     if not path.is_file():
         if folder.exists() and (
-            not folder.is_dir() or any(one.name[0] != "." and one.name != STATE for one in folder.iterdir())
+            not folder.is_dir() or any(path.name[0] != "." and path.name != STATE for path in folder.iterdir())
         ):
             what = f"{folder} holds files that this command did not write."
             raise UserError(what, "Name a new or empty folder with --out.")
@@ -98,9 +98,9 @@ def drop_duplicates(paths: Paths) -> None:
     files = sorted(paths.records.glob("*.parquet"))
     for file in files:
         rows = pd.read_parquet(file, columns=["status", HASH])
-        seen.append(np.array([int(one[:16], 16) for one in rows[HASH][rows.status == GOT]], np.uint64))
+        seen.append(np.array([int(digest[:16], 16) for digest in rows[HASH][rows.status == GOT]], np.uint64))
     again = pd.Series(np.concatenate(seen) if seen else np.empty(0, np.uint64)).duplicated().to_numpy()
-    for file, twice in zip(files, np.split(again, np.cumsum([len(one) for one in seen])[:-1])):
+    for file, twice in zip(files, np.split(again, np.cumsum([len(hashes) for hashes in seen])[:-1])):
         if twice.any():
             rows = pd.read_parquet(file)
             places = np.flatnonzero(rows.status == GOT)[twice]

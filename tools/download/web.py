@@ -79,13 +79,13 @@ class _Budget(Deadline):
 
 def _proxies() -> set[tuple[str, int]]:
     """Host and port of the environment's proxies, which may stand in a private network."""
-    found = set()
+    servers = set()
     for scheme, value in urllib.request.getproxies().items():
         with suppress(ValueError):  # no address, or no port
             parts = urllib.parse.urlsplit(value if "://" in value else f"//{value}")
             if scheme in ("http", "https") and parts.hostname:
-                found |= {(parts.hostname, port) for port in ((parts.port,) if parts.port else (80, 443))}
-    return found
+                servers |= {(parts.hostname, port) for port in ((parts.port,) if parts.port else (80, 443))}
+    return servers
 
 
 class _Answer(Answer):
