@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,9 +17,9 @@ from jsonargparse.typing import (
     restricted_number_type,
 )
 
-from finetune.methods.registry import METHODS
+from finetune.methods import METHODS
 from probemb.cli.configuration import chosen_options, given
-from probemb.cli.ranges import BelowHalf, Count, Distance, Folder, Minutes, Precision, Resize, Seed, Threads, Workers
+from probemb.cli.ranges import BelowHalf, Count, Folder, Minutes, Precision, Resize, Seed, Threads, Workers
 from probemb.cli.towers import Towers
 from probemb.errors import UserError, raise_together
 
@@ -42,7 +43,7 @@ class Data:
 
     Args:
         path: Karpathy's json, a folder of precomp caption files (with regions or without), CUB's, or webdataset shards.
-        images: folder of the images that the json or the caption files name.
+        images: folder of the images that these name.
         format: karpathy, precomp, regions, cub or webdataset; empty to look.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none.
@@ -182,6 +183,11 @@ class Optimizer:
         """`decay_epochs`, each of them."""
         return self.decay_epochs if isinstance(self.decay_epochs, tuple) else (self.decay_epochs,)
 
+    @property
+    def decaying(self) -> int:
+        """Epochs at the end with a lower rate than the peak's."""
+        return 0 if self.schedule == "cosine" else max(self.decays, default=0)
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -213,7 +219,6 @@ class Config:
         seed: of everything random.
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over all pairs.
-        distance: pcmepp's: csd, kl, min-kl, symmetric-kl, wasserstein2, elk, bhattacharyya, match-probability.
         ranking: of the validation, which selects the epoch: empty for the method's own, csd, mean, or tolerance, whose
             weights are the validation split's best; see docs/zeroshot.md.
         noise_ratio: share of the training captions that are moved to wrong images.
@@ -243,7 +248,6 @@ class Config:
     seed: Seed = 0
     batch_size: Pairs = 128
     epochs: NonNegativeInt = 25
-    distance: Distance | None = None
     ranking: Literal["csd", "mean", "tolerance"] | None = None
     noise_ratio: ClosedUnitInterval = 0.0
     size_augment: ClosedUnitInterval = 0.2
@@ -277,8 +281,7 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
     except for those set by options. Returns the configuration and a line that says so, or "".
     """
     recipe, epochs, o = given("epochs", argv, options=False) or Config.epochs, config.epochs, config.optimizer
-    decay = 0 if o.schedule == "cosine" else max(o.decays, default=0)
-    if not 0 < epochs < recipe or max(o.freeze_epochs + 1, decay + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
+    if not 0 < epochs < recipe or max(o.freeze_epochs + 1, o.decaying + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
         return config, ""
     phases = {name: getattr(o, name) for name in ("freeze_epochs", "warmup_epochs", "decay_epochs")}
     now = {
@@ -298,45 +301,49 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
 
 
 def check(config: Config, world_size: int = 1) -> None:
-    """Refuse settings that cannot work, all at once, before anything is loaded or written. Raises UserError."""
-    raise_together([*_problems(config, world_size), *METHODS[config.method].problems(config)])
+    """Refuse settings that cannot work, or have no effect, all at once, before anything is loaded or written. Raises
+    UserError."""
+    raise_together([*_impossible(config, world_size), *_without_effect(config), *_unmet_needs(config)])
 
 
-def _problems(config: Config, world_size: int) -> Iterator[UserError]:
+def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
+    method, optimizer, mix = METHODS[config.method], config.optimizer, config.mix
     if config.data.path is None:
         yield UserError(
             "--data.path is missing.",
             "Name Karpathy's json, a folder of precomp captions or of CUB, or shards; the synthetic data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
-    if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:
+    if method.trained and config.epochs < 1:
+        yield UserError("epochs is 0: nothing would be trained.", "Set it to 1 or more, or choose --method clip-zs.")
+    if method.heads and config.model.head not in method.heads:
+        heads = " or ".join(method.heads)
+        yield UserError(f"The method {config.method} works with head {heads} alone.", f"Set model.head to {heads}.")
+    if mix.ratio and not mix.mixup and not mix.cutmix:
         yield UserError(
             "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
+        )
+    if mix.mode == "batch" and mix.ratio != 1:
+        yield UserError(
+            f"mix.mode batch mixes all images of a batch, or none, and mix.ratio is {mix.ratio}.",
+            "Set mix.ratio to 1, and mix.prob to the share of batches that are mixed.",
         )
     low, high = config.augment.scale
     if not low <= high <= 1:
         yield UserError(
             f"augment.scale is {low:g} to {high:g}.", "Give the smaller number first, and at most 1 as the second."
         )
-    if config.mix.mode == "batch" and config.mix.ratio != 1:
-        yield UserError(
-            f"mix.mode batch mixes all images of a batch, or none, and mix.ratio is {config.mix.ratio}.",
-            "Set mix.ratio to 1, and mix.prob to the share of batches that are mixed.",
-        )
-    if config.batch_size % world_size:
-        yield UserError(
-            f"batch_size is {config.batch_size}, which {world_size} processes cannot share evenly.",
-            f"Set it to a multiple of {world_size}, such as {-(-config.batch_size // world_size) * world_size}.",
-        )
-    optimizer = config.optimizer
+    for name, size in (("batch_size", config.batch_size), ("data.unpaired_batch", config.data.unpaired_batch)):
+        if size % world_size and (name == "batch_size" or config.data.unpaired):
+            yield UserError(
+                f"{name} is {size}, which {world_size} processes cannot share evenly.",
+                f"Set it to a multiple of {world_size}, such as {-(-size // world_size) * world_size}.",
+            )
+    locked = config.model.lock_image and optimizer.freeze_epochs == config.epochs  # of texts alone, for the whole run
     for name, epochs, what in (
-        ("freeze_epochs", optimizer.freeze_epochs, "the image tower would never be trained"),
-        ("decay_epochs", max(optimizer.decays, default=0), "every lr would be a tenth from the start"),
+        ("freeze_epochs", 0 if locked else optimizer.freeze_epochs, "the image tower would never be trained"),
+        ("decay_epochs", optimizer.decaying, "every lr would be a tenth from the start"),
     ):
-        if name == "decay_epochs" and optimizer.schedule == "cosine":
-            continue
-        if name == "freeze_epochs" and config.model.lock_image and optimizer.freeze_epochs == config.epochs:
-            continue  # of texts alone, for the whole run
         if config.epochs and epochs >= config.epochs:
             yield UserError(
                 f"optimizer.{name} is {epochs} of {config.epochs} epochs: {what}.",
@@ -354,32 +361,52 @@ def _problems(config: Config, world_size: int) -> Iterator[UserError]:
             "data.cache_features keeps what the image tower computes, and the tower is trained.",
             "Add --model.lock-image true, or leave data.cache_features out.",
         )
-    if config.data.cache_features is not None:
-        yield from pixel_changes(config, "data.cache_features")
-    if optimizer.freeze_text and not optimizer.freeze_epochs:
-        yield UserError(
-            "optimizer.freeze_text is for the first freeze_epochs, and there are none.",
-            "Set optimizer.freeze_epochs to 1 or more, or leave freeze_text out.",
-        )
-    if config.wandb and not _is_installed("wandb"):
-        yield UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")
 
 
-def pixel_changes(config: Config, what: str) -> Iterator[UserError]:
-    """Errors for pixel augmentation of inputs that are not pixels."""
-    changes = {"mix.ratio": (config.mix.ratio, 0)}
-    for name in ("scale", "hflip", "cutout"):
-        changes[f"augment.{name}"] = getattr(config.augment, name), getattr(Augment, name)
-    for name, (value, none) in changes.items():
-        if value != none:
-            remedy = f"Set {name} to {list(none) if isinstance(none, tuple) else none}, or leave it out."
-            yield UserError(f"{what} has no pixels that {name} could change.", remedy)
+PIXELS = "mix.ratio augment.scale augment.hflip augment.cutout"  # options that change them
+OFF = {"size_augment": 0.0, "epochs": 0, "swa_epochs": 0}  # where the default is not
 
 
-def _is_installed(package: str) -> bool:
-    from importlib.util import find_spec
+def _without_effect(config: Config) -> Iterator[UserError]:
+    method, name, head = METHODS[config.method], config.method, config.model.head
+    queries = " ".join(f"compose.{field.name}" for field in fields(Compose))
+    for condition, because, names in (
+        (not method.trained, f"{name} trains nothing", "epochs noise_ratio swa_epochs"),
+        (method.composes, f"{name} trains on composed queries", "noise_ratio size_augment data.positives ranking"),
+        (not method.composes, f"{name} trains on pairs", queries),
+        (not method.soft_labels, f"{name} needs pairs that match or do not", "mix.ratio mix.smoothing"),
+        (not method.probabilistic, f"{name} predicts no variances", "ranking model.n_unc_layers compose.ranking"),
+        (not method.takes_unpaired, f"{name} learns from pairs alone", "data.unpaired"),
+        (not config.data.unpaired, "data.unpaired names no data", "data.unpaired_images data.unpaired_batch"),
+        (method.whole_items, f"{name} is of whole images and captions", "size_augment"),
+        (head in ("clip", "mlp"), f"head {head} pools a single token", "size_augment"),
+        (not config.optimizer.freeze_epochs, "there are no freeze_epochs", "optimizer.freeze_text"),
+        (config.data.cache_features, "data.cache_features has no pixels to change", PIXELS),
+    ):
+        if condition:
+            yield from unused(config, because, names)
 
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # its import is blocked
-        return False
+
+def unused(config: Config, because: str, names: str) -> Iterator[UserError]:
+    """Errors for these options, dotted names between spaces, that are set although nothing reads them."""
+    for name in names.split():
+        value, default = (reduce(getattr, name.split("."), of) for of in (config, Config()))
+        off = OFF.get(name, default)
+        if value and value != off:
+            value, off = (list(one) if isinstance(one, tuple) else one for one in (value, off))
+            remedy = f"Leave {name} out." if off == default else f"Set {name} to {off}."
+            yield UserError(f"{name} is {value} and would have no effect: {because}.", remedy)
+
+
+def _unmet_needs(config: Config) -> Iterator[UserError]:
+    """For options of the method that have no effect without another one, see `Method.needs`."""
+    defaults = {field.name: field.default for field in fields(config.loss)}
+    for name, others in METHODS[config.method].needs.items():
+        value, met = getattr(config.loss, name), False
+        for other, _, wanted in (other.partition("=") for other in others):
+            met |= getattr(config.loss, other) == wanted if wanted else bool(getattr(config.loss, other))
+        if value != defaults[name] and not met:
+            options = " or ".join(f"loss.{other}" for other in others)
+            yield UserError(
+                f"loss.{name} is {value} and would have no effect without {options}.", f"Leave loss.{name} out."
+            )

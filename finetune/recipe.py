@@ -1,4 +1,4 @@
-"""Finetuning recipe: AdamP's parameter groups, learning rate schedule, freezing, and weight averaging.
+"""Finetuning recipe: AdamP's parameter groups, and learning rates, freezing and averaging as a schedule.
 
 Source: PCME++ §B.2, §B.3, Table B.1, and its public code where the paper leaves a number open. The defaults are those
 of COCO. Epochs count from 0.
@@ -7,27 +7,17 @@ of COCO. Epochs count from 0.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from timm.optim import AdamP
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
-from finetune.adamp import AdamP
 from finetune.config import Config, Optimizer
-from probemb.errors import UserError
 from probemb.models import DualEncoder
 from probemb.models.layers import layer_rates
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from finetune.methods.base import Method
-
-SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+OPTIMIZERS = {"adamp": AdamP, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optimizer) -> list[dict]:
@@ -42,21 +32,12 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
         the loss' decoders, the composer        lr
         the model's scalars, the loss' own      lr · scalars, without weight decay (logit_scale, a logarithm: lr)
 
-    Everything in a tower decays, biases and norms too, as in the public code. There L is 12 for every model, which
-    raises the rates of a tower with 24 blocks above lr · f; here it is the tower's own number.
+    Everything in a tower decays, biases and norms too, as in the public code; L is the tower's own number (there 12 for
+    every model). The projections of head "clip" are pretrained, so they count as backbone. Without
+    `decay_uncertainty` the branches' blocks are trained at lr. Scalars that do not require a gradient are left out.
 
-    The projections of head "clip" are pretrained, so they count as backbone. Scalars (logit_scale, scale, ...) that
-    do not require a gradient are left out; a frozen backbone is not, as it is trained later.
-
-    Args:
-        model: without DDP's wrapper.
-        loss_module: the method's own parameters; None for none.
-        o: has the rates; f is its `image_backbone` or `text_backbone`. Without `decay_uncertainty` the uncertainty
-            branches' blocks are trained at lr, as the heads.
-
-    Returns:
-        groups with "params", "lr", "initial_lr" (for `set_learning_rates`), "weight_decay", "name", and
-        "image_backbone" (frozen in the first epochs).
+    Returns groups with "params", "lr", "initial_lr", "weight_decay", "name", and "image_backbone" (frozen in the first
+    epochs).
     """
     groups: dict[str, dict] = {}
 
@@ -86,55 +67,6 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
         else:
             add("scalars", parameter, o.scalars, 0.0)
     return list(groups.values())
-
-
-def create_optimizer(groups: list[dict], name: str = "adamp") -> torch.optim.Optimizer:
-    """AdamP with its paper's settings (betas 0.9, 0.999, eps 1e-8, delta 0.1, wd_ratio 0.1), or torch's Adam or AdamW.
-
-    AdamP removes the part of a step along the weights, so that norms of scale-invariant weights do not grow. It needs
-    whole weight tensors, see `check_engine`.
-    Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
-    Weights".
-    """
-    return {"adamp": AdamP, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](groups)
-
-
-def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Method) -> torch.optim.Optimizer:
-    """The method's optimizer over all networks; also sets which of the models' scalars are trained."""
-    groups = []
-    for i, network in enumerate(networks):
-        for name, scalar in network.scalars().items():
-            scalar.requires_grad_(name in method.trains)
-        groups += parameter_groups(network, None if i else method.module, config.optimizer)
-    return method.optimizer(groups)
-
-
-def check_engine(accelerator: Accelerator) -> None:
-    """Refuse an engine that would silently train something else.
-
-    Raises:
-        UserError: the engine shards the optimizer or the weights (AdamP would lose its projection), or the number of
-            processes is not the requested one (two runs of one process instead of one of two).
-    """
-    kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
-    if kind in SHARDING:
-        raise UserError(
-            f"AdamP needs whole weights, and {kind} cuts them into pieces.",
-            "Start with accelerate's plain data parallelism (--multi_gpu, also on CPUs) or with torchrun.",
-        )
-    asked, found = os.environ.get("WORLD_SIZE"), accelerator.num_processes
-    if asked is not None and int(asked) != found:
-        raise UserError(
-            f"The launcher started {asked} processes, but each of them takes part in a run of {found}.",
-            "Start with torchrun or `accelerate launch --multi_gpu`; without a GPU, your own program needs "
-            "Accelerator(cpu=True).",
-        )
-    # `accelerate launch --cpu --num_processes 2` prepares an address for several processes and starts one.
-    if asked is None and "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        raise UserError(
-            "accelerate was asked for several processes, but it has started one.",
-            "Add --multi_gpu (also on CPUs), use torchrun, or unset MASTER_ADDR and MASTER_PORT for a single process.",
-        )
 
 
 @dataclass(frozen=True)
@@ -196,72 +128,22 @@ class Schedule:
 
 def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
     """The configured schedule, for epochs of `steps` batches of each network."""
+    o = config.optimizer
     return Schedule(
         epochs=config.epochs,
         epoch_samples=networks * steps * config.batch_size,
         networks=networks,
-        lr_drop_epochs=tuple(max(0, config.epochs - last) for last in config.optimizer.decays),
-        cosine=config.optimizer.schedule == "cosine",
-        freeze_epochs=config.optimizer.freeze_epochs,
+        lr_drop_epochs=tuple(max(0, config.epochs - last) for last in o.decays),
+        cosine=o.schedule == "cosine",
+        freeze_epochs=o.freeze_epochs,
         locked=config.model.lock_image,
-        warmup_epochs=config.optimizer.warmup_epochs,
+        warmup_epochs=o.warmup_epochs,
         average_epochs=config.swa_epochs,
     )
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> None:
-    """Set every group's "lr" for the step that ends at `samples` samples seen.
-
-    A group without an "initial_lr" starts from the "lr" that its optimizer was made with.
-    """
+    """Set every group's "lr" for the step that ends at `samples` samples seen."""
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * schedule.factor(
-            samples, group.get("image_backbone", False)
-        )
-
-
-class WeightAverage:
-    """The mean of the weights of all networks and the loss over the updates (SWA). Source: PCME++ §B.3.
-
-    A copy in evaluation mode. Models whose batch norms have statistics to recompute are refused.
-    """
-
-    def __init__(self, model: DualEncoder, loss_module: nn.Module | None = None, second: DualEncoder | None = None):
-        self._average = AveragedModel(_together(model, loss_module, second)).requires_grad_(False).eval()
-
-    def update(self, model: DualEncoder, loss_module: nn.Module | None, second: DualEncoder | None = None) -> None:
-        """Add the present weights."""
-        self._average.update_parameters(_together(model, loss_module, second))
-
-    @property
-    def n_averaged(self) -> int:
-        """Number of updates; with 0 the average is the initial weights."""
-        return int(self._average.n_averaged)
-
-    @property
-    def model(self) -> DualEncoder:
-        """The averaged model: to evaluate and to save, not to train."""
-        return self._average.module["model"]
-
-    @property
-    def networks(self) -> list[DualEncoder]:
-        """The averaged models, one or two."""
-        return [self._average.module[name] for name in ("model", "second") if name in self._average.module]
-
-    @property
-    def loss_module(self) -> nn.Module | None:
-        """The averaged loss, if it has parameters."""
-        return dict(self._average.module.items()).get("loss")
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages and their number, as named tensors."""
-        return self._average.state_dict()
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Resume from a `state_dict` of the same modules."""
-        self._average.load_state_dict(state)
-
-
-def _together(model: nn.Module, loss_module: nn.Module | None, second: nn.Module | None) -> nn.ModuleDict:
-    parts = {"model": model, "loss": loss_module, "second": second}
-    return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
+        factor = schedule.factor(samples, group.get("image_backbone", False))
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

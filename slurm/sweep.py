@@ -52,7 +52,7 @@ def _parts(stage: str, arguments: Sequence[str], parts: int, methods: str | None
 
 
 def _of_methods(stage: str, arguments: Sequence[str], methods: str) -> list[list[str]]:
-    from finetune.methods.registry import METHODS
+    from finetune.methods import METHODS
 
     if stage != "finetune":
         raise UserError(f"The stage {stage} has no methods.", "Leave --methods out, or submit the stage finetune.")

@@ -28,7 +28,6 @@ CORE += ("test_gaussian.py", "test_labels.py")
 
 
 SLOW = ("pretrain/test_full_disk.py", "pretrain/test_watchdog.py")
-SLOW += ("finetune/test_disturbed.py", "finetune/methods/test_real_regions.py")
 FLOW = ["tests/slurm/test_preemption.py", "test_preempted_requeued_finished_and_equal_to_an_undisturbed_run"]
 
 

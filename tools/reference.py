@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config as Finetuning
-from finetune.methods.registry import GROUPS, METHODS
+from finetune.methods import GROUPS, METHODS
 from pretrain.config import Config as Pretraining
 from pretrain.objectives import OBJECTIVES
 from zeroshot.imagenet import ImagenetConfig

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from finetune.methods.base import Batch, Method
-
-if TYPE_CHECKING:
-    from probemb.losses.output import LossOutput
-    from probemb.models import DualEncoder
+from probemb.gaussian import Gaussian
+from probemb.losses import DECLLoss, LossOutput, NCRLoss, clean_probability, refine_labels, split_clean
 
 
 class NCR(Method):
@@ -38,21 +37,14 @@ class NCR(Method):
 
     networks = 2
 
-    def __init__(self, config, model, pairs):
-        import torch
-
-        from probemb.losses import NCRLoss
-
-        super().__init__(config, model, pairs)
-        module, shape = self.module, (self.networks, pairs.n_captions)
+    def build(self, model, data) -> None:
+        module, shape = self.module, (self.networks, data.n_captions)
         module.loss = NCRLoss(self.options.margin, self.options.soft_margin)
         module.register_buffer("last_loss", torch.full(shape, float("nan")))
         module.register_buffer("clean_probability", torch.ones(shape, dtype=torch.float64))
         module.register_buffer("clean", torch.ones(shape, dtype=torch.bool))
 
     def begin_epoch(self, epoch: int) -> None:
-        from probemb.losses import clean_probability, split_clean
-
         if epoch < self.options.warmup_epochs:
             return
         module = self.module
@@ -62,10 +54,7 @@ class NCR(Method):
                 probability[seen] = clean_probability(losses[seen]).to(seen.device)
                 clean.copy_(split_clean(probability))
 
-    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
-        from probemb.gaussian import Gaussian
-        from probemb.losses import refine_labels
-
+    def loss(self, batch: Batch, model) -> LossOutput:
         image, text, match, module = batch.image, batch.text, batch.match, self.module
         loss, pairs = module.loss, batch.pair_index.to(match.device)
         module.last_loss[batch.network, pairs] = loss.pair_losses(image, text, match).to(module.last_loss.dtype)
@@ -73,12 +62,12 @@ class NCR(Method):
             return loss(image, text, match, hardest=False)
         other = 1 - batch.network
         probability, clean = module.clean_probability[other, pairs], module.clean[other, pairs]
-        clean_only = 2 * batch.epoch < self.config.epochs
+        clean_only = 2 * batch.epoch < self.epochs
         label = refine_labels(
             loss.predict(image, text, match),
             probability.to(match.dtype),
             clean,
-            None if clean_only else loss.predict(*(one.gaussian for one in batch.by_other()), match),
+            None if clean_only else loss.predict(*(side.gaussian for side in batch.by_other()), match),
         )
         if clean_only:
             # At least two pairs: a single one has no negative.
@@ -107,20 +96,15 @@ class DECL(Method):
         warmup_epochs: NonNegativeInt = 1
         tau: PositiveFloat = 0.1
 
-    def __init__(self, config, model, pairs):
-        import torch
-
-        from probemb.losses import DECLLoss
-
-        super().__init__(config, model, pairs)
+    def build(self, model, data) -> None:
         self.module.loss = DECLLoss(margin=self.options.margin, tau=self.options.tau)
         for name in ("now_clean", "last_clean"):  # classified in this epoch, and in the last one
-            self.module.register_buffer(name, torch.ones(pairs.n_captions, dtype=torch.bool))
+            self.module.register_buffer(name, torch.ones(data.n_captions, dtype=torch.bool))
 
     def begin_epoch(self, epoch: int) -> None:
         self.module.last_clean.copy_(self.module.now_clean)
 
-    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
+    def loss(self, batch: Batch, model) -> LossOutput:
         module, pairs = self.module, batch.pair_index.to(batch.match.device)
         module.now_clean[pairs] = module.loss.correspondence(batch.image, batch.text, batch.match)[0]
         clean = module.last_clean[pairs] if batch.epoch >= self.options.warmup_epochs else None

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+from torch import Tensor
 
 from finetune.methods.base import Batch, Method
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from finetune.config import Config
-    from probemb.losses.output import LossOutput
-    from probemb.models import DualEncoder
+from probemb.cli.ranges import Distance
+from probemb.losses import LossOutput, infonce_loss, pairwise_match_loss
 
 
 class PCMEPlusPlusMean(Method):
@@ -41,51 +36,37 @@ class PCMEPlusPlusMean(Method):
     match = "distance"
 
     @classmethod
-    def model_options(cls, config: Config) -> dict:
+    def model_options(cls, options) -> dict:
         from probemb.models.match import OF_DISTANCE
 
-        own = {"match": OF_DISTANCE.get(config.distance or "csd", "none")}
-        return super().model_options(config) | own | {"temperature_trained": bool(config.loss.clip)}
+        match = OF_DISTANCE.get(getattr(options, "distance", "csd"), "none")
+        return super().model_options(options) | {"match": match, "temperature_trained": bool(options.clip)}
 
-    def __init__(self, config, model, pairs):
-        super().__init__(config, model, pairs)
+    def build(self, model, data) -> None:
         self.trains = ("scale", "shift", *(["logit_scale"] if self.options.clip else []))
 
-    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
+    def loss(self, batch: Batch, model) -> LossOutput:
         out = self.match_loss(batch, model)
         del out.terms["vib"]  # of no weight
         return out
 
-    def match_loss(self, batch: Batch, model: DualEncoder, vib: float = 0.0) -> LossOutput:
-        from probemb.losses import LossOutput, infonce_loss, pairwise_match_loss
-
-        options = self.options
+    def match_loss(self, batch: Batch, model, vib: float = 0.0, distance: str = "csd") -> LossOutput:
         out = pairwise_match_loss(
-            batch.image,
-            batch.text,
-            batch.match,
-            scale=model.scale,
-            shift=model.shift,
-            distance=self.config.distance or "csd",
-            pseudo_positive=options.pseudo_positive,
-            vib=vib,
-            generator=batch.generator,
-        )
-        if not options.clip:
+            batch.image, batch.text, batch.match, scale=model.scale, shift=model.shift, distance=distance,
+            pseudo_positive=self.options.pseudo_positive, vib=vib, generator=batch.generator,
+        )  # fmt: skip
+        if not self.options.clip:
             return out
         similarity = batch.image.mean @ batch.text.mean.T
         clip = infonce_loss(similarity, model.inverse_temperature(), batch.match).loss
-        return LossOutput(out.loss + options.clip * clip, {"clip": clip.detach(), **out.terms})
+        return LossOutput(out.loss + self.options.clip * clip, {"clip": clip.detach(), **out.terms})
 
-    def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
+    def scalars(self, model) -> dict[str, Tensor]:
         return {name: getattr(model, name) for name in ("scale", "shift")}
 
 
 class PCMEPlusPlus(PCMEPlusPlusMean):
-    """PCME++: match loss over all pairs, pseudo-positives, information bottleneck; any distance.
-
-    With `loss.clip` the CLIP loss of the means is added, with the model's own temperature, as in pretraining.
-    """
+    """PCME++: match loss over all pairs, pseudo-positives, information bottleneck; any distance."""
 
     @dataclass(frozen=True)
     class Options(PCMEPlusPlusMean.Options):
@@ -93,15 +74,16 @@ class PCMEPlusPlus(PCMEPlusPlusMean):
 
         Args:
             vib: weight beta of the information bottleneck.
+            distance: between image and text.
         """
 
         vib: NonNegativeFloat = 1e-4
+        distance: Distance = "csd"
 
     probabilistic = True
-    distances = True
 
-    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
-        return self.match_loss(batch, model, self.options.vib)
+    def loss(self, batch: Batch, model) -> LossOutput:
+        return self.match_loss(batch, model, self.options.vib, self.options.distance)
 
 
 class PCMEPlusPlusCLIP(PCMEPlusPlus):
@@ -113,13 +95,7 @@ class PCMEPlusPlusCLIP(PCMEPlusPlus):
 
     @dataclass(frozen=True)
     class Options(PCMEPlusPlus.Options):
-        """Match loss and CLIP loss. Source: PCME++ §C.6 (pretraining).
-
-        Args:
-            scale, shift: as in `PCMEPlusPlusMean.Options`.
-            clip: weight of the CLIP loss.
-            pseudo_positive: weight alpha of the pseudo-positives.
-        """
+        """Match loss and CLIP loss. Source: PCME++ §C.6 (pretraining)."""
 
         scale: PositiveFloat | None = None
         shift: NonNegativeFloat | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 REQUEUE = 85
 """Exit code of a run that was asked to stop, has saved, and wants to be started again with --resume."""
@@ -25,6 +26,7 @@ class Preemption:
     def __init__(self):
         self.name: str | None = None
         self._interrupted: float | None = None
+        self._immediate = False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Preemption:
@@ -41,6 +43,8 @@ class Preemption:
         self.name = self.name or signal.Signals(number).name
         if number != signal.SIGINT:
             return
+        if self._immediate:
+            raise KeyboardInterrupt
         if self._interrupted is None:
             self._interrupted = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
@@ -48,6 +52,20 @@ class Preemption:
                     os.write(2, b"\nstopping, and saving what is done; Ctrl-C again ends at once\n")
         elif time.monotonic() > self._interrupted + SAME_SECONDS:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def immediate(self, immediate: bool = True) -> Iterator[None]:
+        """Raise KeyboardInterrupt at the first Ctrl-C meanwhile: there is nothing to finish and save. `patient` undoes
+        it."""
+        before, self._immediate = self._immediate, immediate
+        try:
+            yield
+        finally:
+            self._immediate = before
+
+    def patient(self):
+        """Remember the first Ctrl-C meanwhile, within `immediate`."""
+        return self.immediate(False)
 
     @property
     def description(self) -> str:

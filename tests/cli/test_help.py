@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.methods.registry import METHODS
+from finetune.methods import METHODS
 from probemb.cli.configuration import known_keys, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -36,7 +36,12 @@ def words(options: dict, *more: str) -> list[str]:
 
 def run_here(options: dict, *more: str) -> int:
     """The command in this process; returns the exit code. Raises UserError."""
-    before, sys.argv = sys.argv, ["finetune/run.py", *words(options, *more)]
+    return run_argv(words(options, *more))
+
+
+def run_argv(argv: list[str]) -> int:
+    """The same with the whole command line."""
+    before, sys.argv = sys.argv, ["finetune/run.py", *argv]
     try:
         return main()
     finally:

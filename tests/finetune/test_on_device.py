@@ -1,4 +1,4 @@
-"""Every method's training on another device than the host: no tensor is left behind, and the host seldom waits."""
+"""Training on another device than the host: no tensor is left behind, and the host seldom waits."""
 
 from contextlib import nullcontext
 
@@ -7,13 +7,11 @@ import pytest
 from accelerate import Accelerator
 
 from finetune.methods import METHODS
-from finetune.trainer import State
-from probemb.data.captions.find import find_captions
-from tests.finetune import test_trainer
-from tests.finetune.test_trainer import TRAINED, WORDS, configured, forget_accelerator, make_trainer, tokenizer
+from tests.finetune.conftest import forget_accelerator, world
+from tests.finetune.test_trainer import AUGMENTED, TRAINED, tokenizer
+from tests.finetune.trainers import configured, make_trainer
 from tests.pretended_gpu import PretendedGPU, needs_pretended_gpu
 from tests.ranks import run_ranks
-from tools.make_scenes import Plan, make
 
 STEPS = 4  # two epochs of two
 WAITS = (
@@ -33,86 +31,66 @@ WORDS_SAID = {
 MORE = {  # shapes that depend on the data
     "ncr": {  # once an epoch
         "finetune/methods/noisy.py:begin_epoch",
-        "probemb/losses/noisy/ncr.py:clean_probability",
-        "probemb/losses/noisy/ncr.py:split_clean",
+        "probemb/losses/noisy.py:clean_probability",
+        "probemb/losses/noisy.py:split_clean",
     },
     "scan": CROSS,
-    "jwae-scan": CROSS | WORDS_SAID | {"finetune/methods/jwae_scan.py:<genexpr>"},
-    **dict.fromkeys(("mse", "mmd-mse", "jwae-mse", "jwae-mh", "vae-mh"), WORDS_SAID),
+    "jwae-scan": CROSS | WORDS_SAID | {"finetune/methods/autoencoders.py:<genexpr>"},
+    **dict.fromkeys(("jwae-mse", "jwae-mh", "vae-mh"), WORDS_SAID),
 }
+SOON = ("pcmepp", "ncr", "jwae-mh")
 
 
-@pytest.fixture(scope="module")
-def few(tmp_path_factory):
-    out = tmp_path_factory.mktemp("few") / "world"
-    make(Plan(train=8, val=0, classes_images=0, size=32, shard_size=8, captions=3), out, workers=1)
-    tokenizer()
-    return out
-
-
-def trained(rank, world, few, names):
+def trained(rank, ranks, data, names):
     """By name: losses and weights on the CPU and on the pretended GPU, and where the host waited."""
     gpu = PretendedGPU()  # before the first backward pass of the process, which looks for devices
-    return {name: (fitted(few, name), *fitted(few, name, gpu)) for name in names}
+    return {name: (fitted(data, name), *fitted(data, name, gpu)) for name in names}
 
 
-def fitted(few, name, gpu=None):
+def fitted(data, name, gpu=None):
+    """With Adam: timm's AdamP asks the device about every matrix."""
     told: list[float] = []
-    words = name.replace("FEW", str(few)).split()
-    config = configured(words[0], *WORDS, *words[1:], "--log_every=100")
+    own = [word.replace("FEW", str(data)) for word in TRAINED[name]]
+    config = configured(
+        name.split()[0], data, *AUGMENTED, *own, "--log_every=100", "--optimizer.name=adam", "--optimizer.lr=1e-3"
+    )
+
+    def move(state):
+        gpu.move(state.joint, *state.optimizers)
+        gpu.waits.clear()
+
     forget_accelerator()
     with pytest.MonkeyPatch.context() as patch, gpu or nullcontext():
         if gpu is not None:
             patch.setattr(Accelerator, "device", property(lambda self: gpu.device))
             patch.setattr(Accelerator, "prepare_model", lambda self, module: module)
-            patch.setattr(test_trainer, "State", lambda joint, optimizer: moved(gpu, joint, optimizer))
-            gpu.waits.clear()
         report = {"report": lambda step, values: told.append(values["loss"])}
-        trainer = make_trainer(config, find_captions(few, "train"), double=False, **report)
+        trainer = make_trainer(config, double=False, move=move if gpu else None, **report)
         trainer.fit()
         waits = {} if gpu is None else dict(gpu.waits)
         weights = {key: value.cpu().numpy() for key, value in trainer.joint.state_dict().items()}
     return (told, weights) if gpu is None else ((told, weights), waits)
 
 
-def moved(gpu, joint, optimizer):
-    aside = joint.objective.aside_optimizer
-    gpu.move(joint, optimizer, *([aside] if aside else []))
-    return State(joint, optimizer)
-
-
 @pytest.fixture(scope="module")
-def found(few):
-    """What one process found for all methods, or for all slow ones."""
-    made = {}
+def found(tmp_path_factory):
+    """What one process found for all methods of a part."""
+    made, data = {}, world(tmp_path_factory, train=8, shard_size=8, captions=3)
+    tokenizer()
 
     def of(name):
-        slow = name.split()[0] in ALIKE
+        slow = name not in SOON
         if slow not in made:
-            names = [one for one in TRAINED if (one.split()[0] in ALIKE) == slow]
-            made[slow] = run_ranks(1, trained, few, names, fresh=True)[0]
+            names = [one for one in TRAINED if (one not in SOON) == slow]
+            made[slow] = run_ranks(1, trained, data, names, fresh=True)[0]
         return made[slow][name]
 
     return of
 
 
-ALIKE = {
-    "vse",
-    "vse0",
-    "vsepp",
-    "order",
-    "pvse",
-    "prob-vsrn",
-    "mse",
-    "mmd-mse",
-    "jwae-mse",
-    "jwae-mh",
-}  # as others here
-
-
 @needs_pretended_gpu
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name.split()[0] in ALIKE else ()) for name in TRAINED]
+    "name", [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in TRAINED]
 )
 def test_a_method_trains_on_the_device(name, found):
     method = name.split()[0]

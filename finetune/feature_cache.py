@@ -1,7 +1,7 @@
 """Cache of a frozen image tower's features, so that heads and text towers train without it.
 
     FOLDER/KEY/features.f16   (N, width) float16, memory-mapped, one row per image
-    FOLDER/KEY/about.json     {"count", "width", "sums": [CRC-32 of a row], "failures": {index: reason}}, written last
+    FOLDER/KEY/about.json     {"count", "width", "failures": {index: reason}}, written last
 
 KEY is a digest of the trunk's weights, its preprocessing, who resizes, and the images. The row of an unreadable image
 stays zero; reading it raises BadSample.
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -42,27 +41,18 @@ class CachedImages(Images):
     """Images whose features stand in for their pixels: `open` gives a row, (width,) float16."""
 
     rows: np.memmap
-    sums: list[int]
     failures: dict[int, str] = field(default_factory=dict)
     crops: dict[Crop, int] = field(default_factory=dict)  # rows behind those of the whole images
 
     def open(self, index: int) -> torch.Tensor:
-        """The features of one image. Raises BadSample; UserError: they are not those that were written."""
+        """The features of one image. Raises BadSample."""
         if index in self.failures:
             raise BadSample(self.failures[index])
-        row = np.array(self.rows[index])
-        if crc32(row) != self.sums[index]:
-            place = Path(self.rows.filename).parent
-            raise UserError(f"The features in {place} have changed since they were written.", _delete(place))
-        return torch.from_numpy(row)
+        return torch.from_numpy(np.array(self.rows[index]))
 
     def part(self, index: int, box: Box | None) -> torch.Tensor:
-        """The features of a part of an image, or of all of it. Raises as `open`."""
+        """The features of a part of an image, or of all of it. Raises BadSample."""
         return self.open(index if box is None else self.crops[Crop(index, box)])
-
-
-def _delete(place: Path) -> str:
-    return f"Delete {place}, and run the command again."
 
 
 def unchanged(row: torch.Tensor) -> torch.Tensor:
@@ -83,17 +73,12 @@ def cache_features(
 ) -> CaptionDataset | Compositions:
     """The same images, with their captions or concepts, with features instead of pixels; collective.
 
-    The first process computes missing features, with progress, while the others wait.
+    The first process computes missing features, with progress, while the others wait. `networks` have equal, frozen
+    image trunks, and their image towers read features from now on. Of `Compositions`, what image queries are cut from
+    has features of its own.
 
-    Args:
-        dataset: of `Compositions`, what image queries are cut from has features of its own.
-        networks: models with equal, frozen image trunks; their image towers read features from now on.
-        resize: who resizes the images, "tensor" or "pil"; as for evaluation, without random crops.
-        device: computes the features; the first network's image tower is moved there.
-
-    Raises:
-        UserError: the uncertainty branch has its own blocks, too many unreadable images, a folder that cannot be
-            written, features beyond float16, networks with different trunks. On all processes.
+    Raises UserError, on all processes: the uncertainty branch has its own blocks, too many unreadable images, a folder
+    that cannot be written, features beyond float16, networks with different trunks.
     """
     tower = networks[0].image_tower.to(device)
     if not hasattr(tower, "image_size"):
@@ -103,7 +88,7 @@ def cache_features(
     height, width = tower.image_size
     for network in networks:
         network.image_tower.feature_layout = None
-    crops = {crop: None for one in getattr(dataset, "crops", ()) for crop in one if crop.box is not None}
+    crops = {crop: None for of_concept in getattr(dataset, "crops", ()) for crop in of_concept if crop.box is not None}
     crops = {crop: len(dataset) + row for row, crop in enumerate(crops)}
     images = dataset.images
     if crops:
@@ -116,24 +101,27 @@ def cache_features(
             "Start them from pretrained weights (model.pretrained), or leave data.cache_features out.",
         )
     place = Path(folder) / key
-    failure = None
-    if distributed.is_main() and not (place / ABOUT).is_file():
+
+    def compute() -> None:
         transform = create_transforms(networks[0], resize=resize).evaluate
         batches = ImageBatches(images, transform, batch_size, workers, failure_share, "data.failure_share")
-        try:
+        if not (place / ABOUT).is_file():
             _compute(tower, layout, batches, place, device)
-        except UserError as error:
-            failure = error
-        except OSError as error:
-            failure = UserError(
-                f"The features cannot be kept in {place} ({error.strerror or error}).",
-                f"They take {len(images) * layout.width * 2 / 1e9:.2f} GB: make room, or name another folder with "
-                "data.cache_features.",
-            )
-    distributed.agree(failure)
+
+    gigabytes = len(images) * layout.width * 2 / 1e9
+    remedy = f"The features take {gigabytes:.2f} GB: make room, or name another folder with data.cache_features."
+    distributed.on_main(compute, place, remedy)
     for network in networks:
         network.image_tower.feature_layout = layout
-    cached = _open(place, layout, dataset.images, crops)
+    about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+    cached = CachedImages(
+        places=dataset.images.places,
+        source=dataset.images.source,
+        bad=dataset.images.bad,
+        rows=np.memmap(place / FEATURES, np.float16, "r", shape=(len(images), layout.width)),
+        failures={int(index): reason for index, reason in about["failures"].items()},
+        crops=crops,
+    )
     return replace(dataset, **{"images" if isinstance(dataset, Compositions) else "located": cached})
 
 
@@ -143,8 +131,7 @@ def cache_key(
     """A digest of everything that the features depend on."""
     digest = hashlib.sha256()
     config = model.config
-    about = [config["architecture"], config["preprocess"], layout.parts, images.source]
-    about += ["exif"] * images.exif + [resize] * (resize != "pil")  # as keys were before there was a choice
+    about = [config["architecture"], config["preprocess"], layout.parts, images.source, images.exif, resize]
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.image_tower.state_dict().items()):
         if model.image_tower.place(name).part == "trunk":
@@ -163,7 +150,7 @@ def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, d
     n = len(batches.images)
     aside = place / f"{FEATURES}.{uuid4().hex}.part"  # another run may be computing the same features
     rows = np.memmap(aside, np.float16, "w+", shape=(n, layout.width))
-    training, done, sums = tower.training, 0, [0] * n
+    training, done = tower.training, 0
     tower.eval()
     try:
         with progress("features", n) as advance:
@@ -174,12 +161,9 @@ def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, d
                         "Features of this image tower are larger than float16 can hold.",
                         "Leave data.cache_features out.",
                     )
-                kept = batches.kept[done:]
-                rows[kept] = packed.numpy()
-                for index, row in zip(kept, packed.numpy()):
-                    sums[index] = crc32(row)
+                rows[batches.kept[done:]] = packed.numpy()
                 done = len(batches.kept)
-                advance(len(kept))
+                advance(len(packed))
         rows.flush()
         del rows
         flush(aside)
@@ -187,24 +171,7 @@ def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, d
     finally:
         aside.unlink(missing_ok=True)
         tower.train(training)
-    failed = sorted(set(range(n)) - set(batches.kept))
     reasons = dict(batches.bad)
+    failed = sorted(set(range(n)) - set(batches.kept))
     failures = {i: reasons.get(batches.images.places[i].name, "cannot be read") for i in failed}
-    about = {"count": n, "width": layout.width, "sums": sums, "failures": failures}
-    replace_text(place / ABOUT, json.dumps(about) + "\n")
-
-
-def _open(place: Path, layout: FeatureLayout, images: Images, crops: dict[Crop, int]) -> CachedImages:
-    try:
-        about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
-        failures = {int(i): str(reason) for i, reason in about["failures"].items()}
-        n, width, sums = about["count"], about["width"], about["sums"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{place / ABOUT} does not describe cached features.", _delete(place)) from error
-    size = os.path.getsize(place / FEATURES) if (place / FEATURES).is_file() else -1
-    if (n, width) != (len(images) + len(crops), layout.width) or size != 2 * n * width:
-        raise UserError(f"{place} does not hold the features of {len(images) + len(crops)} images.", _delete(place))
-    rows = np.memmap(place / FEATURES, np.float16, "r", shape=(n, width))
-    return CachedImages(
-        places=images.places, source=images.source, bad=images.bad, rows=rows, sums=sums, failures=failures, crops=crops
-    )
+    replace_text(place / ABOUT, json.dumps({"count": n, "width": layout.width, "failures": failures}) + "\n")

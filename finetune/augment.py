@@ -1,0 +1,202 @@
+"""Augmentation of a batch: Mixup, CutMix and Cutout of its images, SizeAugment and dropped words of its texts.
+
+Drawing is separate from applying: the caller's generator draws a few numbers on the CPU for the batch of all ranks, so
+that no draw depends on their number and a step can be repeated; applying runs on any device without synchronising it.
+SizeAugment of images is `probemb.models.pooling.size_augment_mask`. timm's Mixup draws from numpy's global state, has
+no share of images that are mixed, and cuts other boxes than PCME++'s code.
+
+Shapes: B images, L text positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemb.models.architectures import reads_words
+from probemb.models.word_tokenizer import FIRST_WORD, UNKNOWN
+
+START_TOKEN, END_TOKEN = 49406, 49407  # of CLIP's vocabulary; all tokens below are words or parts of words
+# CLIP has no mask token. This one is a capital M, which its lower-casing tokenizer never produces; as in PCME++'s code.
+MASK_TOKEN = 44
+
+
+class TextIds(NamedTuple):
+    """Special ids of a tokenizer; 0 is padding. Words have ids below `stop`; None for `end` if only padding follows."""
+
+    stop: int = START_TOKEN
+    mask: int = MASK_TOKEN
+    end: int | None = END_TOKEN
+
+    @classmethod
+    def of(cls, model_config: dict) -> TextIds:
+        """The ids of a model's tokenizer."""
+        if not reads_words(model_config["architecture"]):
+            return cls()
+        return cls(FIRST_WORD + len(model_config["architecture"]["text_cfg"]["vocabulary"]), UNKNOWN, None)
+
+    def are_words(self, tokens_BL: Tensor) -> Tensor:
+        """(B, L) bool, True for words and parts of words."""
+        after_end_BL = tokens_BL == 0 if self.end is None else (tokens_BL == self.end).cumsum(1) > 0
+        return (tokens_BL < self.stop) & ~after_end_BL
+
+
+class Mix(NamedTuple):
+    """Mixing of a batch of images: image i becomes lam_i of itself and 1 − lam_i of image partner_i."""
+
+    lam: Tensor  # (B,) float32, 1 where the image stays as it is; for CutMix the true share of area
+    use_cutmix: Tensor  # (B,) bool: a box is pasted (CutMix) rather than all pixels blended (Mixup)
+    boxes: Tensor  # (B, 4) int64, CutMix's: top, bottom, left, right, the ends not included; zeros elsewhere
+    partner: Tensor  # (B,) int64
+
+
+def draw_mix(
+    batch: int,
+    height: int,
+    width: int,
+    rng: np.random.Generator | np.random.RandomState,
+    ratio: float = 0.25,
+    mixup_alpha: float = 2.0,
+    cutmix_alpha: float = 2.0,
+    switch: float = 0.5,
+    prob: float = 1.0,
+    mode: str = "element",
+) -> Mix:
+    """Mixup and CutMix for a batch of images. Source: PCME++ §2.4, §B.2, Table C.4.
+
+    Image i is mixed with image B−1−i, with probability ratio · prob. CutMix's box has sides √(1 − λ) of the image's
+    around a random centre, cropped to the image; λ is then the share of area that is left.
+
+    The order of the draws is part of the interface: for all images CutMix or Mixup, λ of CutMix, λ of Mixup, [mixed or
+    not, if ratio < 1], mixed or not by prob; then, for each image with a box, its centre's row and column. With one
+    kind alone neither the choice nor the other λ is drawn. With a RandomState these are the numbers of PCME++'s public
+    code, except that it ignores the ratio if only one kind is on.
+
+    λ ~ Beta(α, α), and α 0 turns a kind off; `switch` is the probability of CutMix rather than Mixup. Mode "batch" has
+    one draw for all images, which are mixed with probability `prob`.
+    """
+    draw = _draw_batch if mode == "batch" else _draw_elements
+    lam, use_cutmix = draw(batch, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob)
+    boxes = np.zeros((len(lam), 4), dtype=np.int64)
+    for i in np.flatnonzero(use_cutmix & (lam != 1)):
+        boxes[i] = top, bottom, left, right = _draw_box(lam[i], height, width, rng)
+        lam[i] = 1 - (bottom - top) * (right - left) / (height * width)
+    every = (np.ones(batch, np.float32), np.zeros(batch, bool), np.zeros((batch, 4), np.int64))
+    for all_B, drawn in zip(every, (lam, use_cutmix, boxes)):
+        all_B[:] = drawn
+    return Mix(*map(torch.from_numpy, every), torch.arange(batch - 1, -1, -1))
+
+
+def _draw_elements(n, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob) -> tuple[np.ndarray, np.ndarray]:
+    """λ (n,) float32 and CutMix or not (n,), image by image."""
+    if mixup_alpha > 0 and cutmix_alpha > 0:
+        use_cutmix = rng.random(n) < switch
+        lam_cutmix = rng.beta(cutmix_alpha, cutmix_alpha, n)
+        lam = np.where(use_cutmix, lam_cutmix, rng.beta(mixup_alpha, mixup_alpha, n))
+    else:
+        use_cutmix = np.full(n, mixup_alpha <= 0)
+        alpha = cutmix_alpha if mixup_alpha <= 0 else mixup_alpha
+        lam = rng.beta(alpha, alpha, n)
+    if ratio < 1:
+        lam = np.where(rng.random(n) < ratio, lam, 1.0)
+    return np.where(rng.random(n) < prob, lam.astype(np.float32), np.float32(1)), use_cutmix
+
+
+def _draw_batch(n, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob) -> tuple[np.ndarray, np.ndarray]:
+    """λ and CutMix or not for a whole batch, (1,) float64 and (1,)."""
+    if rng.random() >= prob:
+        return np.ones(1), np.zeros(1, dtype=bool)
+    both = mixup_alpha > 0 and cutmix_alpha > 0
+    use_cutmix = rng.random() < switch if both else mixup_alpha <= 0
+    alpha = cutmix_alpha if use_cutmix else mixup_alpha
+    return np.array([rng.beta(alpha, alpha)]), np.array([use_cutmix])
+
+
+def _draw_box(lam: np.floating, height: int, width: int, rng) -> tuple[int, int, int, int]:
+    """Top, bottom, left, right."""
+    integers = rng.integers if hasattr(rng, "integers") else rng.randint  # Generator, RandomState
+    side = np.sqrt(lam.dtype.type(1) - lam)
+    box_h, box_w = (int(lam.dtype.type(size) * side) for size in (height, width))
+    y, x = integers(0, height), integers(0, width)
+    top, bottom = np.clip([y - box_h // 2, y + box_h // 2], 0, height)
+    left, right = np.clip([x - box_w // 2, x + box_w // 2], 0, width)
+    return top, bottom, left, right
+
+
+def mix_images(images: Tensor, mix: Mix, partners: Tensor | None = None) -> Tensor:
+    """(B, C, H, W) float, normalised, on any device -> the mixed images; `images` is not changed.
+
+    `mix` is on the CPU, so that no device is synchronised; `partners` (R, C, H, W) are those of the R images whose lam
+    is not 1, by default from `images`.
+    """
+    rows = torch.nonzero(mix.lam != 1).flatten()
+    if not len(rows):
+        return images
+    lam, use_cutmix, boxes, partner, rows = (
+        x.to(images.device, non_blocking=True) for x in (*(drawn[rows] for drawn in mix), rows)
+    )
+    partners = images[partner] if partners is None else partners
+    inside_RHW = _inside(images, *boxes[:, :, None].unbind(1))
+    own_R11 = lam.to(images.dtype)[:, None, None]
+    own_RHW = torch.where(use_cutmix[:, None, None], (~inside_RHW).to(images.dtype), own_R11)[:, None]
+    mixed = images[rows] * own_RHW + partners * (1 - own_RHW)
+    return images.index_copy(0, rows, mixed)
+
+
+def _inside(images: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """(R, H, W) bool, True inside R boxes, (R, 1) each."""
+    y, x = (torch.arange(n, device=images.device) for n in images.shape[-2:])
+    return ((y >= top) & (y < bottom))[:, :, None] & ((x >= left) & (x < right))[:, None, :]
+
+
+def cut_out(images: Tensor, share: float, place_B2: Tensor) -> Tensor:
+    """Normalised (B, C, H, W), on any device, with a grey square over a share of each, wholly inside it. Grey is 0, the
+    mean colour.
+
+    Source: Cutout (DeVries and Taylor 2017); PCME §4.1, whose erasing ratio 0.2 is taken as the share of the area.
+    `place_B2` in [0, 1), on the CPU, says where the square lies, downwards and to the right, of what is possible.
+    """
+    height, width = images.shape[-2:]
+    h, w = round(height * share**0.5), round(width * share**0.5)
+    room = torch.tensor([height - h + 1, width - w + 1])
+    top, left = (place_B2 * room).long().to(images.device, non_blocking=True)[:, :, None].unbind(1)  # (B, 1) each
+    return images.masked_fill(_inside(images, top, top + h, left, left + w)[:, None], 0)
+
+
+def size_augment_text(
+    tokens_BL: Tensor,
+    ratio: float = 0.2,
+    masking: float = 0.5,
+    replacing: float = 0.1,
+    *,
+    generator: torch.Generator | None = None,
+    ids: TextIds = TextIds(),  # noqa: B008 - frozen
+) -> Tensor:
+    """SizeAugment of texts: a share of the tokens is masked, replaced or left out, (B, L) int64 -> (B, L) int64.
+
+    A token is chosen with probability `ratio`; a chosen one is masked with probability `masking`, replaced by a random
+    one with probability `replacing`, and otherwise removed. Start and end token stay.
+    Source: VSE∞ and PCME++'s public code (0.2, 0.5, 0.1), which masks with MASK_TOKEN and replaces with one of the
+    first 30,522 tokens (as many as BERT has); here with any of CLIP's words and parts of words.
+
+    `tokens_BL` and `generator`, the source of all draws, are on the CPU.
+    """
+    draw_BL = torch.rand(tokens_BL.shape, generator=generator)
+    random_BL = torch.randint(1, ids.stop, tokens_BL.shape, generator=generator)
+    share_BL = torch.where(ids.are_words(tokens_BL), draw_BL / ratio if ratio else torch.inf, torch.inf)
+    result = torch.where(share_BL < masking + replacing, random_BL, tokens_BL)
+    result = torch.where(share_BL < masking, ids.mask, result)
+    out_BL = (share_BL >= masking + replacing) & (share_BL < 1)
+    order_BL = out_BL.int().argsort(dim=1, stable=True)  # removed tokens become padding at the end
+    return result.masked_fill(out_BL, 0).gather(1, order_BL)
+
+
+def drop_words(tokens_BL: Tensor, draw_BL: Tensor, probability: float, ids: TextIds = TextIds()) -> Tensor:  # noqa: B008 - frozen
+    """Words become the unknown word with a probability, (B, L) int64 -> (B, L) int64; `draw_BL` is uniform in [0, 1).
+
+    CLIP has no unknown word; its parts of words become MASK_TOKEN. Source: Bowman et al. 2016; PCME §4.1 (0.1).
+    """
+    return tokens_BL.masked_fill(ids.are_words(tokens_BL) & (draw_BL < probability), ids.mask)

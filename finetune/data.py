@@ -1,0 +1,422 @@
+"""Training data: rows in an order that only the seed decides, read by worker processes; wrong captions on request.
+
+    pairs = Pairs(find_captions("data/flickr8k", "train"), transform, tokenizer, batch_size=128, seed=0)
+    loader = Loader(pairs, workers=4)
+    for epoch in range(25):
+        for batch in loader.epoch(epoch):
+            ...
+
+The global batches, the random crops and the replacements of unreadable images are functions of the seed, the epoch
+and the row alone: the same for every number of workers, and of processes that divides the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemb.data.boxes.geometry import Box
+from probemb.data.captions.find import CaptionDataset
+from probemb.data.compositions.dataset import Compositions
+from probemb.data.failures import BadSample, Failure, Tally
+from probemb.data.pixels import empty_stack
+from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
+from probemb.data.workers import describe_process, make_loader, read
+from probemb.errors import UserError
+
+JUDGED_FROM = 1000  # rows
+
+
+class Unusable(Exception):
+    """A row that cannot be used: the name of its image, and why."""
+
+
+class Rows(ABC):
+    """Data set for a DataLoader: (epoch, step) -> this rank's rows of that global batch, collated, or the error, and
+    (name, reason) of images that could not be used.
+
+    Args:
+        data: one split; number: rows of an epoch. An incomplete last batch is left out of its epoch.
+        transform: PIL image -> (3, H, W) uint8. It may draw from the global random numbers of torch, numpy and
+            Python, which are seeded for every image and restored afterwards.
+        tokenizer: list of n texts -> (n, L) int64.
+        batch_size: the global batch, over all ranks; seed: any integer.
+        rank, world: of this process, which reads rows [rank·b, (rank+1)·b) of every global batch; `world` divides it.
+
+    Attributes: steps, the global batches in an epoch; share, this rank's rows of each.
+    """
+
+    what: ClassVar[str]  # the name of rows
+
+    def __init__(self, data, number, transform: Callable, tokenizer: Callable, batch_size, seed=0, rank=0, world=1):
+        self.data, self.number, self.batch_size, self.seed = data, number, batch_size, seed
+        self.transform, self.tokenizer = transform, tokenizer
+        if not 1 <= batch_size <= number:
+            raise UserError(
+                f"{data.source} has {number} {self.what}, from which no batch of {batch_size} can be made.",
+                f"Use a batch size from 1 to {number}.",
+            )
+        each = batch_size // world
+        self.steps, self.share = number // batch_size, range(rank * each, (rank + 1) * each)
+        self._epoch, self._order = -1, np.empty((0, 0), np.int64)
+
+    @abstractmethod
+    def read(self, epoch: int, number: int) -> Any:
+        """One row, a function of the seed and the arguments. Raises Unusable."""
+
+    @abstractmethod
+    def collate(self, rows: list) -> NamedTuple:
+        """A batch of rows."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """A digest of the data that batches are made of; a run must be resumed with the same."""
+
+    def __getitem__(self, place: tuple[int, int]) -> tuple[NamedTuple | UserError, list[tuple[str, str]]]:
+        failures: list[tuple[str, str]] = []
+        try:
+            with isolated_randomness():
+                return self.batch(*place, failures), failures
+        except UserError as error:  # PyTorch rebuilds exceptions from one argument
+            return error, failures
+
+    def batch(self, epoch: int, step: int, failures: list) -> NamedTuple:
+        """This rank's rows of a global batch."""
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, epoch_order(self.number, self.batch_size, self.seed, epoch)
+        order = self._order[step].tolist()
+        return self.collate([self._row(epoch, order, row, failures) for row in self.share])
+
+    def _row(self, epoch: int, order: list[int], row: int, failures: list) -> Any:
+        """A row; if it cannot be used, the next usable one of the global batch."""
+        for ahead in range(len(order)):
+            try:
+                return self.read(epoch, order[(row + ahead) % len(order)])
+            except Unusable as error:
+                last = error.args
+                if not ahead:
+                    failures.append(last)
+        raise UserError(
+            f"Not one image of a whole batch of {len(order)} can be used (the last, {last[0]}: {last[1]}).",
+            "Check the images.",
+        )
+
+    def image(self, index: int, *seeds: int, box: Box | None = None) -> Tensor:
+        """An image, or a part of it, transformed; the transform's random numbers are a function of the seeds."""
+
+        def transformed() -> Tensor:
+            part = self.data.images.part(index, box)
+            seed_all(number_of("transform", self.seed, *seeds))
+            return self.transform(part)
+
+        return self._usable(index, transformed)
+
+    def tokens(self, text: str, index: int) -> Tensor:
+        """(L,) int64; `index`: the image that a failure is counted for."""
+        return torch.as_tensor(self._usable(index, lambda: self.tokenizer([text])))[0]
+
+    def _usable(self, index: int, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # one bad image must not stop a run
+            reason = f"the transform or tokenizer failed ({type(error).__name__}: {error})"
+            reason = str(error) if isinstance(error, BadSample) else reason
+            raise Unusable(self.data.images.places[index].name, reason) from None
+
+
+def epoch_order(number: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of the rows drawn from (seed, epoch), cut into whole batches, (steps, batch_size) int64."""
+    permutation = stream_of("order", seed, epoch).permutation(number)
+    steps = number // batch_size
+    return permutation[: steps * batch_size].reshape(steps, batch_size)
+
+
+def stacked(images: list[Tensor]) -> Tensor:
+    """Images of one shape as one tensor, in the first's memory order; the list is emptied, so that both do not fill the
+    memory at once."""
+    whole = empty_stack(images[0], len(images))
+    for i in range(len(images)):
+        if images[i].shape != whole.shape[1:]:
+            raise UserError(
+                f"The transform gave an image of shape {tuple(images[i].shape)} where others have "
+                f"{tuple(whole.shape[1:])}.",
+                "Use a transform that crops or resizes every image to the same size.",
+            )
+        whole[i] = images[i]
+        images[i] = images[i].new_empty(0)
+    images.clear()
+    return whole
+
+
+# ------------------------------------------------------------------------------------------------------------- pairs
+
+
+class PairBatch(NamedTuple):
+    """This rank's rows of one global batch, b = batch_size / world.
+
+    Images and tokens may have more rows, unpaired ones, behind those of the pairs.
+
+    images       (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
+    tokens       (b, L) int64
+    image_index  (b,) int64: which image of the `CaptionDataset`; rows with the same one match each other
+    pair_index   (b,) int64: which caption, counted image after image, as in `CaptionDataset.flat`
+    """
+
+    images: Tensor
+    tokens: Tensor
+    image_index: Tensor
+    pair_index: Tensor
+
+
+class Pairs(Rows):
+    """Images with one of their captions; a row's number is that of its caption, in the order of `CaptionDataset.flat`.
+
+    With `unpaired`, batches of these stand behind every batch's own, epoch after epoch.
+    """
+
+    what = "pairs"
+
+    def __init__(self, data: CaptionDataset, *settings, unpaired: Pairs | None = None, **more):
+        self.texts, self.owner, self.unpaired = data.flat(), data.owner(), unpaired
+        super().__init__(data, len(self.texts), *settings, **more)
+
+    def read(self, epoch: int, number: int) -> tuple[Tensor, Tensor, int]:
+        image = self.image(self.owner[number], epoch, number)
+        return image, self.tokens(self.texts[number], self.owner[number]), number
+
+    def collate(self, rows: list) -> PairBatch:
+        images, tokens, pairs = map(list, zip(*rows))
+        rows.clear()
+        owner = torch.tensor([self.owner[pair] for pair in pairs])
+        return PairBatch(stacked(images), torch.stack(tokens), owner, torch.tensor(pairs))
+
+    def batch(self, epoch: int, step: int, failures: list) -> PairBatch:
+        pairs = super().batch(epoch, step, failures)
+        if self.unpaired is None:
+            return pairs
+        other = self.unpaired.batch(*divmod(epoch * self.steps + step, self.unpaired.steps), failures)
+        images, tokens = torch.cat([pairs.images, other.images]), torch.cat([pairs.tokens, other.tokens])
+        return pairs._replace(images=images, tokens=tokens)
+
+    @property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for image, texts in zip(self.data.image_ids, self.data.captions):
+            digest.update(f"{image}\0{len(texts)}\0".encode(errors="replace"))
+            for text in texts:
+                digest.update(f"{text}\0".encode(errors="replace"))
+        if self.unpaired is not None:
+            digest.update(self.unpaired.digest.encode())
+        return digest.hexdigest()[:16]
+
+
+def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> tuple[CaptionDataset, np.ndarray]:
+    """The data with a share of its captions at wrong images, and the image of each caption, (M,) int64.
+
+    The images of these captions are permuted among themselves: every image keeps its number of captions, and of the
+    floor(ratio · M) captions drawn, a few may return to their own image. Pair p of the result is caption
+    `np.argsort(image_of, kind="stable")[p]` of the clean data. Source: NCR §4.1; PCME++ Table 2 (20 % and 50 %).
+    """
+    owner = np.array(dataset.owner(), np.int64)
+    draw = np.random.RandomState([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, 0x6E6F])
+    chosen = draw.permutation(len(owner))[: int(ratio * len(owner))]
+    image_of = owner.copy()
+    image_of[chosen] = owner[draw.permutation(chosen)]
+    cuts = np.cumsum([len(texts) for texts in dataset.captions])[:-1]
+    groups = np.split(np.argsort(image_of, kind="stable"), cuts)
+
+    def move(rows: list) -> list[list]:
+        flat = [item for row in rows for item in row]
+        return [[flat[caption] for caption in group] for group in groups]
+
+    scenes, ids = dataset.scenes, dataset.caption_ids
+    if scenes is not None:
+        moved = move([captions for _, captions in scenes])
+        scenes = [(scene, captions) for (scene, _), captions in zip(scenes, moved)]
+    noisy = replace(
+        dataset, captions=move(dataset.captions), caption_ids=None if ids is None else move(ids), scenes=scenes
+    )
+    return noisy, image_of
+
+
+# -------------------------------------------------------------------------------------------------- composed queries
+
+
+class TupleBatch(NamedTuple):
+    """This rank's b rows of one global batch, each a query of k parts and its target.
+
+    images        (b + m, 3, H, W) uint8: the b targets, then the m parts that are images
+    tokens        (t, L) int64: the parts that are texts; one unused row where no part is a text, so that the text
+                  tower takes part in the gradients of every rank
+    part_rows     (b, k) int64: r >= 0 is images[b + r], r < 0 is tokens[-r - 1]
+    text_used     (t,) bool: False for the unused row
+    target_index  (b,) int64: which image of `Compositions` the target is
+    concepts      (b, c) int64: what a correct target has; c = k but for changes of attributes, where it is 1
+    example_index (b,) int64: which combination, or which source image of changes
+
+    m and t differ from rank to rank and from step to step.
+    """
+
+    images: Tensor
+    tokens: Tensor
+    part_rows: Tensor
+    text_used: Tensor
+    target_index: Tensor
+    concepts: Tensor
+    example_index: Tensor
+
+
+class Tuples(Rows):
+    """Queries with their targets, both drawn from (seed, epoch, row); row r is of combination r modulo their number.
+
+    `repeats`: rows of an epoch for each combination, with other targets and parts each time.
+    """
+
+    what = "examples"
+
+    def __init__(self, data: Compositions, *settings, repeats: int = 1, **more):
+        super().__init__(data, data.n_examples * repeats, *settings, **more)
+
+    def read(self, epoch: int, number: int) -> tuple:
+        """Which example, the example, its target, and for each part pixels or tokens."""
+        which = number % self.data.n_examples
+        example = self.data.draw(which, stream_of("example", self.seed, epoch, number))
+        target = self.image(example.target, epoch, number, 0)
+        parts = [
+            self.image(part.image, epoch, number, place, box=part.box)
+            if part.is_image
+            else self.tokens(part.text, example.target)
+            for place, part in enumerate(example.parts, 1)
+        ]
+        return which, example, target, parts
+
+    def collate(self, rows: list) -> TupleBatch:
+        images, texts, places = [], [], []
+        for _, example, _, parts in rows:
+            row = []
+            for part, content in zip(example.parts, parts):
+                kind = images if part.is_image else texts
+                row.append(len(kind) if part.is_image else -len(kind) - 1)
+                kind.append(content)
+            places.append(row)
+        numbers, examples, targets, _ = map(list, zip(*rows))
+        used = torch.ones(max(1, len(texts)), dtype=torch.bool)
+        if not texts:
+            used[0] = False
+            texts.append(self.tokens(self.data.concepts[examples[0].concepts[0]], examples[0].target))
+        rows.clear()
+        return TupleBatch(
+            stacked(targets + images),
+            torch.stack(texts),
+            torch.tensor(places),
+            used,
+            torch.tensor([example.target for example in examples]),
+            torch.tensor([example.concepts for example in examples]),
+            torch.tensor(numbers),
+        )
+
+    @property
+    def digest(self) -> str:
+        return self.data.digest()
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+class Loader:
+    """Batches of one rank, which are prepared ahead.
+
+    Args:
+        workers: processes that prepare batches; 0 prepares them in this one.
+        pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
+        failure_share: the run stops when more than this share of this rank's rows cannot be used, once JUDGED_FROM of
+            them, or its part of a whole epoch, were read since the process started.
+
+    Attributes: steps, the global batches in an epoch; waited, the seconds spent waiting for data so far.
+
+    Raises UserError: while iterating, too many rows cannot be used, or a worker was killed.
+    """
+
+    def __init__(self, rows: Rows, workers: int = 0, *, pin_memory: bool = False, failure_share: float = 0.05):
+        self.rows, self.workers, self.pin_memory = rows, workers, pin_memory
+        self.steps, self.waited = rows.steps, 0.0
+        self._tally = Tally(failure_share, min(JUDGED_FROM, rows.steps * len(rows.share)))
+        self._batches: Iterator | None = None
+
+    def epoch(self, n: int, start_step: int = 0) -> Iterator[NamedTuple]:
+        """The batches of epoch n from a step on; nothing before it is read."""
+        self.close()
+        loader = make_loader(
+            self.rows,
+            self.workers,
+            batch_size=None,
+            sampler=[(n, step) for step in range(start_step, self.steps)],
+            collate_fn=_identity,
+            multiprocessing_context="fork" if self.workers else None,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # otherwise each epoch would draw from the global random numbers
+        )
+        self._batches = read(loader)
+        while True:
+            began = time.perf_counter()
+            batch, failures = next(self._batches, (None, ()))
+            self.waited += time.perf_counter() - began
+            if batch is None:
+                return
+            self._count(failures)
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+
+    def _count(self, failures: list[tuple[str, str]]) -> None:
+        t = self._tally
+        if t.add(len(self.rows.share), failures):
+            named = "; ".join(f"{name}: {failure.reason}" for name, failure in t.worst())
+            raise UserError(
+                f"The images of {t.failed} of {t.read} {self.rows.what} cannot be used ({t.failed / t.read:.1%}, "
+                f"allowed are {t.share:.1%}): {named}.",
+                "Repair these images or leave them out, or allow a larger failure share.",
+            )
+
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """By name of the image, what this rank could not use since the process started."""
+        return self._tally.failures
+
+    def waiting_for(self) -> str:
+        """The workers that prepare batches, with what keeps them from it; for another thread."""
+        pids = sorted(child.pid for child in multiprocessing.active_children())
+        workers = (f"data-worker-{i} ({describe_process(pid)})" for i, pid in enumerate(pids))
+        return ", ".join(["waiting for data", *workers])
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._batches is not None:
+            self._batches.close()
+
+
+def _identity(item):
+    return item
+
+
+def refuse_unusable(data: CaptionDataset | Compositions, share: float) -> None:
+    """Raise UserError if images are missing, or listing found more than this share of samples unusable."""
+    bad, total = data.images.bad, len(data) + len(data.images.bad)
+    of = f", split '{data.split}'," if data.split else ""
+    if len(bad) > share * total:
+        raise UserError(
+            f"{len(bad)} of {total} samples of {data.source}{of} cannot be used ({bad[0][0]}: {bad[0][1]}).",
+            "Repair them or leave their shards out, or allow a larger failure share.",
+        )

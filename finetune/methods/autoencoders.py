@@ -1,0 +1,334 @@
+"""Joint Wasserstein autoencoders and their baselines. Source: Mahajan et al., jWAE, §4 and §5.1.
+
+Codes are the means before they are l2-normalised, as the prior N(0, I) needs them; the model itself gives unit means,
+so its ranking by the distance of the means is the paper's by the cosine. What is reconstructed are the image trunk's
+features and the caption: its words where the text tower has weights, its mean word vector where that is the input.
+A loss is a sum of parts, {name: (weight, value)}: `supervision` by pairs, `reconstruction`, and a prior on the codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from finetune.methods.base import Batch, Hinge, Method
+from finetune.methods.regions import SCAN, n_words, own_rows
+from probemb import distributed
+from probemb.gaussian import Gaussian
+from probemb.losses import LossOutput, jwae, triplet_loss
+
+Parts = dict[str, tuple[float, Tensor]]
+
+
+class MSE(Method):
+    """Two autoencoders whose codes of a pair are pulled together."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Reconstruction. Source: jWAE Eqs. 5-7; weights of jWAE-MSE.
+
+        Args:
+            image_weight: of the reconstruction of image features.
+            text_weight: of the reconstruction of captions.
+            image_norm: of the image features' error, l1 or l2.
+            reduce: of both errors: sum (Eq. 6; the codes' distance of Eq. 7 is a mean), or mean (public code).
+                With the mean and norm l2 the distance outweighs them, and all codes become one.
+            word_dropout: share of the words that the text decoder does not see (public code). Mean word vectors are
+                reconstructed by two layers, which none of these three options concerns.
+            word_width: of the text decoder's word embeddings.
+            hidden: of the text decoder's GRU.
+        """
+
+        image_weight: NonNegativeFloat = 1.0
+        text_weight: NonNegativeFloat = 1.0
+        image_norm: Literal["l1", "l2"] = "l2"
+        reduce: Literal["sum", "mean"] = "sum"
+        word_dropout: ClosedUnitInterval = 0.2
+        word_width: PositiveInt = 300
+        hidden: PositiveInt = 512
+
+    needs: ClassVar = {
+        "image_norm": ("image_weight",),
+        "reduce": ("image_weight", "text_weight"),
+        **dict.fromkeys(("word_dropout", "word_width", "hidden"), ("text_weight",)),
+    }
+    wants_features = True
+    wants_words = True
+    whole_items = True
+    takes_unpaired = True
+
+    def build(self, model, data) -> None:
+        from probemb.models.architectures import reads_vectors
+        from probemb.models.autoencoder import FeatureDecoder, WordDecoder
+
+        d, of_tokens = model.embed_dim, bool(self.wants_tokens)
+        self.generates_words = of_tokens or not reads_vectors(model.config["architecture"])
+        if self.generates_words:
+            decoder = WordDecoder(n_words(model), d, self.options.word_width, self.options.hidden)
+        else:
+            decoder = FeatureDecoder(d, model.text_tower.target_width(of_tokens), (d,))
+        images = FeatureDecoder(d, model.image_tower.target_width(of_tokens), (d,))
+        self.module.decoders = nn.ModuleDict({"image": images, "text": decoder})
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        parts = self.parts(batch, model)
+        loss = sum(weight * value for weight, value in parts.values())
+        terms = {name: value.detach() for name, (_, value) in parts.items()}
+        return LossOutput(loss, terms | jwae.code_statistics(torch.cat(self.codes(batch))))
+
+    def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """All codes of images and of texts, (…, D) each: those that jWAE holds to the prior."""
+        return batch.everything.images.codes, batch.everything.texts.codes
+
+    def parts(self, batch: Batch, model) -> Parts:
+        """The loss, summed in this order."""
+        everything = batch.everything
+        reconstruction = self.reconstruction(everything, model, *self.decoded(everything))
+        return self.supervision(batch, model) | reconstruction
+
+    def supervision(self, batch: Batch, model) -> Parts:
+        """Loss terms that pull the codes of a pair together."""
+        return {"mse": (1.0, jwae.code_mse(batch.images.codes, batch.texts.codes))}
+
+    def decoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The codes that images and captions are reconstructed from, (N, D) each."""
+        return batch.images.codes, batch.texts.codes
+
+    def reconstruction(self, batch: Batch, model, image: Tensor, text: Tensor) -> Parts:
+        """Errors of images and captions, means; a rank decodes its own rows, and the mean is of all ranks."""
+        own, o = own_rows(len(image)), self.options
+        errors = {"image": self.image_error(batch, image, own), "text": self.text_error(batch, model, text, own)}
+        items = len(image) if o.reduce == "sum" else 1
+        weights = {"image": items * o.image_weight, "text": items * o.text_weight}
+        return {side: (weights[side], distributed.gather(error[None]).mean()) for side, error in errors.items()}
+
+    def image_error(self, batch: Batch, image: Tensor, own: slice) -> Tensor:
+        """Mean over a rank's own images, (); codes of all ranks' images."""
+        mask = None if batch.images.mask is None else batch.images.mask[own]
+        decoded = self.module.decoders["image"](image[own])
+        return jwae.reconstruction(batch.images.features[own], decoded, self.options.image_norm, mask)
+
+    def text_error(self, batch: Batch, model, text: Tensor, own: slice) -> Tensor:
+        """Mean over a rank's own captions, (); codes of all ranks' captions."""
+        decoder = self.module.decoders["text"]
+        if not self.generates_words:
+            return jwae.reconstruction(batch.texts.features[own], decoder(text[own]), "squared")
+        words = model.cut_padding(batch.words)
+        seen = jwae.drop_words(words, self.options.word_dropout, batch.generator)  # drawn for the batch of all ranks
+        return decoder.nll(text[own], words[own], seen[own]).mean()
+
+
+class MMDMSE(MSE):
+    """`mse`, and the discrepancy of the image codes' from the text codes' distribution."""
+
+    @dataclass(frozen=True)
+    class Options(MSE.Options):
+        """Reconstruction and MMD. The paper names no weight, and neither kernel nor widths.
+
+        Args:
+            mmd_weight: of the discrepancy.
+            kernel: rbf or imq, see `probemb.losses.jwae.mmd`.
+        """
+
+        mmd_weight: NonNegativeFloat = 0.2
+        kernel: Literal["rbf", "imq"] = "rbf"
+
+    needs: ClassVar = MSE.needs | {"kernel": ("mmd_weight",)}
+
+    def parts(self, batch: Batch, model) -> Parts:
+        discrepancy = jwae.mmd(*self.codes(batch), self.options.kernel)
+        return super().parts(batch, model) | {"mmd": (self.options.mmd_weight, discrepancy)}
+
+
+class JWAEMSE(MSE):
+    """jWAE-MSE: both codes' distributions are also held to N(0, I) by one discriminator."""
+
+    @dataclass(frozen=True)
+    class Options(MSE.Options):
+        """Gaussian regularisation. Source: jWAE Eq. 6, §5.1.
+
+        Args:
+            image_prior: weight of the image codes' divergence from the prior.
+            text_prior: weight of the text codes'.
+            discriminator_lr: Adam's.
+            discriminator_hidden: width of its layers (public code).
+        """
+
+        image_prior: NonNegativeFloat = 0.2
+        text_prior: NonNegativeFloat = 0.2
+        discriminator_lr: PositiveFloat = 5e-5
+        discriminator_hidden: PositiveInt = 256
+
+    needs: ClassVar = MSE.needs | dict.fromkeys(
+        ("discriminator_lr", "discriminator_hidden"), ("image_prior", "text_prior")
+    )
+
+    def build(self, model, data) -> None:
+        super().build(model, data)
+        self.make_discriminator(model.embed_dim)
+
+    def make_discriminator(self, d: int, **more) -> None:
+        from probemb.models.autoencoder import Discriminator
+
+        self.aside.discriminator = Discriminator(d, self.options.discriminator_hidden, **more)
+        self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
+
+    def parts(self, batch: Batch, model) -> Parts:
+        o, (image, text) = self.options, self.codes(batch)
+        prior = {
+            "image_prior": (o.image_prior, self.prior_loss(image)),
+            "text_prior": (o.text_prior, self.prior_loss(text)),
+        }
+        return super().parts(batch, model) | prior
+
+    def prior_loss(self, codes: Tensor) -> Tensor:
+        """Loss of the encoders, ()."""
+        return self.aside.discriminator.judge(codes)
+
+    def after_step(self, batch: Batch, model) -> dict[str, Tensor]:
+        """A step of the discriminator; js is the bound on the codes' divergence from the prior that it found."""
+        loss = self.aside.discriminator.loss(torch.cat(self.codes(batch)), batch.generator)
+        loss.backward()
+        self.keep_gradients()
+        self.aside_optimizer.step()
+        self.aside_optimizer.zero_grad(set_to_none=True)
+        return {"discriminator": loss.detach(), "js": jwae.js_bound(loss)}
+
+    def keep_gradients(self) -> None:
+        """Called before the discriminator's step; its gradients are those of its own loss."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Options of jWAE-MH, Gaussian regularisation and reconstruction. Source: jWAE §5.1.
+
+    Args:
+        image_prior: weight of the images' divergence from the prior.
+        text_prior: weight of the captions'.
+        reduce: of the reconstructions' errors: mean (public code, with weight 0.05 of the images' l1 error), or
+            sum (Eq. 6).
+    """
+
+    reduce: Literal["sum", "mean"] = "mean"
+    image_weight: NonNegativeFloat = 0.5
+    text_weight: NonNegativeFloat = 0.005
+    image_prior: NonNegativeFloat = 0.01
+    text_prior: NonNegativeFloat = 0.01
+
+
+def hinge_of_cosines(batch: Batch, image_ND: Tensor, text_ND: Tensor, options: Hinge) -> Parts:
+    """The triplet loss of the codes' cosines, summed over pairs."""
+    with torch.autocast(image_ND.device.type, enabled=False):
+        similarity = F.normalize(image_ND, dim=-1) @ F.normalize(text_ND, dim=-1).T
+        hardest = batch.epoch >= options.warmup_epochs
+        return {"triplet": (1.0, triplet_loss(similarity, batch.match, options.margin, hardest).loss)}
+
+
+class JWAEMH(JWAEMSE):
+    """jWAE-MH: pairs are told from others by the triplet loss of the codes' cosines."""
+
+    @dataclass(frozen=True)
+    class Options(Weights, Hinge, JWAEMSE.Options):
+        """Triplet loss and Gaussian regularisation. Source: jWAE Eqs. 1 and 9, §5.1."""
+
+    def supervision(self, batch: Batch, model) -> Parts:
+        return hinge_of_cosines(batch, batch.image.mean, batch.text.mean, self.options)
+
+
+class VAEMH(MSE):
+    """VAE-MH: variational autoencoders; the triplet loss is of one sample of every item."""
+
+    @dataclass(frozen=True)
+    class Options(Weights, Hinge, MSE.Options):
+        """Triplet loss and KL divergence of every item. Source: jWAE Eq. 2, Table 4; weights as of jWAE-MH."""
+
+    probabilistic = True
+    ranking = "mean"  # variances are those of codes, not of unit means
+
+    def parts(self, batch: Batch, model) -> Parts:
+        drawn, prior, everything = [], {}, batch.everything
+        for side, encoded in (("image", everything.images), ("text", everything.texts)):
+            codes = Gaussian(encoded.codes, encoded.gaussian.log_var)
+            at = {"device": codes.mean.device, "dtype": codes.mean.dtype}
+            noise = torch.randn(codes.mean.shape, generator=batch.generator, **at)
+            drawn.append(codes.mean + (0.5 * codes.log_var).exp() * noise)
+            prior[f"{side}_prior"] = (getattr(self.options, f"{side}_prior"), jwae.vae_kl(codes))
+        triplet = hinge_of_cosines(batch, *(codes[: len(batch.images)] for codes in drawn), self.options)
+        return triplet | self.reconstruction(everything, model, *drawn) | prior
+
+
+class JWAESCAN(JWAEMH, SCAN):
+    """jWAE-MH with SCAN's scores: every region and word has a code, reconstructed and held to the prior.
+
+    A caption is generated from the mean of its words' codes.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Weights, SCAN.Options, JWAEMSE.Options):
+        """SCAN and Gaussian regularisation. Source: jWAE §5.1; SCAN.
+
+        Args:
+            published: as in the public code: unit codes of one region and one word of each item before the
+                discriminator, which has two layers and keeps all gradients, also the encoders'; each word predicted
+                from its own code and from itself.
+        """
+
+        published: bool = False
+
+    needs: ClassVar = SCAN.needs | JWAEMSE.needs
+
+    def build(self, model, data) -> None:
+        from probemb.models.autoencoder import FeatureDecoder, WordDecoder
+
+        super().build(model, data)
+        d, o = model.embed_dim, self.options
+        if not o.published:
+            return
+        self.module.decoders["image"] = FeatureDecoder(d, model.image_tower.target_width(True), (d, d))
+        self.module.decoders["text"] = WordDecoder(n_words(model), d, o.word_width, o.hidden, published=True)
+        self.make_discriminator(d, published=True)
+        for i, parameter in enumerate(self.aside.discriminator.parameters()):
+            self.aside.register_buffer(f"gradient_{i}", torch.zeros_like(parameter))
+
+    def supervision(self, batch: Batch, model) -> Parts:
+        return {"triplet": (1.0, SCAN.loss(self, batch, model).loss)}
+
+    def decoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Codes of regions (N, R, D), and of captions (N, D); published, of words (N, L, D)."""
+        if self.options.published:
+            return F.normalize(batch.images.tokens, dim=-1), F.normalize(batch.texts.tokens, dim=-1)
+        return batch.images.tokens, batch.texts.codes
+
+    def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Codes of all regions and of all words, (…, D); published, of one place in each item, (N, D)."""
+        batch = batch.everything
+        sides = batch.images, batch.texts
+        if self.options.published:
+            there = (side.tokens * side.mask[..., None] for side in sides)  # 0 behind a caption's end, as there
+            return tuple(F.normalize(tokens[:, at], dim=-1) for tokens, at in zip(there, self.places(batch)))
+        return tuple(side.tokens[side.mask] for side in sides)
+
+    def places(self, batch: Batch) -> tuple[int, int]:
+        """The region and the word that the public code shows the discriminator in a step: any but the last one."""
+        # Of the run's seed and the step; the same for the encoders' step and the discriminator's.
+        generator = torch.Generator().manual_seed(batch.generator.initial_seed())
+        last = (max(1, side.tokens.shape[1] - 1) for side in (batch.images, batch.texts))
+        return tuple(int(torch.randint(n, (), generator=generator)) for n in last)
+
+    def prior_loss(self, codes: Tensor) -> Tensor:
+        """Loss of the encoders, (); published, its gradient is the discriminator's too."""
+        if not self.options.published:
+            return super().prior_loss(codes)
+        return jwae.encoder_loss(self.aside.discriminator(codes))
+
+    def keep_gradients(self) -> None:
+        """Published: the gradients become the sum over all steps, of the encoders' loss and of its own."""
+        for i, parameter in enumerate(self.aside.discriminator.parameters() if self.options.published else ()):
+            held = getattr(self.aside, f"gradient_{i}")
+            held += parameter.grad
+            parameter.grad = held.clone()

@@ -1,0 +1,155 @@
+"""PCME, ProLIP and probabilistic VSE++: losses of normals but PCME++'s."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from finetune.methods.base import Batch, Hinge, Method
+from probemb.errors import UserError
+from probemb.losses import LossOutput, ProLIPLoss, pcme_loss, prob_triplet_loss
+
+
+class PCME(Method):
+    """PCME: soft contrastive loss of sampled embeddings, information bottleneck, uniformity.
+
+    finetune/recipes/pcme-cub.yaml and pcme-coco.yaml are the paper's own recipe; the defaults are those of PCME++'s
+    comparison, on CLIP's towers.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Match probability of samples. Source: PCME++ §B.2 (scale, shift and bottleneck as PCME++'s).
+
+        Args:
+            scale: initial a of the match probability, the mean over sample pairs of sigmoid(2 (b - a d)). The 2 is the
+                public code's, to which the published a and b belong; the paper has sigmoid(b - a d).
+            shift: initial b.
+            samples: drawn of each item.
+            vib: weight beta of the information bottleneck.
+            vib_form: kl (mean over items and dimensions), sum (their sum, as PCME weighs it), or pcme and pcmepp, the
+                authors' codes, which take log sigma for log sigma^2.
+            uniformity: weight of the uniformity loss of all samples.
+        """
+
+        scale: PositiveFloat = 5.0
+        shift: NonNegativeFloat = 5.0
+        samples: PositiveInt = 8
+        vib: NonNegativeFloat = 1e-4
+        vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl"
+        uniformity: NonNegativeFloat = 0.0
+
+    needs: ClassVar = {"vib_form": ("vib",)}
+    note = "PCME's own recipe: --config finetune/recipes/pcme-coco.yaml or pcme-cub.yaml"
+    probabilistic = True
+    ranking = "match-probability"
+    soft_labels = True
+    trains = ("scale", "shift")
+    match = "samples"
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        o = self.options
+        return pcme_loss(
+            batch.image, batch.text, batch.match, n_samples=o.samples, scale=model.scale, shift=model.shift, vib=o.vib,
+            vib_form=o.vib_form, uniformity_weight=o.uniformity, generator=batch.generator,
+        )  # fmt: skip
+
+
+class ProLIP(Method):
+    """ProLIP's loss on any probabilistic encoder, as in pretraining; captions of the same image match it too."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """L_ppcl + vib * L_vib + inclusion * L_inclusion. Source: ProLIP §3.2, §3.3.
+
+        Args:
+            vib: weight of the information bottleneck.
+            inclusion: weight of an image's inclusion in its text.
+            inclusion_scale: c of -log sigmoid(c H).
+            form: exact, or code, the formulas of the authors' public code.
+            logit_scale: initial inverse temperature, at most 100 later; null for that of the run in model.pretrained.
+            logit_bias: initial bias of the logits, or null.
+            log_var: initial log-variance of a new head; null for -log D.
+        """
+
+        vib: NonNegativeFloat = 1e-4
+        inclusion: NonNegativeFloat = 1e-7
+        inclusion_scale: PositiveFloat = 1000.0
+        form: Literal["exact", "code"] = "exact"
+        logit_scale: PositiveFloat | None = 10.0
+        logit_bias: float | None = -10.0
+        log_var: float | None = -10.0
+
+    needs: ClassVar = {"inclusion_scale": ("inclusion",), "form": ("inclusion", "vib")}
+    probabilistic = True
+    trains = ("logit_scale", "logit_bias")
+    match = "cosine"
+
+    def build(self, model, data) -> None:
+        o = self.options
+        self.criterion = ProLIPLoss(o.vib, o.inclusion, inclusion_scale=o.inclusion_scale, form=o.form)
+
+    @classmethod
+    def model_options(cls, options) -> dict:
+        o = options
+        scalars = {"init_logit_scale": o.logit_scale, "init_logit_bias": o.logit_bias, "log_var_start": o.log_var}
+        return {**super().model_options(options), **scalars}
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        scale = model.inverse_temperature()
+        return self.criterion(batch.image, batch.text, scale, model.logit_bias, match=batch.match)
+
+    def scalars(self, model) -> dict[str, Tensor]:
+        """a and b of the match probability that follows."""
+        return dict(zip(("scale", "shift"), model.match_scalars()))
+
+
+class ProbVSEPlusPlus(Method):
+    """VSE++ with normals in place of points, ranked by the similarity that is trained."""
+
+    @dataclass(frozen=True)
+    class Options(Hinge):
+        """Triplet loss of a similarity of normals. Source: Probabilistic VSE++/VSRN Eq. 3 to 8, §4.2.
+
+        Args:
+            similarity: wasserstein2 (the paper's choice for COCO), min-kl (VSE++ with a trained image tower), kl, of
+                the image from the caption (VSE++ on Flickr30k), or reverse-kl, of the caption from the image (Table 6).
+            negatives: hardest (the paper's Eq. 3), semi-hard (its text: the hardest one that is farther than the pair)
+                or all.
+            covariance: ellipsoidal (a variance for each dimension), spherical-mean (their mean), or spherical (one
+                predicted value).
+            smallest: bound of the variances.
+            largest: the other bound.
+        """
+
+        similarity: Literal["wasserstein2", "min-kl", "kl", "reverse-kl"] = "wasserstein2"
+        negatives: Literal["hardest", "semi-hard", "all"] = "hardest"
+        warmup_epochs: NonNegativeInt = 0
+        covariance: Literal["ellipsoidal", "spherical-mean", "spherical"] = "ellipsoidal"
+        smallest: PositiveFloat = 0.1
+        largest: PositiveFloat = 10.0
+
+    needs: ClassVar = {"warmup_epochs": ("negatives=hardest", "negatives=semi-hard")}
+    probabilistic = True
+
+    @classmethod
+    def model_options(cls, options) -> dict:
+        o = options
+        if o.smallest >= o.largest:
+            raise UserError(
+                f"The variances are to lie between loss.smallest {o.smallest:g} and loss.largest {o.largest:g}.",
+                "Set loss.smallest below loss.largest.",
+            )
+        return {
+            **super().model_options(o), "ranking": o.similarity, "covariance": o.covariance, "unit_features": True,
+            "log_var_range": (math.log(o.smallest), math.log(o.largest)),
+        }  # fmt: skip
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        o = self.options
+        negatives = o.negatives if batch.epoch >= o.warmup_epochs else "all"
+        return prob_triplet_loss(batch.image, batch.text, batch.match, o.similarity, o.margin, negatives)

@@ -1,0 +1,171 @@
+"""Methods over an image's regions: SCAN, which compares them with words one by one; VSRN, which reasons over them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
+
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from finetune.methods.base import Batch, Hinge, Method
+from finetune.methods.points import VSE
+from finetune.methods.probabilistic import ProbVSEPlusPlus
+from probemb import distributed
+from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
+from probemb.errors import UserError
+from probemb.losses import LossOutput, scan_loss
+
+LAMBDAS = {"t2i": (9.0, 6.0), "i2t": (4.0, 5.0)}  # of the softmax and of "lse", of the published models (Flickr30k)
+
+
+class SCAN(Method):
+    """Stacked cross attention: every token of one side attends to the other side's."""
+
+    @dataclass(frozen=True)
+    class Options(Hinge):
+        """Triplet loss of attention scores. Source: SCAN §3, §4.2.
+
+        Args:
+            direction: t2i, words attend to regions, or i2t, regions to words.
+            aggregation: of the cosines of a pair: lse, mean, sum or max.
+            norm: of the products over the tokens that attend.
+            lambda_softmax: inverse temperature of the attention; empty for 9 (t2i) or 4 (i2t).
+            lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
+            hardest: the hardest negative's hinge rather than the sum of all.
+        """
+
+        direction: Literal["t2i", "i2t"] = "t2i"
+        aggregation: Literal["lse", "mean", "sum", "max"] = "lse"
+        norm: Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"] = (
+            "clipped-l2norm"
+        )
+        lambda_softmax: PositiveFloat | None = None
+        lambda_lse: PositiveFloat | None = None
+        hardest: bool = True
+        warmup_epochs: NonNegativeInt = 0
+
+    needs: ClassVar = {"lambda_lse": ("aggregation=lse",), "warmup_epochs": ("hardest",)}
+    wants_tokens = True
+    whole_items = True
+    heads = ("average",)  # others pool tokens by what would not be trained
+    ranking = "attention"
+
+    @classmethod
+    def model_options(cls, options) -> dict:
+        return {**super().model_options(options), "attention": asdict(cross_attention(options))}
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        images, texts = (unit_tokens(side.tokens, side.mask) for side in (batch.images, batch.texts))
+        hardest = self.options.hardest and batch.epoch >= self.options.warmup_epochs
+        return scan_loss(images, texts, batch.match, cross_attention(self.options), self.options.margin, hardest)
+
+
+def cross_attention(options: SCAN.Options) -> CrossAttention:
+    """The options with the direction's own lambdas where none are given."""
+    softmax, lse = LAMBDAS[options.direction]
+    lambdas = options.lambda_softmax or softmax, options.lambda_lse or lse
+    return CrossAttention(options.direction, options.aggregation, options.norm, *lambdas)
+
+
+@dataclass(frozen=True)
+class CaptionOptions:
+    """Options of the decoder that generates captions from regions.
+
+    Args:
+        caption_weight: of the captions' negative log-likelihood, a mean over captions; 0 for no decoder.
+        word_width: of the decoder's word embeddings.
+        hidden: of the GRUs that read the regions and generate the words.
+    """
+
+    caption_weight: NonNegativeFloat = 1.0
+    word_width: PositiveInt = 300
+    hidden: PositiveInt = 512
+
+
+class Captioned(Method):
+    """Adds captions generated from regions to the loss of the class behind it. Source: VSRN (Li et al., ICCV 2019).
+
+    The decoder attends to the regions before every word.
+    """
+
+    over_regions = True
+    wants_words = True
+
+    def build(self, model, data) -> None:
+        super().build(model, data)
+        if not self.options.caption_weight:
+            return
+        from probemb.models.autoencoder import RegionDecoder
+
+        self.wants_tokens = "trunk"
+        width, o = model.image_tower.token_width, self.options
+        decoder = RegionDecoder(n_words(model), width, o.word_width, o.hidden)
+        self.module.decoders = nn.ModuleDict({"caption": decoder})
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        out = super().loss(batch, model)
+        if not self.options.caption_weight:
+            return out
+        caption = self.caption_loss(batch, model)
+        loss = out.loss + self.options.caption_weight * caption
+        return LossOutput(loss, {"triplet": out.loss.detach(), **out.terms, "caption": caption.detach()})
+
+    def caption_loss(self, batch: Batch, model) -> Tensor:
+        """Mean −log p of all ranks' captions, (); a rank decodes its own."""
+        words = model.cut_padding(batch.words)
+        own = own_rows(len(words))
+        regions = Tokens(batch.images.tokens[own], batch.images.mask[own])
+        each = self.module.decoders["caption"].nll(regions, words[own], words[own])
+        return distributed.gather(each.mean()[None]).mean()
+
+
+class VSRN(Captioned, VSE):
+    """Graph reasoning over regions and a GRU, with VSE++'s hardest negatives and captions generated from regions."""
+
+    @dataclass(frozen=True)
+    class Options(CaptionOptions, VSE.Options):
+        """Triplet loss, and captions generated from regions. Source: VSRN, joint matching and generation."""
+
+        warmup_epochs: NonNegativeInt = 0
+
+    needs: ClassVar = {"word_width": ("caption_weight",), "hidden": ("caption_weight",)}
+
+
+class ProbVSRN(Captioned, ProbVSEPlusPlus):
+    """VSRN with normals in place of points."""
+
+    @dataclass(frozen=True)
+    class Options(CaptionOptions, ProbVSEPlusPlus.Options):
+        """Triplet loss of a similarity of normals; the paper names no other.
+
+        Args:
+            caption_weight: of the captions' negative log-likelihood (VSRN: 1); 0 for no decoder.
+        """
+
+        margin: PositiveFloat = 0.1
+        caption_weight: NonNegativeFloat = 0.0
+
+    needs: ClassVar = VSRN.needs | ProbVSEPlusPlus.needs
+
+
+def own_rows(n: int) -> slice:
+    """This rank's rows among those of all ranks: it decodes these, and the mean of all ranks' errors is the loss."""
+    each = n // distributed.world_size()
+    return slice(distributed.rank() * each, (distributed.rank() + 1) * each)
+
+
+def n_words(model) -> int:
+    """Number of token ids of a model. Raises UserError: the text tower does not tell."""
+    from probemb.models.word_tokenizer import FIRST_WORD
+
+    text = model.config["architecture"]["text_cfg"]
+    if "vocabulary" in text:
+        return FIRST_WORD + len(text["vocabulary"])
+    if text.get("hf_model_name"):
+        raise UserError(
+            f"The text tower of {model.config['name']} is from Hugging Face, and a decoder of captions needs the "
+            "number of its words.",
+            "Choose another model, such as resnet152-bigru.",
+        )
+    return text.get("vocab_size", 49408)

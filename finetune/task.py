@@ -1,0 +1,355 @@
+"""Tasks: pairs of images and captions, or composed queries with their targets; a method has one of them.
+
+A task finds its data, reads rows, augments a batch on the device, gathers what all ranks embedded as the method's
+`Batch`, and validates a model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
+from finetune.config import Config
+from finetune.data import PairBatch, Pairs, Rows, TupleBatch, Tuples, refuse_unusable, shuffle_captions
+from finetune.feature_cache import cache_features, unchanged
+from finetune.methods import METHODS
+from finetune.methods.base import Batch
+from probemb import distributed, labels
+from probemb.cli.device import Device
+from probemb.data.captions.find import find_captions
+from probemb.data.compositions.find import find_compositions
+from probemb.evaluation.composed import KS as COMPOSED_KS
+from probemb.evaluation.composed import embed_queries, measure_composed
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.rankings import KS, evaluate_retrieval
+from probemb.gaussian import Gaussian
+from probemb.models import (
+    Augmentation,
+    DualEncoder,
+    Encoded,
+    Transforms,
+    check_images,
+    check_words,
+    create_tokenizer,
+    create_transforms,
+)
+from probemb.models.pooling import size_augment_mask
+
+
+class Moment(NamedTuple):
+    """Position of a run: epoch from 0, steps since the start of the run, which of the networks is trained."""
+
+    epoch: int
+    step: int
+    network: int = 0
+
+
+class Task(ABC):
+    """One kind of training examples.
+
+    Attributes:
+        metric: of the validation, which selects the epoch; what: the name of the examples.
+        train, validation: both splits; None for a method that trains nothing, and without validation.
+        texts: of the training split.
+        tokenizer, transforms, device: of the models, set by `prepare`.
+    """
+
+    metric: ClassVar[str]
+    what: ClassVar[str]
+
+    def __init__(self, config: Config):
+        """Find the data. Raises UserError: a split is missing, or too much of the validation split is unusable."""
+        self.config, self.method = config, METHODS[config.method]
+        self.validation = self.find(config.data.validation) if config.data.validation else None
+        if self.validation is not None:
+            refuse_unusable(self.validation, config.data.failure_share)
+        self.train = self.find(config.data.train) if self.method.trained else None
+
+    @abstractmethod
+    def find(self, split: str | None):
+        """A split of the data."""
+
+    @property
+    @abstractmethod
+    def texts(self) -> list[str]: ...
+
+    def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
+        """Fit the data to the models; with `data.cache_features`, read their features. Raises UserError."""
+        data, engine = self.config.data, self.config.engine
+        for split in filter(None, self._splits()):
+            check_images(networks[0], split.images)
+            if not self.method.composes:
+                check_words(networks[0], split)
+        augmentation = Augmentation(self.config.augment.scale, self.config.augment.hflip)
+        self.transforms = create_transforms(networks[0], augmentation, data.resize)
+        self.tokenizer = create_tokenizer(networks[0])
+        self.device, self.evaluated_by = device, Device(str(device), "bf16" if bf16 else "fp32")
+        if data.cache_features is None or self.train is None:
+            return
+        options = {"device": device, "batch_size": engine.eval_batch_size, "workers": data.workers}
+        options["failure_share"] = data.failure_share
+        self._use(
+            *(s and cache_features(networks, s, data.cache_features, data.resize, **options) for s in self._splits())
+        )
+        self.transforms = Transforms(unchanged, unchanged)
+
+    def _splits(self) -> tuple:
+        return self.train, self.validation
+
+    def _use(self, train, validation) -> None:
+        self.train, self.validation = train, validation
+
+    @abstractmethod
+    def rows(self) -> Rows:
+        """The training rows. Raises UserError: settings that do not fit the data."""
+
+    @abstractmethod
+    def inputs(self, batch, model: DualEncoder, step: int) -> tuple[tuple[Tensor, Tensor, Tensor | None], Mix | None]:
+        """Augmented images, tokens and the mask of image tokens, on the device, and how the whole batch is mixed."""
+
+    @abstractmethod
+    def gather(self, embedded: tuple[Tensor, ...], batch, mix: Mix | None, now: Moment) -> Batch:
+        """The examples of all ranks, with gradient. `embedded` are the tensors of both towers' `Encoded`."""
+
+    def generator(self, step: int, what: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """Random numbers of one use in one step, the same on all ranks: drawn for the whole batch."""
+        numbers = np.random.SeedSequence([self.config.seed, step, 0, what]).generate_state(2, np.uint32)
+        return torch.Generator(device).manual_seed(int(numbers[0]) << 31 | int(numbers[1]) >> 1)
+
+    @abstractmethod
+    def measure(self, model: DualEncoder) -> dict[str, float]:
+        """Validation, in percent."""
+
+    @contextmanager
+    def embedding(self, model: DualEncoder) -> Iterator[Embedder]:
+        """An embedder of the model, which is in evaluation mode meanwhile."""
+        config, training = self.config, model.training
+        model.eval()
+        try:
+            yield Embedder(
+                model, self.tokenizer, self.transforms.evaluate, self.evaluated_by, config.engine.eval_batch_size,
+                workers=config.data.workers, max_bad=config.data.failure_share,
+            )  # fmt: skip
+        finally:
+            model.train(training)
+
+
+def of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
+    """Both towers' tensors of every rank -> images and texts of all ranks, in at least float32."""
+    half = len(embedded) // 2
+    return distributed.gather_encoded(Encoded.of(embedded[:half]).float(), Encoded.of(embedded[half:]).float())
+
+
+class PairTask(Task):
+    """Images with one of their captions; retrieval on the validation split, ranked by `config.ranking`, or by default
+    as the method compares.
+
+    With `data.positives` class, the captions of an image's class are its matches, in training and validation.
+    """
+
+    metric, what = "rsum", "pairs"
+    TEXT, IMAGE, MIX, LOSS, CUTOUT, WORDS = range(6)  # uses of random numbers
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        data = config.data
+        if data.positives == "class":
+            for captions in filter(None, (self.train, self.validation)):
+                captions.class_numbers()  # refuses data without classes
+        self.image_of = None  # the image of each caption, where captions are moved
+        if self.train is not None and config.noise_ratio:
+            self.train, self.image_of = shuffle_captions(self.train, config.noise_ratio, config.seed)
+        self.unpaired = None
+        if data.unpaired is not None:
+            self.unpaired = find_captions(data.unpaired, "train", images=data.unpaired_images, exif=data.exif)
+
+    def find(self, split):
+        data = self.config.data
+        return find_captions(data.path, split, images=data.images, format=data.format, exif=data.exif)
+
+    @property
+    def texts(self) -> list[str]:
+        return self.train.flat()
+
+    def _splits(self) -> tuple:
+        return self.train, self.validation, self.unpaired
+
+    def _use(self, train, validation, unpaired) -> None:
+        self.train, self.validation, self.unpaired = train, validation, unpaired
+
+    def rows(self) -> Pairs:
+        config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None
+        place = distributed.rank(), distributed.world_size()
+        for captions in filter(None, (self.train, self.unpaired)):
+            refuse_unusable(captions, config.data.failure_share)
+        if self.unpaired is not None:  # another seed: in another order, even where the data are the same
+            unpaired = Pairs(self.unpaired, *inputs, config.data.unpaired_batch, config.seed + 1, *place)
+        by_class = config.data.positives == "class"
+        groups = self.train.class_numbers() if by_class else range(len(self.train))
+        self.groups = torch.tensor(groups, dtype=torch.int64, device=self.device)  # (N,): which images match alike
+        return Pairs(self.train, *inputs, config.batch_size, config.seed, *place, unpaired=unpaired)
+
+    def inputs(self, pairs: PairBatch, model, step):
+        config = self.config
+        images = pairs.images.to(self.device, non_blocking=True)
+        tokens, mask, mix = pairs.tokens, None, None
+        rows, whole = _places(pairs, distributed.rank()), len(images) * distributed.world_size()
+        ids = TextIds.of(model.config)
+        if config.augment.cutout or config.mix.ratio:
+            images = model.normalized(images)  # where grey is 0 and a mix of uint8 is not rounded
+        if config.augment.cutout:
+            place = torch.rand(whole, 2, generator=self.generator(step, self.CUTOUT))[rows]
+            images = cut_out(images, config.augment.cutout, place)
+        if config.augment.word_dropping:
+            draw = torch.rand(whole, tokens.shape[1], generator=self.generator(step, self.WORDS))[rows]
+            tokens = drop_words(tokens, draw, config.augment.word_dropping, ids)
+        if config.mix.ratio:
+            images, mix = self._mixed(images, step)
+        if config.size_augment:
+            everyone = tokens.new_zeros(whole, tokens.shape[1])
+            everyone[rows] = tokens
+            generator = self.generator(step, self.TEXT)
+            tokens = size_augment_text(everyone, config.size_augment, generator=generator, ids=ids)[rows]
+            generator = self.generator(step, self.IMAGE)
+            mask = size_augment_mask(whole, model.image_tower.n_tokens, config.size_augment, generator)
+            mask = mask[rows].to(self.device, non_blocking=True)
+        return (images, model.cut_padding(tokens, self.device), mask), mix
+
+    def _mixed(self, images: Tensor, step: int) -> tuple[Tensor, Mix]:
+        """This rank's images, mixed, and how the whole batch is. Rank r has the partners of rank W − 1 − r."""
+        o, rank, world = self.config.mix, distributed.rank(), distributed.world_size()
+        rng = np.random.default_rng([self.config.seed, step, 0, self.MIX])
+        size = self.config.batch_size, *images.shape[-2:]
+        mix = draw_mix(*size, rng, o.ratio, o.mixup, o.cutmix, o.switch, o.prob, mode=o.mode)
+        n, other = len(images), world - 1 - rank
+        changed, theirs = (torch.nonzero(mix.lam[r * n : (r + 1) * n] != 1).flatten() for r in (rank, other))
+        asked = images.index_select(0, (n - 1 - theirs).to(images.device, non_blocking=True))
+        partners = distributed.swap(asked, other, len(changed))
+        return mix_images(images, Mix(*(x[rank * n : (rank + 1) * n] for x in mix)), partners), mix
+
+    def gather(self, embedded, pairs: PairBatch, mix, now) -> Batch:
+        """Labels are those of image numbers and mixing partners."""
+        n, world = len(pairs.image_index), distributed.world_size()
+        every = of_all_ranks(embedded)
+        words = distributed.gather(pairs.tokens.to(self.device)) if self.method.wants_words else None
+        images, texts = every
+        if unpaired := len(pairs.images) > n:
+            order = torch.cat([_places(pairs, rank) for rank in range(world)]).argsort().to(self.device)
+            every = [side[order] for side in every]
+            words = None if words is None else words[order]
+            images, texts = (side[: n * world] for side in every)
+        numbers = distributed.gather_host(torch.stack([pairs.image_index, pairs.pair_index], 1))
+        image, pair = numbers.T.contiguous()
+        group = self.groups[image.to(self.device)]
+        match = labels.same_image(group, group)
+        if mix is not None:
+            match = labels.mixed(match, *(x.to(self.device, non_blocking=True) for x in (mix.lam, mix.partner)))
+        match = labels.smooth(match, self.config.mix.smoothing)
+        generator = self.generator(now.step, self.LOSS, self.device)
+        batch = Batch(images, texts, match, image, pair, now.epoch, now.step, generator, now.network, words=words)
+        if unpaired:
+            batch.with_unpaired = replace(batch, images=every[0], texts=every[1])
+        return batch
+
+    def measure(self, model) -> dict[str, float]:
+        """RSUM and recalls, and the weights of the ranking "tolerance", which are chosen on the split."""
+        with self.embedding(model) as embedder:
+            by_class = self.config.data.positives == "class"
+            found = evaluate_retrieval(embedder, self.validation, self.config.ranking, by_class)
+        ways = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
+        chosen = {f"tolerance_{way}": weight for way, weight in found.get("tolerance", {}).items()}
+        return {"rsum": found["rsum"]} | ways | chosen
+
+
+def _places(pairs: PairBatch, rank: int) -> Tensor:
+    """Positions of a rank's items in the whole batch, in which the pairs of all ranks precede the unpaired items."""
+    n, more = len(pairs.image_index), len(pairs.images) - len(pairs.image_index)
+    first = n * distributed.world_size() + more * rank
+    return torch.cat([torch.arange(n) + n * rank, torch.arange(more) + first])
+
+
+class ComposedTask(Task):
+    """Composed queries and their targets; `compose.queries` queries of all mixtures on the validation split, ranked by
+    `compose.ranking`, or by default as the method's loss compares.
+
+    Every rank embeds its targets and those parts that are images or texts in its rows, however many; what is gathered
+    is of one shape everywhere: the target and the k parts of every row.
+    """
+
+    metric, what = "r_precision", "queries"
+    LOSS, CUTOUT, WORDS = range(3)  # uses of random numbers
+
+    def find(self, split):
+        o, path = self.config.compose, self.config.data.path
+        where = {"setup": o.setup, "images": self.config.data.images, "lists": o.lists, "seed": o.seed}
+        return find_compositions(path, split, o.parts, **where)
+
+    @property
+    def texts(self) -> list[str]:
+        return self.train.texts
+
+    def rows(self) -> Tuples:
+        config, data, place = self.config, self.train, (distributed.rank(), distributed.world_size())
+        refuse_unusable(data, config.data.failure_share)
+        repeats = max(config.compose.repeats, -(-config.batch_size // data.n_examples))
+        inputs = self.transforms.train, self.tokenizer, config.batch_size, config.seed
+        return Tuples(data, *inputs, *place, repeats=repeats)
+
+    def inputs(self, batch: TupleBatch, model, step):
+        """No token mask, and no images are mixed."""
+        augment, rank, (b, k) = self.config.augment, distributed.rank(), batch.part_rows.shape
+        rows, is_image = slice(rank * b, (rank + 1) * b), batch.part_rows >= 0
+        images, tokens = batch.images.to(self.device, non_blocking=True), batch.tokens
+        if augment.cutout:
+            place = self._draw(step, self.CUTOUT, 1 + k, 2)[rows]
+            images = model.normalized(images)
+            images = cut_out(images, augment.cutout, torch.cat([place[:, 0], place[:, 1:][is_image]]))
+        if augment.word_dropping:
+            draw = self._draw(step, self.WORDS, k, tokens.shape[1])[rows][~is_image]
+            used, tokens = batch.text_used, tokens.clone()
+            tokens[used] = drop_words(tokens[used], draw, augment.word_dropping, TextIds.of(model.config))
+        return (images, model.cut_padding(tokens, self.device), None), None
+
+    def _draw(self, step: int, what: int, *shape: int) -> Tensor:
+        return torch.rand(self.config.batch_size, *shape, generator=self.generator(step, what))
+
+    def gather(self, embedded, batch: TupleBatch, mix, now) -> Batch:
+        """Targets and parts of all ranks, and which targets are correct for which query."""
+        half, (b, k) = len(embedded) // 2, batch.part_rows.shape
+        images, texts = Encoded.of(embedded[:half]).float().gaussian, Encoded.of(embedded[half:]).float().gaussian
+        place = batch.part_rows.to(self.device)
+        place = torch.where(place >= 0, b + place, len(images) - 1 - place)
+        unused = (~batch.text_used).to(self.device, images.mean.dtype)
+        both = []
+        for image, text in ((images.mean, texts.mean), (images.log_var, texts.log_var)):
+            part = torch.cat([image, text])[place.flatten()].unflatten(0, (b, k))
+            # A text tower whose only text is no part takes part in the backward pass, as DDP expects.
+            both.append(torch.cat([image[:b, None], part + 0 * (text * unused[:, None]).sum()], 1))
+        mean, log_var = distributed.gather_together(both)
+        numbers = torch.cat([batch.target_index[:, None], batch.example_index[:, None], batch.concepts], 1)
+        numbers = distributed.gather_host(numbers)
+        positives = self.train.matches(numbers[:, 2:].numpy(), numbers[:, 0].numpy())
+        positives = torch.from_numpy(positives).to(self.device)
+        targets = Encoded(Gaussian(mean[:, 0], log_var[:, 0]))
+        generator = self.generator(now.step, self.LOSS, self.device)
+        return Batch(
+            targets, None, positives.to(mean.dtype), numbers[:, 0], numbers[:, 1], now.epoch, now.step, generator,
+            now.network, parts=Gaussian(mean[:, 1:], log_var[:, 1:]),
+        )  # fmt: skip
+
+    def measure(self, model) -> dict[str, float]:
+        """R-Precision and recalls of all queries."""
+        data, o = self.validation, self.config.compose
+        with self.embedding(model) as embedder:
+            gallery = embedder.images(data.images)
+            queries = embed_queries(embedder, data, data.queries or data.sampled_queries(o.queries, o.seed))
+            found = measure_composed(gallery, data, queries, o.ranking or model.composed_ranking)["all"]
+        return {"r_precision": 100 * found["r_precision"], **{f"r{k}": 100 * found[f"r@{k}"] for k in COMPOSED_KS}}

@@ -1,0 +1,295 @@
+"""A finetuning run from its configuration to its summary.
+
+Everything that can be wrong with the command is found before anything is written. Until the first step, and while a
+model is validated, Ctrl-C ends what is computed at once: nothing of it would be saved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import fields
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from finetune.config import PIXELS, Config, check, unused
+from finetune.data import Loader
+from finetune.folder import DIGEST, FREE_TO_CHANGE, RunFolder, load_checkpoint
+from finetune.methods import METHODS
+from finetune.recipe import make_schedule
+from finetune.task import ComposedTask, PairTask, Task
+from finetune.trainer import Hooks, Joint, Position, State, Trainer
+from probemb.cli.device import gpu_capability, precision_words, share_cores, training_precision
+from probemb.data.failures import describe_failures
+from probemb.distributed import all_of, control_group, on_main, same_everywhere, settle
+from probemb.errors import UserError, raise_together
+from probemb.models import as_one, fill_word_vectors, save_model
+from probemb.models.architectures import reads_regions, reads_vectors
+from probemb.runs.checkpoints import read_state
+from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_full_disk
+from probemb.runs.log import METRICS, count, headline
+from probemb.runs.output import take_lock
+from probemb.runs.preemption import Preemption
+from probemb.runs.starts import refuse_endless_starts
+
+REMEDY = "Make room, or make the folder writable, and continue with --resume."
+
+
+def train(config: Config, preemption: Preemption) -> int:
+    """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
+    accelerator = start_accelerator(config)
+    method, out = METHODS[config.method], Path(config.out)
+    say = partial(print, flush=True) if accelerator.is_main_process else lambda line: None
+    earlier = newest_checkpoint(
+        config.out, config.resume, Config, lambda line: say(f"resume  {line}"), config.engine.timeout, method.trained
+    )
+    same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
+    task = (ComposedTask if method.composes else PairTask)(config)
+    if config.augment.hflip and task.train is not None:
+        texts = task.texts
+        if n := sum(bool(re.search(r"\b(left|right)\b", text, re.IGNORECASE)) for text in texts):
+            say(f"hflip   {n:,} of {len(texts):,} captions say left or right, which is wrong of a mirrored image")
+    networks = make_networks(config, earlier, say, texts=task.texts if method.composes else None)
+    objective = method(config.loss, networks[0], task.train, config.epochs)  # before features may draw random numbers
+    task.prepare(networks, accelerator.device, accelerator.mixed_precision == "bf16")
+    if not method.trained:
+        return measure_only(config, networks[0], task, accelerator)
+
+    rows = task.rows()
+    loader = Loader(
+        rows, config.data.workers, pin_memory=accelerator.device.type == "cuda", failure_share=config.data.failure_share
+    )
+    identity, position = {"pairs": rows.digest}, Position()
+    if earlier:
+        saved = read_state(earlier)
+        refuse_another_run(config, saved, identity, earlier, FREE_TO_CHANGE, DIGEST)
+        position = Position(**{field.name: saved[field.name] for field in fields(Position)})
+    step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
+    if position.epoch >= config.epochs:
+        end(accelerator)
+        say(f"{config.out} is finished: {step} of {steps} steps are done.")
+        return 0
+    # The average is in the checkpoint too.
+    refuse_full_disk(config.out, as_one(networks), models=4 if config.swa_epochs else 2)
+    state = State.of(config, Joint(networks[0], objective, *networks[1:]).to(accelerator.device), position)
+    window = load_checkpoint(earlier, state) if earlier else None
+
+    lock = take_lock(config.out)
+    folder = RunFolder(config, identity, step, steps, lock)
+    if config.noise_ratio:
+        on_main(lambda: np.save(out / "noise.npy", task.image_of), out, REMEDY)
+    say(describe(config, state.joint, rows, accelerator, steps, step, earlier))
+    hooks = Hooks(
+        folder.report, partial(end_epoch, config, state, folder, task, preemption), partial(folder.save, state),
+        lambda: preemption.asked() or folder.failed,
+    )  # fmt: skip
+    schedule = make_schedule(config, len(networks), loader.steps)
+    trainer = Trainer(accelerator, state, task, loader, schedule, config, hooks, window)
+    try:
+        with preemption.patient():
+            stopped = trainer.fit()
+        folder.finish()
+        # Only a scheduler starts a run again by itself.
+        if stopped and not any(all_of(preemption.name == "SIGINT")):
+            refuse_endless_starts(folder.path, step, trainer.step)
+    finally:
+        loader.close()
+        folder.close()
+        if lock:
+            lock.release()
+    if stopped:
+        say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; continue with --resume")
+    for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
+        say(line)
+    if not stopped:
+        say(summary(config, state, task))
+    end(accelerator)
+    return preemption.exit_code if stopped else 0
+
+
+def start_accelerator(config: Config) -> Accelerator:
+    """accelerate's process group, on the GPUs or the CPU. Raises UserError: an engine that would silently train
+    something else, and see `check`."""
+    timeout = timedelta(minutes=config.engine.timeout)
+    precision = training_precision(config.engine.precision, gpu_capability())
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not accelerate's launcher
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timeout),
+        ],
+    )
+    if accelerator.num_processes > 1:
+        control_group(timeout)
+    check_engine(accelerator)
+    check(config, accelerator.num_processes)
+    share_cores(config.engine.threads, config.data.workers, accelerator.num_processes)
+    return accelerator
+
+
+def check_engine(accelerator: Accelerator) -> None:
+    """Refuse sharded weights, which AdamP cannot project, and another number of processes than was asked for."""
+    kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise UserError(
+            f"AdamP needs whole weights, and {kind} cuts them into pieces.",
+            "Start with accelerate's plain data parallelism (--multi_gpu, also on CPUs) or with torchrun.",
+        )
+    asked, found = os.environ.get("WORLD_SIZE"), accelerator.num_processes
+    if asked is not None and int(asked) != found:
+        raise UserError(
+            f"The launcher started {asked} processes, but each of them takes part in a run of {found}.",
+            "Start with torchrun or `accelerate launch --multi_gpu`.",
+        )
+    # `accelerate launch --cpu --num_processes 2` prepares an address for several processes and starts one.
+    if asked is None and "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise UserError(
+            "accelerate was asked for several processes, but it has started one.",
+            "Add --multi_gpu (also on CPUs), use torchrun, or unset MASTER_ADDR and MASTER_PORT for a single process.",
+        )
+
+
+def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | None = None) -> list:
+    """The method's networks as they start, or as a run that resumes fills them.
+
+    `texts`: whose words are the vocabulary, where no file is named; None to look beside the data.
+    Raises UserError: a model that the method, the data or the configuration cannot train.
+    """
+    torch.manual_seed(config.seed)
+    method, networks = METHODS[config.method], []
+    for _ in range(method.networks):
+        more = method.model_options(config.loss) | {"grad_checkpointing": config.engine.grad_checkpointing}
+        networks.append(config.model.create([config.data.path], config.loss, texts, objective=config.method, **more))
+        if config.model.word_vectors and not earlier:
+            say(f"words   {fill_word_vectors(networks[-1], config.model.word_vectors)}")
+        elif not (earlier or config.model.pretrained) and reads_vectors(networks[-1].config["architecture"]):
+            say("words   have random vectors, which do not train: name word vectors with --model.word-vectors")
+    model, name = networks[0], config.model.name
+    composer = () if model.composer is None else model.composer.modules()
+    if config.swa_epochs and (model.batch_statistics or any(isinstance(module, _BatchNorm) for module in composer)):
+        raise UserError(
+            f"The batch norms of {name}, or of its composer, normalise by the batch in training, and averaged weights "
+            f"(swa_epochs is {config.swa_epochs}) would need other statistics.",
+            "Set swa_epochs to 0, or, of towers, model.batch_norm to frozen.",
+        )
+    architecture = model.config["architecture"]
+    if reads_regions(architecture):
+        raise_together(unused(config, f"{name} reads regions, which have no pixels", PIXELS))
+    elif method.over_regions:
+        raise UserError(
+            f"{config.method} reasons over an image's regions, and {name} reads none.",
+            "Choose a model that reads regions, such as vsrn-regions-gru, or the method vsepp or prob-vsepp.",
+        )
+    if architecture["text_cfg"].get("tokens") == "words" and config.model.head in ("gpo", "average"):
+        raise UserError(
+            f"Head {config.model.head} pools the word vectors of {name}, behind which its GRU would not be trained.",
+            "Set model.head to pie, clip or mlp.",
+        )
+    return networks
+
+
+def measure_only(config: Config, model, task: Task, accelerator: Accelerator) -> int:
+    """Validate and save the model as pretrained (clip-zs)."""
+    refuse_full_disk(config.out, model)
+    model.to(accelerator.device)
+    values = task.measure(model) if task.validation is not None and accelerator.is_main_process else None
+    lock = take_lock(config.out)
+    folder = RunFolder(config, {}, 0, 0, lock)
+    if values:
+        folder.report(0, values)
+    place = folder.path / "model"
+    on_main(lambda: save_model(model, place, overwrite=True), place, "Make room, or choose another --out.")
+    folder.close()
+    if lock:
+        lock.release()
+    if accelerator.is_main_process:
+        print(f"model   {place}: as pretrained", flush=True)
+    return 0
+
+
+def end_epoch(config: Config, state: State, folder: RunFolder, task: Task, preemption: Preemption, epoch, average):
+    """Validate on the first process while the others wait; save the model of the best epoch, without validation the
+    newest one, and at the end the averaged one. Collective.
+
+    Returns True if Ctrl-C has ended the validation, and nothing is saved.
+    """
+    folder.finish()  # validation forks workers: no thread may be writing
+    position, networks, metric = state.position, state.joint.networks, task.metric
+    averaged = list(average.module) if average is not None and epoch == config.epochs else None
+    step = position.samples // config.batch_size
+
+    def measure() -> tuple[dict, dict] | None:
+        try:
+            with preemption.immediate():
+                return task.measure(as_one(networks)), task.measure(as_one(averaged)) if averaged else {}
+        except KeyboardInterrupt:
+            return None
+
+    def save(values: dict, of_average: dict) -> None:
+        best = not values or position.best is None or values[metric] > position.best
+        if values:
+            folder.report(step, {"samples": position.samples, **values, "is_best": best})
+            if best:
+                position.best, position.best_epoch = values[metric], epoch
+        if best:
+            folder.save_models(networks)
+        if of_average:
+            mean = f"mean of {count(int(average.n_averaged), 'epoch')}"
+            print(f"model-swa: {mean}, validation {METRICS[metric]} {of_average[metric]:.1f}", flush=True)
+            folder.log.write(folder.steps, {f"swa_{name}": value for name, value in of_average.items()})
+        if averaged:
+            folder.save_models(averaged, "model-swa")
+
+    measured = on_main(measure, folder.path, REMEDY) if task.validation is not None else ({}, {})
+    if all_of(measured is None)[0]:
+        return True
+    on_main(lambda: save(*measured), folder.path, REMEDY)
+    return False
+
+
+def summary(config: Config, state: State, task: Task) -> str:
+    """The line on the saved model that ends a run."""
+    position, of = state.position, f"epoch {state.position.epoch}"
+    if position.best is not None:
+        of = f"epoch {position.best_epoch}, validation {METRICS[task.metric]} {position.best:.1f}"
+    both = ", and so is model-second" if state.joint.second else ""
+    return f"model   {Path(config.out) / 'model'} is of {of}{both}"
+
+
+def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps: int, step: int, earlier) -> str:
+    """The summary printed before the first step."""
+    gpu, method = gpu_capability(), METHODS[config.method]
+    precision = precision_words(training_precision(config.engine.precision, gpu), gpu)
+    world, millions = accelerator.num_processes, sum(p.numel() for p in joint.parameters()) / 1e6
+    two = joint.second is not None
+    told = (x for x in (getattr(config.loss, "distance", None), method.note) if x)
+    return headline(
+        config.out,
+        f"{count(config.epochs, 'epoch')}, {count(steps, 'step')}",
+        step,
+        earlier,
+        method=config.method + "".join(f" ({x})" for x in told),
+        model=f"{config.model.name}, {'2 networks of together ' if two else ''}{millions:.1f} M parameters, "
+        f"head {config.model.head}, from {config.model.origin}",
+        data=f"{rows.number:,} {'queries' if method.composes else 'pairs'} of {config.data.path} "
+        f"({config.data.train or 'all'}), {rows.steps} steps an epoch"
+        + (" of each network" if two else "")
+        + (f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""),
+        engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
+        f"{len(rows.share)}",
+    )
+
+
+def end(accelerator: Accelerator) -> None:
+    """Wait for all ranks and end the process group."""
+    settle()
+    accelerator.end_training()

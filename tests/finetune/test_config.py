@@ -1,0 +1,210 @@
+"""The configuration: precedence, recipes shortened and complete, and settings that cannot work or have no effect."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.config import CONFIGS, Config, Mix, check, with_method_file
+from finetune.config import shortened as shorten
+from finetune.methods import METHODS
+from finetune.recipe import make_schedule
+from probemb.cli.configuration import parse_config, to_yaml
+from probemb.errors import UserError
+from probemb.models.architectures import architecture
+
+ROOT = CONFIGS.parents[1]
+EXAMPLES = sorted((CONFIGS.parent / "examples").glob("*.yaml"))
+RECIPES = sorted((CONFIGS.parent / "recipes").glob("*.yaml"))
+
+
+def resolved(*words: str) -> Config:
+    return parse_config(Config, "finetune/run.py", "", with_method_file(["--data.path=x", *words]))
+
+
+def test_the_methods_file_then_config_files_then_options_decide(tmp_path):
+    assert resolved().method == "pcmepp"
+    assert resolved("--method", "vse").loss.margin == 0.2
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("method: ncr\nepochs: 7\nloss: {margin: 0.3}\n")
+    config = resolved("--config", str(mine))
+    assert (config.method, config.epochs, config.loss.margin, config.loss.warmup_epochs) == ("ncr", 7, 0.3, 1)
+    config = resolved("--loss.margin=0.4", "--method=vse", f"--config={mine}")  # options win wherever they stand
+    assert (config.method, config.epochs, config.loss) == ("vse", 7, METHODS["vse"].Options(margin=0.4))
+
+
+@pytest.mark.parametrize("method", ["pcmepp", "clip-zs"])
+def test_a_written_configuration_reads_back(method, tmp_path):
+    config = resolved("--method", method, "--out", str(tmp_path / "run"))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert resolved("--config", str(tmp_path / "config.yaml")).loss == config.loss
+    assert parse_config(Config, "", "", ["--config", str(tmp_path / "config.yaml")]).optimizer == config.optimizer
+
+
+def test_help_names_the_methods_own_options_without_loading_towers():
+    code = "import sys; sys.argv = ['x', '--help-all', '--method', 'ncr']; import finetune.run as r\n"
+    code += "try: r.main()\nexcept SystemExit: assert not {'open_clip', 'timm', 'accelerate'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--loss.soft_margin {linear,exponential,sin}" in done.stdout
+    assert "--loss.vib" not in done.stdout
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_methods_own_recipe_is_accepted_and_needs_what_it_has(method):
+    config = resolved("--method", method)
+    check(config)
+    assert config.data.resize == ("pil" if method == "clip-zs" else "tensor")  # as open_clip and CLIP_benchmark
+    options = {*vars(METHODS[method].Options())}
+    needs = METHODS[method].needs
+    assert {*needs, *(other.partition("=")[0] for others in needs.values() for other in others)} <= options
+
+
+def test_recipes_that_are_published():
+    """Means alone mix nothing; VSE++ crops and mirrors; PCME's networks and phases (§4.1, §4.2)."""
+    config = resolved("--method", "pcmepp-mu")
+    assert (config.loss.pseudo_positive, config.loss.clip, config.mix) == (0, 0, Mix(ratio=0, smoothing=0))
+    for name in ("vsepp", "vse0", "prob-vsepp"):
+        config = resolved("--method", name)
+        assert (config.augment.scale, config.augment.hflip, config.model.crop_pct) == ((0.08, 1.0), 0.5, 224 / 256)
+    for name, network, embed_dim, positives in (
+        ("pcme-cub", "resnet50", 512, "class"), ("pcme-coco", "resnet152", 1024, "image"),
+    ):  # fmt: skip
+        config = resolved("--config", str(CONFIGS.parent / "recipes" / f"{name}.yaml"))
+        assert architecture(config.model.name)["vision_cfg"]["timm_model_name"] == network
+        assert (config.method, config.model.embed_dim, config.data.positives) == ("pcme", embed_dim, positives)
+        assert (config.augment.cutout, config.augment.word_dropping) == (0.2, 0.1)
+        o = config.optimizer
+        assert (o.name, o.schedule, o.freeze_text, o.freeze_epochs > 0) == ("adamp", "cosine", True, True)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "clip-zs" and not METHODS[name].composes])
+def test_every_method_of_pairs_accepts_the_examples(path, method):
+    heads = [f"--model.head={head}" for head in METHODS[method].heads]
+    check(resolved("--method", method, "--config", str(path), *heads))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_complete_and_accepted(path):
+    config = resolved("--config", str(path))
+    check(config)
+    of_method = METHODS[config.method].model_options(config.loss)
+    with torch.device("meta"):  # its sizes fit each other's
+        model = replace(config.model, image_weights=None).create([], config.loss, ["word"], **of_method)
+    text = architecture(config.model.name)["text_cfg"]
+    if path.stem.endswith("-double"):
+        twice = 2 * architecture(config.model.name)["embed_dim"]
+        assert model.config["embed_dim"] == twice
+        assert text.get("projection", True) or model.text.shape.hidden == twice == 2 * text["hidden"]
+
+
+def test_fine_tuned_models_train_the_image_tower_in_the_last_15_epochs_at_a_tenth():
+    for words in (["--method=vsepp"], [f"--config={CONFIGS.parent / 'recipes' / 'prob-vsepp-ft.yaml'}"]):
+        schedule = make_schedule(resolved(*words), 1, 10)
+        samples = [epoch * schedule.epoch_samples + 1 for epoch in range(45)]
+        rates = [schedule.factor(at, image_backbone=True) for at in samples]
+        assert rates == pytest.approx([0] * 30 + [0.1] * 15)
+        assert [schedule.factor(at) for at in samples] == pytest.approx([1] * 15 + [0.1] * 30)
+        assert not any(map(schedule.frozen, samples[30:]))
+
+
+@pytest.mark.parametrize(
+    ("words", "freeze", "warmup", "decay"),
+    [
+        (("--epochs=1",), 0, 0.04, 0),
+        (("--epochs=10",), 1, 0.4, 4),
+        (("--epochs=11",), 2, 1, 10),  # all of them fit
+        (("--epochs=10", "--optimizer.decay-epochs=3"), 2, 1, 3),
+        (("--method=vsrn", "--epochs=3", "--optimizer.decay-epochs=[20, 10]"), 0, 0, (20, 10)),  # named: refused
+        (("--config=finetune/recipes/pcme-coco.yaml", "--epochs=6"), 3, 0, 10),
+        (("--method=vsepp", "--epochs=3"), 2, 0, 2),
+    ],
+)
+def test_a_recipe_is_shortened_to_fewer_epochs(words, freeze, warmup, decay, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    argv = with_method_file([*words, "--data.path=x"])
+    whole = parse_config(Config, "test", "", argv)
+    config, told = shorten(whole, argv)
+    o = config.optimizer
+    assert (o.freeze_epochs, o.warmup_epochs, o.decay_epochs) == (freeze, warmup, decay)
+    assert bool(told) == (o != whole.optimizer)
+    if decay == (20, 10):
+        with pytest.raises(UserError, match="decay_epochs is 20 of 3 epochs"):
+            check(config)
+    else:
+        check(config)
+
+
+REFUSED = {  # words -> what is said of them
+    "--optimizer.warmup_epochs=46": "longer than the 23 that follow the frozen ones: .* at 50% of its peak",
+    "--optimizer.freeze_epochs=25": "freeze_epochs is 25 of 25 epochs: .* less than 25",
+    "--mix.mode=batch": "mixes all images of a batch, or none, .* mix.prob",
+    "--mix.mixup=0 --mix.cutmix=0": "are both 0",
+    "--augment.scale=[1.0,0.5]": "augment.scale is 1 to 0.5",
+    "--data.cache_features=x": "the tower is trained",
+    "--method=scan --model.head=gpo": "scan works with head average alone. Set model.head to average",
+    "--epochs=0": "epochs is 0: nothing would be trained",
+    "--method=vse --mix.ratio=0.25": "mix.ratio is 0.25 and would have no effect: vse needs pairs that match or do not",
+    "--method=vse --model.n_unc_layers=1": "model.n_unc_layers is 1 .* vse predicts no variances",
+    "--method=vse --ranking=csd": "ranking is csd .* vse predicts no variances. Leave ranking out",
+    "--method=vse --data.unpaired=y": "data.unpaired is y .* vse learns from pairs alone",
+    "--data.unpaired_batch=64": "data.unpaired_batch is 64 .* data.unpaired names no data",
+    "--method=mse --data.unpaired_images=y": "data.unpaired_images is y .* data.unpaired names no data",
+    "--method=infonce --compose.parts=3": "compose.parts is 3 .* infonce trains on pairs",
+    "--method=mpc --noise_ratio=0.2": "noise_ratio is 0.2 .* mpc trains on composed queries",
+    "--method=mpc --size_augment=0.2": "size_augment is 0.2 .* Set size_augment to 0.0",
+    "--method=tirg --compose.ranking=density": "compose.ranking is density .* tirg predicts no variances",
+    "--method=jwae-mh --size_augment=0.2": "size_augment is 0.2 .* jwae-mh is of whole images and captions",
+    "--model.head=clip": "size_augment is 0.2 .* head clip pools a single token. Set size_augment to 0.0",
+    "--optimizer.freeze_text --optimizer.freeze_epochs=0": "freeze_text is True .* there are no freeze_epochs",
+    "--model.lock_image --data.cache_features=x": "mix.ratio is 0.25 .* no pixels to change",
+    "--method=clip-zs --epochs=2": "epochs is 2 .* clip-zs trains nothing. Set epochs to 0",
+    "--method=pvse --loss.mmd=0 --loss.gamma=2": "loss.gamma is 2.0 .* without loss.mmd",
+    "--method=scan --loss.aggregation=sum --loss.lambda_lse=3": "without loss.aggregation=lse",
+    "--method=prolip --loss.inclusion=0 --loss.vib=0 --loss.form=code": "without loss.inclusion or loss.vib",
+    "--method=jwae-scan --loss.hardest=false --loss.warmup_epochs=1": "without loss.hardest",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_that_cannot_work_or_have_no_effect_are_refused(words):
+    with pytest.raises(UserError, match=REFUSED[words]):
+        check(resolved(*words.split()))
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    with pytest.raises(UserError, match=r"batch_size is 16, which 3 processes cannot share evenly. Set it to .* 18"):
+        check(resolved("--batch-size=16"), 3)
+    words = ("--method=mse", "--batch-size=16", "--data.unpaired=y", "--data.unpaired_batch=9")
+    with pytest.raises(UserError, match=r"data.unpaired_batch is 9, .* such as 10"):
+        check(resolved(*words), 2)
+
+
+def test_all_that_cannot_work_is_said_at_once():
+    words = ["--batch_size=9", "--optimizer.decay-epochs=30", "--method=vse", "--mix.ratio=0.5"]
+    with pytest.raises(UserError, match=r"^3 settings cannot work") as caught:
+        check(resolved(*words), world_size=2)
+    for name in ("batch_size", "decay_epochs", "mix.ratio"):
+        assert name in caught.value.what
+
+
+def test_options_of_other_methods_name_them():
+    with pytest.raises(UserError, match=r"vse does not use loss.distance.* pcmepp, pcmepp-clip"):
+        resolved("--method=vse", "--loss.distance=kl")
+    with pytest.raises(UserError, match=r"'pcmep'. Did you mean 'pcmepp'"):
+        resolved("--method=pcmep")
+
+
+def test_every_documented_launch_names_the_configuration():
+    import re
+
+    pages = [ROOT / "README.md", ROOT / "finetune" / "run.py"]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "finetune").rglob("*.yaml")]
+    launch = re.compile(r"accelerate launch (.*finetune/run\.py)")
+    launches = [found for page in pages for found in launch.findall(Path(page).read_text(encoding="utf-8"))]
+    assert launches
+    assert all(one.startswith("-q --config_file finetune/accelerate.yaml ") for one in launches), launches

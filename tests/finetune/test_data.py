@@ -1,0 +1,359 @@
+"""Training rows: their order, what it depends on, bad images, resuming, and shuffled captions."""
+
+import io
+import json
+import os
+import random
+import signal
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from finetune.data import Loader, Pairs, Tuples, epoch_order
+from finetune.data import shuffle_captions as shuffle
+from probemb.data.captions.find import find_captions
+from probemb.data.compositions import Compositions
+from probemb.data.compositions.crops import Crops
+from probemb.data.compositions.holdings import Holdings
+from probemb.data.image_loader import Images, Place
+from probemb.data.scenes import draw_captions, sample_to_json, scene
+from probemb.errors import UserError
+from tests.data.compositions.drawn import picture as png
+from tests.truth import matches
+from tests.world import jpeg, write_tar
+
+N, PER_IMAGE = 12, 3
+
+
+def noisy_transform(image):
+    """Draws from all three global random numbers."""
+    tensor = torch.from_numpy(np.array(image.resize((4, 4)))).permute(2, 0, 1).float()
+    return tensor + torch.rand(3, 1, 1) + np.random.rand() + random.random()
+
+
+def plain_transform(image):
+    return torch.from_numpy(np.array(image.resize((4, 4)))).permute(2, 0, 1).float()
+
+
+def tokenizer(texts):
+    """The number that a caption ends with."""
+    return torch.tensor([[int(text.split()[-1]), len(text)] for text in texts])
+
+
+def picture(i):
+    data = io.BytesIO()
+    Image.new("RGB", (8, 8), (10 * i, 0, 200)).save(data, "PNG")
+    return data.getvalue()
+
+
+def make(path, n=N, bad=()):
+    members = []
+    for i in range(n):
+        members += [(f"{i:03d}.png", b"no image" if i in bad else picture(i))]
+        members += [(f"{i:03d}.txt", "\n".join(f"caption {PER_IMAGE * i + c}" for c in range(PER_IMAGE)).encode())]
+    return find_captions(write_tar(path, members))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("pairs") / "train-0.tar")
+
+
+def read(rows, epoch=0, start=0, **options):
+    """The rest of an epoch."""
+    return list(Loader(rows, **options).epoch(epoch, start))
+
+
+def batches(captioned, epoch=0, start=0, transform=noisy_transform, batch_size=8, seed=5, rank=0, world=1, **options):
+    unpaired = options.pop("unpaired", None)
+    rows = Pairs(captioned, transform, tokenizer, batch_size, seed, rank, world, unpaired=unpaired)
+    return read(rows, epoch, start, **options)
+
+
+def same(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for x, y in zip(left, right) for a, b in zip(x, y))
+
+
+def test_every_pair_once_an_epoch_in_another_order(pairs):
+    one, two = (batches(pairs, epoch=n, batch_size=6, transform=plain_transform) for n in (0, 1))
+    for epoch in (one, two):
+        assert sorted(torch.cat([b.pair_index for b in epoch]).tolist()) == list(range(N * PER_IMAGE))
+    assert not torch.equal(one[0].pair_index, two[0].pair_index)
+    for batch in one:
+        assert batch.images.shape == (6, 3, 4, 4)
+        assert batch.images.dtype == torch.float32
+        assert torch.equal(batch.image_index, batch.pair_index // PER_IMAGE)
+        assert torch.equal(batch.tokens[:, 0], batch.pair_index)
+        assert torch.equal(batch.images[:, 0, 0, 0], 10.0 * batch.image_index)
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone():
+    assert epoch_order(36, 8, seed=0, epoch=0).shape == (4, 8)
+    assert (epoch_order(36, 8, 0, 3) == epoch_order(36, 8, 0, 3)).all()
+    assert (epoch_order(36, 8, 0, 3).ravel() == epoch_order(36, 4, 0, 3).ravel()[:32]).all()
+    orders = [tuple(epoch_order(36, 8, s, e).ravel()) for s in (-1, 0, 1, 2**70) for e in (0, 1)]
+    assert len(set(orders)) == len(orders)
+    assert tuple(epoch_order(36, 8, 1, 2).ravel()) != tuple(epoch_order(36, 8, 2, 1).ravel())
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (4, 0)])
+def test_the_same_global_batches_for_every_world_and_worker_count(tmp_path, world, workers):
+    captioned = make(tmp_path / "a.tar", bad=(4,))
+    options = {"failure_share": 1.0}
+    alone = batches(captioned, epoch=2, **options)
+    ranks = [batches(captioned, epoch=2, rank=r, world=world, workers=workers, **options) for r in range(world)]
+    joined = [tuple(map(torch.cat, zip(*parts))) for parts in zip(*ranks)]
+    assert same(alone, joined)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_gives_the_rest_and_reads_nothing_before_it(pairs, workers):
+    whole = batches(pairs, epoch=1)
+    seen = []
+
+    def transform(image):
+        seen.append(1)
+        return noisy_transform(image)
+
+    assert same(batches(pairs, epoch=1, start=3, workers=workers, transform=transform), whole[3:])
+    assert len(seen) == (0 if workers else 8)
+    assert batches(pairs, epoch=1, start=4) == []
+
+
+def test_unpaired_rows_stand_behind_the_pairs_and_go_on_where_a_run_resumes(pairs, tmp_path):
+    others = make(tmp_path / "train-0.tar", n=5)  # two batches of 6 an epoch
+
+    def joined(epoch, start=0):
+        unpaired = Pairs(others, plain_transform, tokenizer, 6, 1)
+        return batches(pairs, epoch, start, plain_transform, unpaired=unpaired)
+
+    found, alone = joined(1), batches(pairs, 1, transform=plain_transform)
+    expected = [b for n in (2, 3) for b in batches(others, n, transform=plain_transform, batch_size=6, seed=1)]
+    assert len(found) == len(expected) == 4
+    for batch, own, other in zip(found, alone, expected):
+        assert torch.equal(batch.images, torch.cat([own.images, other.images]))
+        assert torch.equal(batch.tokens, torch.cat([own.tokens, other.tokens]))
+        assert torch.equal(batch.pair_index, own.pair_index)
+    assert same(joined(1, start=3), found[3:])
+
+
+def test_epochs_follow_each_other_also_when_one_is_given_up(pairs):
+    expected = [batches(pairs, epoch=n) for n in range(3)]
+    loader = Loader(Pairs(pairs, noisy_transform, tokenizer, 8, 5), workers=2)
+    assert same(list(loader.epoch(0)), expected[0])
+    assert same([next(loader.epoch(1))], expected[1][:1])
+    assert same(list(loader.epoch(2)), expected[2])
+    assert loader.waited > 0
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_image_is_replaced_within_the_batch_counted_and_named(tmp_path, workers):
+    captioned = make(tmp_path / "a.tar", bad=(4, 7))
+    loader = Loader(Pairs(captioned, plain_transform, tokenizer, 6), workers, failure_share=0.2)
+    found, failures = list(loader.epoch(0)), loader.failures
+    assert {name: failure.count for name, failure in failures.items()} == {"004": 3, "007": 3}
+    assert "cannot be decoded" in failures["004"].reason
+    for batch, order in zip(found, epoch_order(N * PER_IMAGE, 6, 0, 0).tolist()):
+        good = [pair // PER_IMAGE not in (4, 7) for pair in order]
+        stand_in = [order[next((i + a) % 6 for a in range(6) if good[(i + a) % 6])] for i in range(6)]
+        assert batch.pair_index.tolist() == stand_in
+        assert batch.image_index.tolist() == [pair // PER_IMAGE for pair in stand_in]
+        assert torch.equal(batch.tokens[:, 0], batch.pair_index)
+
+
+def test_a_batch_larger_than_the_data_is_refused(pairs):
+    with pytest.raises(UserError, match="has 36 pairs, from which no batch of 37"):
+        batches(pairs, batch_size=37)
+
+
+def test_the_digest_is_of_the_pairs(pairs, tmp_path):
+    def digest(captioned, **options):
+        return Pairs(captioned, plain_transform, tokenizer, **{"batch_size": 4, "seed": 0, **options}).digest
+
+    base = digest(pairs)
+    assert base == digest(pairs, world=2, seed=1)
+    others = [make(tmp_path / "a.tar", n=11), shuffle(pairs, 0.5, 0)[0]]
+    assert all(base != digest(other) for other in others)
+    assert base != digest(pairs, unpaired=Pairs(others[0], plain_transform, tokenizer, 4))
+
+
+def test_a_killed_worker_is_told(pairs):
+    def transform(image):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(UserError, match="A data worker was ended from outside"):
+        batches(pairs, transform=transform, workers=1)
+
+
+# ------------------------------------------------------------------------------------------------- noisy correspondence
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
+def test_a_share_of_the_captions_is_permuted_among_itself(tmp_path, ratio):
+    captioned = make(tmp_path / "a.tar", n=100)
+    noisy, image_of = shuffle(captioned, ratio, seed=3)
+    owner = np.repeat(np.arange(100), PER_IMAGE)
+    assert 0.95 * ratio <= (image_of != owner).mean() <= ratio
+    assert (np.bincount(image_of) == PER_IMAGE).all()
+    for image, texts in enumerate(noisy.captions):
+        assert texts == [f"caption {c}" for c in np.flatnonzero(image_of == image)]
+    assert noisy.images is captioned.images
+    assert captioned.flat() == [f"caption {c}" for c in range(300)]  # the clean data is as it was
+    assert (shuffle(captioned, ratio, seed=3)[1] == image_of).all()
+    assert ratio == 0 or (shuffle(captioned, ratio, seed=4)[1] != image_of).any()
+
+
+def test_ids_and_scenes_move_with_their_captions(tmp_path):
+    members = []
+    for i in range(6):
+        one = scene("noise", i)
+        row = sample_to_json(one, draw_captions(one, 2)) | {"image_id": i, "caption_ids": [10 * i, 10 * i + 1]}
+        members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(row).encode())]
+    captioned = find_captions(write_tar(tmp_path / "a.tar", members))
+    noisy, _ = shuffle(captioned, 1.0, seed=0)
+    known = dict(zip((i for row in captioned.caption_ids for i in row), captioned.flat()))
+    for texts, ids, (own, told), (before, _) in zip(noisy.captions, noisy.caption_ids, noisy.scenes, captioned.scenes):
+        assert texts == [known[i] for i in ids] == [caption.text for caption in told]
+        assert own is before
+    clean = [caption // 10 == image for image, ids in enumerate(noisy.caption_ids) for caption in ids]
+    true = [matches(caption, own) for own, told in noisy.scenes for caption in told]
+    assert all(fits for fits, right in zip(true, clean) if right)
+    assert not all(true)
+
+
+# -------------------------------------------------------------------------------------------------- composed queries
+
+
+N_TARGETS, C, SIDE = 30, 5, 8
+HELD = [sorted({i % C, (i + 1) % C, (i // C) % C}) for i in range(N_TARGETS)]
+TUPLES = np.array([(c, (c + 1) % C) for c in range(C)] + [(c, (c + 1) % C) for c in range(C)])
+BOX = (2.0, 2.0, 4.0, 4.0)  # of every second image
+
+
+def first_pixel(image):
+    """The first pixel, with noise, and the crop's size: (3, 2, 2)."""
+    red = image.getpixel((0, 0))[0]
+    made = torch.zeros(3, 2, 2)
+    made[0], made[1], made[2] = red, image.width, torch.rand(1)
+    return made
+
+
+def make_queries(folder, bad=(), tuples=TUPLES):
+    places = []
+    for i in range(N_TARGETS):
+        file = folder / f"{i}.png"
+        file.write_bytes(b"no image" if i in bad else png((i, 0, 0), SIDE))
+        places.append(Place(f"image {i}", str(file)))
+    pairs = np.array([(i, c) for i, mine in enumerate(HELD) for c in mine])
+    boxes = np.array([BOX if i % 2 else (np.nan,) * 4 for i in pairs[:, 0]])
+    crops = tuple(Crops(pairs[pairs[:, 1] == c, 0], boxes[pairs[:, 1] == c]) for c in range(C))
+    empty = np.empty((0, 2), np.int64)
+    concepts = tuple(f"concept {c}" for c in range(C))
+    images, holds = Images(places=places, source="made"), Holdings(pairs, N_TARGETS, C)
+    return Compositions("made", "train", images, concepts, holds, crops, np.array(tuples), empty, empty)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_queries(tmp_path_factory.mktemp("images"))
+
+
+def tuples(data, epoch=0, start=0, batch_size=8, seed=5, rank=0, world=1, repeats=4, **options):
+    rows = Tuples(data, first_pixel, tokenizer, batch_size, seed, rank, world, repeats=repeats)
+    return read(rows, epoch, start, **options)
+
+
+def rows_of(batch):
+    """Each row as it is meant: combination, target, its pixels, and the content of every part."""
+    b, found = len(batch.part_rows), []
+    for row in range(b):
+        parts = []
+        for place in batch.part_rows[row].tolist():
+            part = batch.images[b + place] if place >= 0 else batch.tokens[-place - 1]
+            parts.append((place >= 0, *part.flatten().tolist()))
+        pixels = batch.images[row].flatten().tolist()
+        target, example = batch.target_index[row].item(), batch.example_index[row].item()
+        found.append((example, target, tuple(batch.concepts[row].tolist()), tuple(pixels), tuple(parts)))
+    return found
+
+
+def test_a_batch_has_what_its_rows_say(data):
+    modalities, crops = Counter(), Counter()
+    for epoch in range(3):
+        found = tuples(data, epoch)
+        assert len(found) == 5  # 10 combinations x 4
+        for batch in found:
+            b, k = batch.part_rows.shape
+            assert (b, k) == (8, 2)
+            assert batch.text_used.all()
+            places = batch.part_rows.flatten()
+            assert sorted(places[places >= 0].tolist()) == list(range(len(batch.images) - b))
+            assert sorted((-places[places < 0] - 1).tolist()) == list(range(len(batch.tokens)))
+            for row in range(b):
+                concepts = batch.concepts[row].tolist()
+                target = batch.target_index[row].item()
+                assert concepts == TUPLES[batch.example_index[row]].tolist()
+                assert set(concepts) <= set(HELD[target])
+                assert batch.images[row, 0, 0, 0] == target
+                assert batch.images[row, 1, 0, 0] == SIDE
+                for concept, place in zip(concepts, batch.part_rows[row].tolist()):
+                    modalities[place >= 0] += 1
+                    if place < 0:
+                        assert batch.tokens[-place - 1].tolist() == [concept, len(f"concept {concept}")]
+                        continue
+                    image = batch.images[b + place]
+                    shown = int(image[0, 0, 0])
+                    assert concept in HELD[shown]
+                    assert shown != target
+                    assert image[1, 0, 0] == (2 if shown % 2 else SIDE)
+                    crops[shown % 2] += 1
+    assert min(modalities.values()) > 90  # of 240
+    assert len(crops) == 2
+
+
+def test_every_combination_as_often_as_asked_and_never_the_same_example(data):
+    whole = [row for batch in tuples(data, batch_size=10) for row in rows_of(batch)]
+    assert Counter(row[0] for row in whole) == dict.fromkeys(range(10), 4)
+    assert len(set(whole)) == 40
+    assert not set(whole) & {row for batch in tuples(data, epoch=1, batch_size=10) for row in rows_of(batch)}
+    order = [row % 10 for step in epoch_order(40, 10, 5, 0) for row in step]
+    assert [row[0] for row in whole] == order
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (4, 0)])
+def test_the_same_global_queries_for_every_world_and_worker_count(tmp_path, world, workers):
+    made = make_queries(tmp_path, bad=(4, 11))
+    options = {"failure_share": 1.0}
+    alone = tuples(made, epoch=2, **options)
+    ranks = [tuples(made, epoch=2, rank=r, world=world, workers=workers, **options) for r in range(world)]
+    for whole, *parts in zip(alone, *ranks):
+        assert rows_of(whole) == [row for part in parts for row in rows_of(part)]
+
+
+def test_a_rank_without_text_parts_has_one_unused_text(data):
+    alone = tuples(data, batch_size=8, rank=3, world=8, repeats=12)
+    texts = [batch for batch in alone if (batch.part_rows >= 0).all()]
+    images = [batch for batch in alone if (batch.part_rows < 0).all()]
+    assert texts
+    assert images
+    for batch in texts:
+        assert batch.tokens.shape == (1, 2)
+        assert batch.text_used.tolist() == [False]
+        assert len(batch.images) == 3
+    for batch in images:
+        assert batch.text_used.tolist() == [True, True]
+        assert len(batch.images) == 1  # the target stands for the image tower
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_bad_images_stop_the_run(tmp_path, workers):
+    captioned = make(tmp_path / "a.tar", bad=(1, 5))
+    told = r"images of 6 of 36 pairs .*16\.7%, allowed are 5\.0%\): .*00[15]: the image can"
+    with pytest.raises(UserError, match=told):
+        batches(captioned, batch_size=6, workers=workers)
+    with pytest.raises(UserError, match="Not one image of a whole batch of 8"):
+        batches(make(tmp_path / "b.tar", bad=range(N)), workers=workers)

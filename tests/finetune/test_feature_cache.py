@@ -1,0 +1,106 @@
+"""Features of a frozen trunk: the embeddings and gradients that pixels give, kept once, refused where wrong."""
+
+import pytest
+import torch
+
+from finetune.data import Loader, Tuples
+from finetune.feature_cache import FEATURES, cache_features, unchanged
+from probemb.data.captions.find import find_captions
+from probemb.data.compositions.find import find_compositions
+from probemb.errors import UserError
+from probemb.models import create_model, create_tokenizer, create_transforms
+
+
+def make(head="gpo", **options):
+    torch.manual_seed(0)
+    options = {"n_unc_layers": 0, "embed_dim": 24 if head == "gpo" else None, **options}
+    return create_model("ViT-Micro-32", head=head, **options)
+
+
+@pytest.fixture
+def data(captioned):
+    return find_captions(captioned, None)
+
+
+def embed(model, images):
+    """Rows (N, …) of pixels or features -> both tensors of the Gaussian."""
+    g = model.encode_image(torch.stack(images))
+    return g.mean, g.log_var
+
+
+@pytest.mark.parametrize("head", ["clip", "gpo"])
+@pytest.mark.parametrize("probabilistic", [True, False])
+def test_features_give_what_pixels_give(tmp_path, data, head, probabilistic):
+    model = make(head, probabilistic=probabilistic)
+    transform = create_transforms(model).evaluate
+    pixels = [transform(data.images.open(i)) for i in range(6)]
+    expected = embed(model, pixels)
+    cached = cache_features([model], data, tmp_path)
+    found = embed(model, [unchanged(cached.images.open(i)) for i in range(6)])
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # float16
+    assert cached.captions == data.captions
+
+
+def test_features_of_turned_images_are_kept_apart(tmp_path, captioned):
+    for exif in (False, True):
+        cache_features([make()], find_captions(captioned, None, exif=exif), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_features_of_another_resize_are_kept_apart(tmp_path, data):
+    """And are those of the pixels that a run would read without them."""
+    expected, rows = {}, {}
+    for resize in ("pil", "tensor"):
+        model = make(image_size=24)  # smaller than the images
+        transform = create_transforms(model, resize=resize).evaluate
+        expected[resize] = embed(model, [transform(data.images.open(i)) for i in range(6)])[0]
+        cached = cache_features([model], data, tmp_path, resize)
+        rows[resize] = torch.stack([cached.images.open(i) for i in range(6)])
+        found = embed(model, list(rows[resize]))[0]
+        torch.testing.assert_close(found, expected[resize], rtol=0, atol=2e-3)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert not torch.equal(rows["pil"], rows["tensor"])
+
+
+def test_they_are_computed_once_and_keyed_by_weights_and_images(tmp_path, data, capsys):
+    model = make()
+    cache_features([model], data, tmp_path)
+    (first,) = tmp_path.iterdir()
+    before = (first / FEATURES).stat().st_mtime_ns
+    cache_features([make()], data, tmp_path)
+    assert (first / FEATURES).stat().st_mtime_ns == before
+    with torch.no_grad():
+        model.visual.mean_head.linear.weight.add_(1)  # heads do not matter
+    cache_features([model], data, tmp_path)
+    assert list(tmp_path.iterdir()) == [first]
+    with torch.no_grad():
+        model.visual.conv1.weight.add_(0.1)
+    cache_features([model], data, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_cannot_be_cached_is_refused(tmp_path, data):
+    pair = [make(), create_model("ViT-Micro-32", head="gpo", n_unc_layers=0)]
+    with pytest.raises(UserError, match="different image towers"):
+        cache_features(pair, data, tmp_path)
+    with pytest.raises(UserError, match="blocks of its own"):
+        cache_features([make(n_unc_layers=1)], data, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .* GB: make room"):
+        cache_features([make()], data, tmp_path / "file")
+
+
+def test_what_queries_are_cut_from_has_features_of_its_own(queries, tmp_path):
+    data, model = find_compositions(queries, "train"), make(head="clip")
+    settings = create_tokenizer(model), 24
+    pixels = next(Loader(Tuples(data, create_transforms(model).evaluate, *settings)).epoch(0))
+    with torch.no_grad():
+        expected = model.encode_image(pixels.images).mean
+    cached = cache_features([model], data, tmp_path)
+    rows = next(Loader(Tuples(cached, unchanged, *settings)).epoch(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode_image(rows.images).mean, expected, rtol=0, atol=2e-3)
+    assert all(torch.equal(a, b) for a, b in zip(rows[1:], pixels[1:]))
+    boxes = {crop for of_concept in data.crops for crop in of_concept if crop.box}
+    assert len(cached.images.rows) == len(data) + len(boxes) > 2 * len(data)

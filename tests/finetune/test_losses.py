@@ -1,0 +1,472 @@
+"""Methods' losses of a batch, written out."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import probemb.losses.jwae
+from finetune.methods import METHODS
+from finetune.methods.base import Batch
+from finetune.methods.regions import cross_attention, n_words
+from finetune.recipe import parameter_groups
+from probemb import Gaussian
+from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
+from probemb.errors import UserError
+from probemb.losses import (
+    NCRLoss,
+    clean_probability,
+    diversity,
+    mmd,
+    multi_instance_similarity,
+    order_similarity,
+    prob_triplet_loss,
+    scan_loss,
+    triplet_loss,
+)
+from probemb.losses.jwae import code_mse, drop_words, encoder_loss, vae_kl
+from probemb.models import Encoded, create_model
+from tests.finetune.conftest import WORDS
+from tests.finetune.trainers import configured
+from tests.losses.points import close, pairs, same_images
+from tests.models.test_autoencoder import authors, published_modules  # noqa: F401 - a fixture
+
+N = 6
+
+
+def method_of(name: str, *words: str, model=None):
+    options = configured(name, "x", *words).loss
+    return METHODS[name](options, model, SimpleNamespace(n_captions=12), 4)
+
+
+def points(k: int = 0, d: int = 5) -> Batch:
+    """Pairs of which the first two are of one image; with k, of k embeddings and as many residuals."""
+    g = torch.Generator().manual_seed(0)
+    shape = (N, k, d) if k else (N, d)
+    means = [F.normalize(torch.randn(shape, generator=g), dim=-1) for _ in range(2)]
+    residuals = [torch.rand(shape, generator=g) if k else None for _ in range(2)]
+    image, text = (Encoded(Gaussian(m, torch.full_like(m, -30.0)), r) for m, r in zip(means, residuals))
+    match, index = torch.eye(N), torch.arange(N)
+    match[0, 1] = match[1, 0] = 1
+    return Batch(image, text, match, index, index, 5, 0, g)
+
+
+def test_vse0_is_the_sum_of_all_hinges():
+    b = points()
+    expected = triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2, False).loss
+    torch.testing.assert_close(method_of("vse0").loss(b, None).loss, expected)
+
+
+@pytest.mark.parametrize("hardest", [True, False])
+@pytest.mark.parametrize("squared", [True, False])
+def test_order_is_the_triplet_loss_of_what_a_caption_exceeds_its_image_by(hardest, squared):
+    b = points()
+    made = method_of("order", f"--loss.hardest={hardest}", f"--loss.squared={squared}")
+    expected = triplet_loss(order_similarity(b.image.mean, b.text.mean, True, squared), b.match, 0.05, hardest).loss
+    torch.testing.assert_close(made.loss(b, None).loss, expected)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "unsquared"])
+def test_pvse_is_its_three_parts(kernel):
+    b = points(k=2)
+    similarity = multi_instance_similarity(b.image.mean, b.text.mean)
+    expected = triplet_loss(similarity, b.match, 0.1, reduce="mean").loss
+    expected = expected + 0.1 * sum(diversity(one.tokens) for one in (b.images, b.texts))
+    expected = expected + 0.01 * mmd(*(g.mean.flatten(0, 1) for g in (b.image, b.text)), 0.5, kernel)
+    torch.testing.assert_close(method_of("pvse", f"--loss.kernel={kernel}").loss(b, None).loss, expected)
+
+
+@pytest.mark.parametrize("name", ["vsepp", "pvse", "scan", "prob-vsepp"])
+def test_the_first_epochs_have_all_negatives_where_asked(name):
+    b, g, mask = points(k=2 if name == "pvse" else 0), torch.Generator().manual_seed(1), torch.ones(N, 3).bool()
+    words = ["--loss.warmup_epochs=2", *(["--loss.diversity=0", "--loss.mmd=0"] if name == "pvse" else [])]
+    if name == "scan":
+        sides = (replace(side, tokens=torch.randn(N, 3, 5, generator=g), mask=mask) for side in (b.images, b.texts))
+        b.images, b.texts = sides
+        tokens = [unit_tokens(side.tokens, side.mask) for side in (b.images, b.texts)]
+    made = method_of(name, *words)
+    for epoch, hardest in ((1, False), (2, True)):
+        b.epoch = epoch
+        if name == "vsepp":
+            expected = triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2, hardest)
+        elif name == "pvse":
+            similarity = multi_instance_similarity(b.image.mean, b.text.mean)
+            expected = triplet_loss(similarity, b.match, 0.1, hardest, "mean")
+        elif name == "scan":
+            how = CrossAttention("t2i", lambda_softmax=9.0, lambda_lse=6.0)
+            expected = scan_loss(*tokens, b.match, how, 0.2, hardest)
+        else:
+            negatives = "hardest" if hardest else "all"
+            expected = prob_triplet_loss(b.image, b.text, b.match, "wasserstein2", 0.2, negatives)
+        torch.testing.assert_close(made.loss(b, None).loss, expected.loss)
+
+
+def test_lambdas_are_the_directions_own_unless_given():
+    make = METHODS["scan"].Options
+    assert cross_attention(make(direction="i2t")) == CrossAttention("i2t", lambda_softmax=4.0, lambda_lse=5.0)
+    assert cross_attention(make(direction="i2t", lambda_softmax=7.0)).lambda_softmax == 7.0
+
+
+def test_bounds_of_variances_that_leave_none_are_refused():
+    with pytest.raises(UserError, match=r"between loss\.smallest 2 and loss\.largest 1"):
+        METHODS["prob-vsepp"].model_options(METHODS["prob-vsepp"].Options(smallest=2, largest=1))
+
+
+@pytest.mark.parametrize("name", ["pcmepp", "pcmepp-clip", "pcmepp-mu"])
+def test_the_clip_loss_beside_pcmepp(name):
+    """Its weight, the model's own temperature, and labels with two captions of one image."""
+    b = points(d=8)
+    b.images, b.texts = (Encoded(Gaussian(g.mean, torch.zeros_like(g.mean))) for g in (b.image, b.text))
+    model = create_model("ViT-Micro-32", probabilistic=METHODS[name].probabilistic, init_scale=5, init_shift=5)
+
+    def terms(weight: float):
+        return method_of(name, f"--loss.clip={weight}").loss(b, model)
+
+    logits = model.logit_scale.exp() * b.image.mean @ b.text.mean.T
+    target = b.match / b.match.sum(1, keepdim=True)
+    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    torch.testing.assert_close(terms(0.5).loss, terms(0).loss + 0.5 * expected)
+    torch.testing.assert_close(terms(0.5).terms["clip"], expected)
+    assert "clip" not in terms(0).terms
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(100))  # CLIP's ceiling, at which published weights stand
+    (slope,) = torch.autograd.grad(terms(0.5).loss, [model.logit_scale])
+    assert slope > 0.1  # descent lowers it
+
+
+# --------------------------------------------------------------------------------------------------------------- NCR
+
+
+class TwoNetworks:
+    """NCR for four epochs on one batch of twelve pairs; each network embeds two captions far from their images."""
+
+    def __init__(self):
+        self.method, self.match = method_of("ncr"), torch.eye(12)
+        self.embedded = [self.pairs(wrong=[0, 1], seed=0), self.pairs(wrong=[2, 3], seed=1)]
+
+    @staticmethod
+    def pairs(wrong: list[int], seed: int) -> tuple[Gaussian, Gaussian]:
+        r = torch.Generator().manual_seed(seed)
+        image = F.normalize(torch.randn(12, 32, generator=r), dim=1)
+        text = F.normalize(image + 0.1 * torch.randn(12, 32, generator=r), dim=1)
+        text[wrong] *= -1
+        return Gaussian(image, torch.zeros(12, 32)), Gaussian(text, torch.zeros(12, 32))
+
+    def step(self, epoch: int, network: int):
+        rows, other = torch.arange(12), lambda: tuple(map(Encoded, self.embedded[1 - network]))
+        batch = Batch(*map(Encoded, self.embedded[network]), self.match, rows, rows, epoch, 0, None, network, other)
+        return self.method.loss(batch, None)
+
+    def begin(self, epoch: int) -> None:
+        for network in (0, 1):
+            self.step(epoch - 1, network)
+        self.method.begin_epoch(epoch)
+
+    def say(self, network: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a network's losses and predictions are: w and p of every pair."""
+        image, text = self.embedded[network]
+        losses = self.method.module.loss.pair_losses(image, text, self.match)
+        return clean_probability(losses).float(), self.method.module.loss.predict(image, text, self.match)
+
+
+@pytest.mark.parametrize(("network", "noisy"), [(0, [2, 3]), (1, [0, 1])])
+def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(network, noisy):
+    """In the second half of the epochs noisy pairs too, with the mean of both predictions."""
+    two = TwoNetworks()
+    two.begin(1)
+    out = two.step(1, network)
+    kept = [i for i in range(12) if i not in noisy]  # among them those that it would itself classify as noisy
+    (w, q), (_, p) = two.say(1 - network), two.say(network)
+    label = w + (1 - w) * p
+    image, text = (g[kept] for g in two.embedded[network])
+    torch.testing.assert_close(out.loss, NCRLoss()(image, text, torch.eye(10), label=label[kept]).loss)
+    assert out.terms["clean"] == pytest.approx(10 / 12)
+    two.begin(2)
+    label[noisy] = ((p + q) / 2)[noisy]
+    expected = NCRLoss()(*two.embedded[network], two.match, label=label).loss
+    torch.testing.assert_close(two.step(2, network).loss, expected)
+
+
+# ------------------------------------------------------------------------------------------------------ autoencoders
+
+
+def autoencoder(name: str, architecture: str = "resnet-gru-small", *words: str):
+    """A method on a small model, in float64, and the model."""
+    torch.manual_seed(0)
+    cls, options = METHODS[name], configured(name, "x", "--loss.hidden=6", "--loss.word_width=5", *words).loss
+    more = {"head": "mlp", "embed_dim": 4, "vocabulary": ["a", "red", "blue", "dog", "cat", "of"]}
+    model = create_model(architecture, n_unc_layers=0, **more, **cls.model_options(options))
+    method = cls(options, model, None)
+    method.module.double(), method.aside.double()
+    return method, model
+
+
+def codes(model, epoch=1) -> Batch:
+    """N pairs, of which 0 and 1 are of one image."""
+    g = torch.Generator().manual_seed(3)
+
+    def encoded(width, shift):
+        codes = (torch.randn(N, 4, generator=g, dtype=torch.float64) + shift).requires_grad_()
+        log_var = torch.randn(N, 4, generator=g, dtype=torch.float64) - 1
+        features = torch.randn(N, width, generator=g, dtype=torch.float64)
+        return Encoded(Gaussian(F.normalize(codes, dim=1), log_var), features=features, codes=codes)
+
+    images, texts = encoded(model.image_tower.pooled_width, 0.5), encoded(model.text_tower.pooled_width, 0.0)
+    ids = torch.tensor([0, 0, 2, 3, 4, 5])
+    words = torch.randint(2, 8, (N, 16), generator=g).masked_fill(torch.arange(16) >= torch.arange(2, 8)[:, None], 0)
+    match = (ids[:, None] == ids).double()
+    return Batch(images, texts, match, ids, torch.arange(N), epoch, 0, torch.Generator().manual_seed(9), words=words)
+
+
+def said(method, texts, b, model):
+    """Mean negative log likelihood of the captions, with the words that the method's generator drops."""
+    words = b.words[:, : int((b.words != 0).sum(1).max())]
+    seen = drop_words(words, method.options.word_dropout, torch.Generator().manual_seed(9))
+    log_p = method.module.decoders["text"].log_probabilities(texts, seen)
+    each = [-log_p[i, m, w] for i, row in enumerate(words.tolist()) for m, w in enumerate(row) if w]
+    return sum(each) / N
+
+
+def bce(method, codes):
+    logits = method.aside.discriminator(codes)
+    return F.binary_cross_entropy(logits.sigmoid(), torch.ones_like(logits))
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce"), [("mse", "sum"), ("mmd-mse", "mean"), ("jwae-mse", "sum"), ("jwae-mh", "mean")]
+)
+def test_the_loss_is_what_the_paper_adds_up(name, reduce):
+    """Eq. 6 sums errors over items, and the public code averages them; Eq. 7 is a mean."""
+    method, model = autoencoder(name, "resnet-gru-small", f"--loss.reduce={reduce}")
+    items = N if reduce == "sum" else 1
+    b = codes(model)
+    image, text = b.images.codes, b.texts.codes
+    decoded = method.module.decoders["image"](image)
+    of_images = sum(math.hypot(*row) for row in (b.images.features - decoded).tolist()) / N
+    of_texts = said(method, text, b, model)
+    errors = items * (of_images + of_texts)
+    expected = {
+        "mse": lambda: code_mse(image, text) + errors,
+        "mmd-mse": lambda: code_mse(image, text) + errors + 0.2 * probemb.losses.jwae.mmd(image, text),
+        "jwae-mse": lambda: code_mse(image, text) + errors + 0.2 * (bce(method, image) + bce(method, text)),
+        "jwae-mh": lambda: (
+            triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2).loss
+            + items * (0.5 * of_images + 0.005 * of_texts)
+            + 0.01 * (bce(method, image) + bce(method, text))
+        ),
+    }[name]()
+    out = method.loss(b, model)
+    close(out.loss, expected.detach())
+    close(out.terms["image"], of_images)
+    out.loss.backward()
+    assert all(x.grad.abs().sum() > 0 for x in (image, text))
+    assert all(p.grad.abs().sum() > 0 for p in method.module.parameters())
+    assert all(p.grad is None for p in method.aside.parameters())
+
+
+@pytest.mark.parametrize(("name", "supervision"), [("mmd-mse", "mse"), ("jwae-mh", "triplet")])
+def test_unpaired_items_are_reconstructed_and_held_to_the_prior_but_not_matched(name, supervision):
+    method, model = autoencoder(name)
+    everything, n = codes(model), N - 2
+
+    def pairs(with_unpaired=None):
+        b = codes(model)
+        return replace(b, images=b.images[:n], texts=b.texts[:n], match=b.match[:n, :n], with_unpaired=with_unpaired)
+
+    alone, whole = (method.loss(b, model).terms for b in (replace(pairs(), words=codes(model).words[:n]), codes(model)))
+    found = method.loss(pairs(everything), model).terms
+    for term, value in found.items():
+        close(value, (alone if term == supervision else whole)[term])
+    assert not torch.allclose(found["text"], alone["text"])
+    if name == "jwae-mh":
+        told = method.after_step(pairs(codes(model)), model)["js"]
+        close(told, autoencoder(name)[0].after_step(codes(model), model)["js"])
+
+
+def test_the_variational_loss_is_of_samples():
+    method, model = autoencoder("vae-mh")
+    b, g = codes(model), torch.Generator().manual_seed(9)
+    z = [
+        e.codes + (0.5 * e.gaussian.log_var).exp() * torch.randn(N, 4, generator=g, dtype=torch.float64)
+        for e in (b.images, b.texts)
+    ]
+    unit = [F.normalize(x, dim=1) for x in z]
+    words = b.words[:, : int((b.words != 0).sum(1).max())]
+    nll = method.module.decoders["text"].nll(z[1], words, drop_words(words, 0.2, g)).mean()
+    kl = [vae_kl(Gaussian(e.codes, e.gaussian.log_var)) for e in (b.images, b.texts)]
+    of_images = (b.images.features - method.module.decoders["image"](z[0])).norm(dim=1).mean()
+    expected = triplet_loss(unit[0] @ unit[1].T, b.match, 0.2).loss
+    expected = expected + 0.5 * of_images + 0.005 * nll + 0.01 * (kl[0] + kl[1])
+    close(method.loss(b, model).loss, expected.detach())
+
+
+def test_mean_word_vectors_are_reconstructed_as_vectors():
+    method, model = autoencoder("jwae-mse", "resnet-words-small")
+    b = codes(model)
+    error = b.texts.features - method.module.decoders["text"](b.texts.codes)
+    close(method.loss(b, model).terms["text"], error.square().sum(1).mean().detach())
+
+
+def test_the_discriminator_learns_from_its_own_loss_alone():
+    """Gradients start from zero, codes get none, and codes far from the prior are told from it."""
+    method, model = autoencoder("jwae-mh", "resnet-gru-small", "--loss.discriminator_lr=0.003")
+    b = codes(model)
+    method.loss(b, model).loss.backward()
+    for code in (b.images.codes, b.texts.codes):
+        code.grad = None
+    before = [p.clone() for p in method.aside.parameters()]
+    first = method.after_step(b, model)
+    found = [p.clone() for p in method.aside.parameters()]
+    assert all(not torch.equal(p, old) for p, old in zip(found, before))
+    assert b.images.codes.grad is None
+    again, _ = autoencoder("jwae-mh", "resnet-gru-small", "--loss.discriminator_lr=0.003")
+    other = codes(model)
+    again.loss(other, model)  # draws the dropped words
+    again.after_step(other, model)
+    for one, two in zip(found, again.aside.parameters()):
+        assert torch.equal(one, two)  # the encoders' backward pass has left nothing
+    for _ in range(150):
+        last = method.after_step(b, model)
+    assert last["discriminator"] < 0.8 * first["discriminator"]
+    assert 0.1 < last["js"] < math.log(2)
+    rates = configured("jwae-mh", "x", "--size-augment=0", "--optimizer.lr=1e-3", "--optimizer.scalars=30").optimizer
+    groups = {group["name"]: group for group in parameter_groups(model, method.module, rates)}
+    assert groups["decoders"]["lr"] == groups["image.head.0"]["lr"] == 1e-3
+    assert len(groups["decoders"]["params"]) == len(list(method.module.parameters()))
+
+
+@pytest.fixture
+def step(authors, monkeypatch):  # noqa: F811
+    """The authors' batch and modules in our method: (method, model, batch, their encoders' parameters by name)."""
+    v, d = authors, {"dtype": torch.float64}
+    words = ("--loss.published=true", "--loss.direction=i2t", "--loss.aggregation=mean", "--loss.image_norm=l1")
+    method, model = over_tokens(*words, "--loss.image_weight=0.05")
+    image, text, judge = published_modules(v)
+    method.module.decoders["image"], method.module.decoders["text"] = image, text
+    method.aside.discriminator = judge
+    for i, parameter in enumerate(judge.parameters()):
+        method.aside.register_buffer(f"gradient_{i}", torch.zeros_like(parameter))
+    prefix = len("img_enc__param__")
+    own = {name: v[name].clone().requires_grad_() for name in v if name[3:].startswith("_enc__param__")}
+    regions_NRD = F.linear(v["images"], own["img_enc__param__fc.weight"], own["img_enc__param__fc.bias"])
+    gru = torch.nn.GRU(6, 8, batch_first=True).double()
+    weights = {name[prefix + 4 :]: p for name, p in own.items() if name.startswith("txt_enc__param__rnn.")}
+    embedded = F.embedding(v["captions"], own["txt_enc__param__embed.weight"])
+    words_NLD = torch.func.functional_call(gru, weights, embedded)[0]
+    mask = torch.arange(7) < v["lengths"][:, None]
+    point = Gaussian(torch.zeros(4, 8, **d), torch.zeros(4, 8, **d))
+    images = Encoded(point, regions_NRD, torch.ones(4, 5, dtype=torch.bool), v["images"], point.mean)
+    texts = Encoded(point, words_NLD, mask, words_NLD, point.mean)
+    rows = torch.arange(4)
+    batch = Batch(images, texts, torch.eye(4), rows, rows, 5, 0, torch.Generator(), words=v["captions"])
+    unseen = (v["word_dropout_uniform"] < 0.2) & (v["captions"] >= 2)
+    monkeypatch.setattr(probemb.losses.jwae, "drop_words", lambda words, rate, generator: words.masked_fill(unseen, 0))
+    monkeypatch.setattr(method, "places", lambda batch: (int(v["region_index"]), int(v["word_index"])))
+    return method, model, batch, own
+
+
+def over_tokens(*words: str):
+    torch.manual_seed(0)
+    options = configured("jwae-scan", "x", "--loss.hidden=6", "--loss.word_width=5", *words).loss
+    model = create_model(
+        "scan-regions-gru", head="average", embed_dim=8, n_unc_layers=0, vocabulary=[f"w{i}" for i in range(18)],
+        **METHODS["jwae-scan"].model_options(options),
+    )  # fmt: skip
+    method = METHODS["jwae-scan"](options, model, None)
+    method.module.double(), method.aside.double()
+    return method, model
+
+
+def test_authors_step(step, authors):  # noqa: F811
+    """Every part, their sum, and the gradients of encoders, decoders, and of the discriminator that gets them too."""
+    (method, model, batch, own), v = step, authors
+    out = method.loss(batch, model)
+    close(out.terms["triplet"], v["train_emb__Le"], torch.float64)
+    close(0.05 * out.terms["image"] + 0.005 * out.terms["text"], v["train_emb__r_tot"])
+    close(0.01 * (out.terms["image_prior"] + out.terms["text_prior"]), v["train_emb__err_D"])
+    close(out.loss, v["train_emb__total"])
+    out.loss.backward()
+    for name, parameter in own.items():
+        close(parameter.grad, v[name.replace("__param__", "__").replace(name[:3], f"train_emb_grad__{name[:3]}", 1)])
+    for i in (0, 1):
+        found = method.aside.discriminator.layers[i].weight.grad
+        close(found, v[f"train_emb_grad__netD__fc{i + 1}.weight"])
+
+
+def test_the_published_discriminator_keeps_all_gradients(step, authors, monkeypatch):  # noqa: F811
+    """Adam is given the sums: the encoders' of this step, its own, and those of all steps before."""
+    (method, model, batch, _), v = step, authors
+    monkeypatch.setattr("probemb.models.autoencoder.prior_samples", lambda codes, generator: v["true_gauss"])
+    method.aside_optimizer = torch.optim.SGD(method.aside.parameters(), 0.0)
+    weight = method.aside.discriminator.layers[0].weight
+    each = v["train_emb_grad__netD__fc1.weight"] + v["errD_grad__netD__fc1.weight"]
+    for steps in (1, 2):
+        method.loss(batch, model).loss.backward(retain_graph=True)
+        method.after_step(batch, model)
+        assert weight.grad is None
+        close(method.aside.gradient_0, steps * each)
+
+
+def test_every_region_and_word_that_there_is_has_a_code():
+    method, model = over_tokens()
+    tokens, mask = torch.randn(3, 5, 8, dtype=torch.float64), torch.rand(3, 5) < 0.6
+    mask[:, 0] = True
+    codes = tokens.mean(1)
+    point = Gaussian(F.normalize(codes, dim=1), torch.zeros_like(codes))
+    looks = torch.randn(3, 5, 2048, dtype=torch.float64)
+    side = Encoded(point, tokens, mask, looks, codes)
+    words = torch.randint(2, 20, (3, 5)).masked_fill(~mask, 0)
+    words = torch.cat([words, words.new_zeros(3, 3)], 1)
+    batch = Batch(side, side, torch.eye(3), torch.arange(3), torch.arange(3), 1, 0, torch.Generator(), words=words)
+    out = method.loss(batch, model)
+    there = torch.cat([tokens[i, mask[i]] for i in range(3)])
+    close(out.terms["image_prior"], encoder_loss(method.aside.discriminator(there)).detach())
+    error = looks - method.module.decoders["image"](tokens)
+    close(out.terms["image"], (error.norm(dim=2) * mask).sum().detach() / 3)
+    assert method.decoded(batch)[1] is codes  # a caption is generated from the mean of its words
+
+
+# -------------------------------------------------------------------------------------------------------------- VSRN
+
+
+@pytest.mark.parametrize("name", ["vsrn", "prob-vsrn"])
+def test_the_loss_is_the_triplets_and_the_captions(name):
+    torch.manual_seed(0)
+    options = configured(name, "x", "--loss.caption_weight=0.7", "--loss.hidden=6", "--loss.word_width=5").loss
+    model = create_model("vsrn-scenes-gru", vocabulary=list(WORDS), head="clip", **METHODS[name].model_options(options))
+    made = METHODS[name](options, model, None)
+    made.module.double()
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randn(N, 6, 128, generator=g, dtype=torch.float64).requires_grad_()
+    mask = torch.arange(6) < torch.tensor([6, 3, 3, 1, 6, 2])[:, None]
+    image, text = (Gaussian(one.mean, one.log_var.clamp(-2, 2)) for one in pairs(N))
+    words = torch.randint(2, 8, (N, 5), generator=g).masked_fill(torch.arange(5) >= torch.arange(5, -1, -1)[:, None], 0)
+    batch = Batch(
+        Encoded(image, tokens, mask), Encoded(text), same_images(N), torch.arange(N), torch.arange(N), 1, 0, g,
+        words=torch.cat([words, torch.zeros(N, 9, dtype=torch.int64)], 1),
+    )  # fmt: skip
+    out = made.loss(batch, model)
+    decoder, said = made.module.decoders["caption"], []
+    for row in range(N):  # alone, without the others' padding
+        length = max(1, int((words[row] != 0).sum()))
+        there = Tokens(tokens[row : row + 1, mask[row]], torch.ones(1, int(mask[row].sum()), dtype=torch.bool))
+        log_p = type(decoder).log_probabilities(decoder, there, words[row : row + 1, :length])
+        said.append(-sum(log_p[0, m, w] for m, w in enumerate(words[row, :length].tolist())))
+    if name == "vsrn":
+        expected = triplet_loss(image.mean @ text.mean.T, same_images(N), 0.2).loss
+    else:
+        expected = prob_triplet_loss(image, text, same_images(N), "wasserstein2", 0.1, "hardest").loss
+    close(out.terms["caption"], (sum(said) / N).detach())
+    close(out.loss, (expected + 0.7 * sum(said) / N).detach())
+    out.loss.backward()
+    assert (tokens.grad.abs().sum(-1) > 0).equal(mask)
+    assert all(p.grad.abs().sum() > 0 for p in made.module.parameters())
+
+
+def test_a_text_tower_without_words_is_refused():
+    architecture = {"text_cfg": {"hf_model_name": "roberta-base"}}
+    with pytest.raises(UserError, match="from Hugging Face, and a decoder of captions needs"):
+        n_words(SimpleNamespace(config={"name": "roberta-ViT-B-32", "architecture": architecture}))

@@ -1,0 +1,229 @@
+"""One short training of every method through the command: what it logs, saves and ranks by, and resuming within it."""
+
+import json
+import math
+import shutil
+from typing import get_args
+
+import pytest
+import torch
+
+from finetune.methods import METHODS
+from probemb import load_model
+from probemb.cli.ranges import Distance
+from probemb.cross_attention import CrossAttention
+from probemb.data.compositions.find import find_compositions
+from probemb.evaluation.composed import embed_queries, measure_composed
+from probemb.evaluation.embedding import Embedder
+from tests.finetune.runs import ONE_EPOCH, checkpoint, metrics, run_here, saved
+from zeroshot.retrieval import main as retrieval
+
+TERMS = {  # in the log, beside the loss
+    "pcmepp": {"match", "pseudo_positive", "vib", "n_pseudo", "scale", "shift", "u_image", "u_text"},
+    "pcmepp-clip": {"match", "clip", "vib", "scale", "shift", "u_image", "u_text"},
+    "pcmepp-mu": {"match", "scale", "shift"},
+    "prolip": {"ppcl", "vib", "inclusion", "scale", "shift", "u_image", "u_text"},
+    "infonce": {"i2t", "t2i", "temperature"},
+    "vse": {"triplet"},
+    "pcme": {"match", "vib", "uniformity", "scale", "shift", "u_image"},
+    "daa": {"triplet", "daa"},
+    "p2rm": {"triplet", "rectangle"},
+    "ncr": {"triplet", "clean"},
+    "decl": {"evidential", "hinge", "clean"},
+    "mse": {"mse", "image", "text"},
+    "mmd-mse": {"mse", "mmd"},
+    "jwae-mse": {"mse", "image_prior", "text_prior", "discriminator", "js", "code_square", "code_dimensions"},
+    "jwae-mh": {"triplet", "image", "text", "image_prior", "discriminator"},
+    "vae-mh": {"triplet", "image_prior", "text_prior", "u_image"},
+    "prob-vsepp": {"u_image", "u_text"},
+    "prob-vsrn": {"u_image", "u_text"},
+    "jwae-scan": {"triplet", "image", "text", "text_prior", "js"},
+    "scan": {"triplet"},
+    "vsrn": {"triplet", "caption"},
+    "vse0": {"triplet"},
+    "vsepp": {"triplet"},
+    "order": {"triplet"},
+    "pvse": {"triplet", "diversity", "mmd"},
+    "mpc": {"query_to_target", "u_image", "u_part"},
+    "mpc-mlp": {"query_to_target", "u_part"},
+    "mpc-cosine": {"query_to_target", "u_part"},
+    "pcme-addition": {"query_to_target", "u_part"},
+    **{name: set() for name in ("relationship", "film", "mrn", "tirg")},
+}
+OWN = {  # options of a method, beside the base
+    "pcme": {"loss.uniformity": 0.1},
+    "jwae-mh": {"data.unpaired": "SCENES", "data.unpaired-batch": 20},
+    "jwae-mse": {"model.name": "resnet-words-small", "model.embed_dim": 8},  # mean word vectors
+    "jwae-scan": {"loss.published": "true", "loss.direction": "i2t", "loss.image_norm": "l1"},
+    "prob-vsepp": {"model.name": "scenes-cnn-gru", "loss.covariance": "spherical-mean"},
+}
+EPOCHS = 2
+
+
+def test_every_method_is_tested():
+    assert {*TERMS, "clip-zs"} == set(METHODS)
+
+
+@pytest.fixture(scope="session")
+def run_of(scenes, regions, queries, tmp_path_factory):
+    """method -> its run of two epochs of two steps, with the backbone frozen and thawed and behind the warm-up of the
+    losses that have one, and its options; each made once, with a checkpoint of every step.
+    """
+    made = {}
+
+    def of(name):
+        if name not in made:
+            method, out = METHODS[name], tmp_path_factory.mktemp("methods") / name
+            options = {"method": name, "data.path": scenes, "batch-size": 24, "out": out}
+            options |= {"save-every": 1, "keep-checkpoints": 9, "epochs": EPOCHS}
+            if hasattr(method.Options, "word_width") and name != "prob-vsrn":
+                options |= {"loss.hidden": 8, "loss.word_width": 8}  # CLIP's vocabulary is large
+            if method.over_regions or name == "jwae-scan":
+                model = "vsrn-scenes-gru" if method.over_regions else "scan-scenes-gru"
+                options |= {"data.path": regions, "batch-size": 60, "model.name": model, "model.embed_dim": "null"}
+            if method.composes:
+                options |= {"data.path": queries, "model.name": "scenes-cnn-gru", "model.head": "clip"}
+                options |= {"model.embed_dim": "null", "batch-size": 60, "swa-epochs": 0, "compose.queries": 60}
+                options |= {"optimizer.lr": 3e-3, "augment.cutout": 0}
+            options |= {k: scenes if v == "SCENES" else v for k, v in OWN.get(name, {}).items()}
+            assert run_here(options) == 0
+            made[name] = out, options
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_every_method_trains_validates_and_saves(name, run_of):
+    (out, _), method = run_of(name), METHODS[name]
+    lines, networks = metrics(out), method.networks
+    metric = "r_precision" if method.composes else "rsum"
+    trained, validated = [m for m in lines if "loss" in m], [m for m in lines if metric in m]
+    steps = len(trained) // networks // EPOCHS
+    assert steps >= 2
+    assert [m["step"] for m in trained] == list(range(1, steps * networks * EPOCHS + 1))
+    assert [m["step"] for m in validated] == [steps * networks, 2 * steps * networks]
+    turns = [1] * steps + [2] * steps
+    assert [m["network"] for m in trained if "network" in m] == (turns * EPOCHS if networks == 2 else [])
+    assert all(math.isfinite(m["loss"]) and m["gradient_norm"] > 0 for m in trained)
+    assert TERMS[name] <= set(trained[-1])
+    assert ("vib" in trained[-1]) == ("vib" in TERMS[name])
+    folders = ["model", *(["model-second"] if networks == 2 else [])]
+    if not method.composes:
+        assert {"swa_rsum", "swa_t2i_r1"} <= set(lines[-1])
+        folders += [f"model-swa{folder.removeprefix('model')}" for folder in folders]
+    assert sorted(path.name for path in out.glob("model*")) == sorted(folders)
+    for folder in folders:
+        model = load_model(out / folder).model
+        assert model.probabilistic == method.probabilistic
+        assert model.predicts_matches == ("scale" in TERMS[name] and model.probabilistic)
+        assert (model.trained_temperature is None) == (name not in ("infonce", "pcmepp-clip", "prolip"))
+        assert (model.match_form == "samples") == (name == "pcme")
+        assert (model.composer is not None) == method.composes
+        assert not [key for key in model.state_dict() if "decoder" in key]
+
+
+@pytest.mark.parametrize("name", ["ncr", "jwae-mh", "jwae-scan", "vsrn", "mpc"])
+def test_it_resumes_bit_for_bit_in_the_middle_of_an_epoch(name, run_of, tmp_path):
+    """Two networks, a discriminator and unpaired data, one that keeps its gradients, a decoder, composed queries."""
+    whole, options = run_of(name)
+    part = tmp_path / "part"
+    shutil.copytree(whole, part)
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (part / "checkpoints").glob("step-*"))
+    for later in steps[1:]:
+        shutil.rmtree(part / "checkpoints" / f"step-{later}")
+    assert run_here({**options, "out": part}, "--resume") == 0
+    assert checkpoint(part, steps[-1]) == checkpoint(whole, steps[-1])
+    assert metrics(part) == metrics(whole)
+    ours, theirs = saved(part), saved(whole)
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+
+
+RANKED = {"order": "order", "pvse": "multi-instance", "vsepp": "mean", "scan": "attention", "pcme": "match-probability"}
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_validation_and_retrieval_rank_as_the_method_compares(name, run_of, scenes, tmp_path):
+    (out, _), measured = run_of(name), tmp_path / "measured"
+    best = max(line["rsum"] for line in metrics(out) if "rsum" in line)
+    assert load_model(out).model.ranking == RANKED[name]
+    words = ["--model", str(out), "--data", str(scenes), "--split", "val", "--out", str(measured), "--erased", "0"]
+    assert retrieval(words) == 0
+    rows = json.loads((measured / "results.json").read_text())["rows"]
+    rows = {row["ranking"]: row for row in rows if row["positives"] == "own captions"}
+    assert rows[RANKED[name]]["rsum"] == pytest.approx(best, abs=1e-4)
+    if name == "scan":
+        assert load_model(out).model.attention == CrossAttention()
+
+
+@pytest.mark.parametrize(("name", "asked", "by"), [("mpc", None, "density"), ("mpc-cosine", "density", "density")])
+def test_composed_queries_are_validated_as_the_method_learns_or_as_asked(name, asked, by, run_of, queries, tmp_path):
+    out, options = run_of(name)
+    if asked:
+        options, out = {**options, "compose.ranking": asked, "out": tmp_path / "run", **ONE_EPOCH}, tmp_path / "run"
+        assert run_here(options) == 0
+    best = max(line["r_precision"] for line in metrics(out) if "r_precision" in line)
+    loaded, data = load_model(out), find_compositions(queries, "val")
+    embedder = Embedder(loaded.model.eval(), loaded.tokenizer, loaded.transforms.evaluate)
+    gallery, asked_for = embedder.images(data.images), embed_queries(embedder, data, data.sampled_queries(60))
+    found = {by: measure_composed(gallery, data, asked_for, by)["all"] for by in ("density", "cosine")}
+    assert 100 * found[by]["r_precision"] == pytest.approx(best, abs=2)  # the saved model's resize is PIL's
+
+
+def test_variances_stay_within_their_bounds(run_of, regions):
+    model = load_model(run_of("prob-vsepp")[0]).model
+    assert (model.ranking, model.config["covariance"]) == ("wasserstein2", "spherical-mean")
+    image = model.encode_image(torch.randn(2, 3, 64, 64))
+    assert ((image.var >= 0.1 - 1e-6) & (image.var <= 10 + 1e-5)).all()
+    assert (image.log_var == image.log_var[:, :1]).all()
+
+
+@pytest.mark.parametrize("distance", [one for one in get_args(Distance) if one != "csd"])
+def test_every_distance_trains_a_step(distance, scenes, tmp_path, capsys):
+    options = {"loss.distance": distance, "batch-size": 40, "out": tmp_path / "run", "data.path": scenes, **ONE_EPOCH}
+    assert run_here(options, "--no-data.validation") == 0
+    (line,) = metrics(tmp_path / "run")
+    assert math.isfinite(line["loss"])
+    assert line["gradient_norm"] > 0
+    assert f"pcmepp ({distance})" in capsys.readouterr().out
+    form = {"match-probability": "samples"}.get(distance, "none")
+    assert load_model(tmp_path / "run").model.match_form == form  # a and b belong to the distance that trained them
+
+
+def test_zero_shot_measures_and_saves_the_model_as_it_comes(scenes, tmp_path, capsys):
+    out = tmp_path / "run"
+    options = {"method": "clip-zs", "data.path": scenes, "epochs": 0, "swa-epochs": 0, "model.embed_dim": "null"}
+    assert run_here({**options, "out": out}) == 0
+    (line,) = metrics(out)
+    assert 0 <= line["rsum"] <= 600
+    assert not list(out.glob("checkpoints/*"))
+    assert "as pretrained" in capsys.readouterr().out
+    assert run_here({**options, "out": out, "resume": "true"}) == 0  # as a batch script asks for
+
+
+def test_mean_word_vectors_and_cached_features_through_the_command(scenes, tmp_path, capsys):
+    out = tmp_path / "run"
+    options = {"method": "jwae-mh", "data.path": scenes, "out": out, "data.cache-features": tmp_path / "features"}
+    options |= {"model.name": "resnet-words-small", "model.embed_dim": 8, "optimizer.freeze-epochs": 0}
+    assert run_here({**options, "optimizer.lr": 0.003}) == 0
+    told = capsys.readouterr()
+    assert "random vectors, which do not train: name word vectors with --model.word-vectors" in told.out
+    assert "features: " in told.err
+    lines = [line for line in metrics(out) if "loss" in line]
+    assert lines[-1]["image"] < lines[0]["image"]
+    assert lines[-1]["text"] < lines[0]["text"]
+    means = load_model(out).model.encode_text(torch.tensor([[2, 3, 4], [5, 6, 0]])).mean
+    torch.testing.assert_close(means.norm(dim=1), torch.ones(2))  # what people rank are unit means
+    trunk = {key for key in saved(out) if key.startswith("visual.trunk")}
+    first = load_safetensors(out / "checkpoints" / "step-3" / "weights.safetensors")
+    assert all(torch.equal(saved(out)[key], first[f"model.{key}"]) for key in trunk)
+    again = {**options, "optimizer.lr": 0.003, "out": tmp_path / "again"}
+    assert run_here(again) == 0
+    assert "features: " not in capsys.readouterr().err
+    assert metrics(tmp_path / "again") == metrics(out)
+
+
+def load_safetensors(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)

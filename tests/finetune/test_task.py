@@ -1,0 +1,241 @@
+"""What a step sees: mixed images and labels on any number of ranks, pixels, and composed queries."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+
+from finetune.augment import draw_mix
+from finetune.data import Loader, Pairs
+from finetune.task import Moment, PairTask
+from finetune.trainer import Network
+from pretrain.stream.settings import Settings
+from pretrain.stream.stream import Stream
+from probemb.data.captions.find import find_captions
+from probemb.data.shards.index import Shard
+from probemb.models import create_model, create_tokenizer, create_transforms
+from tests.finetune.trainers import BATCH, configured, make_trainer
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def mixed(rank, world, few, words):
+    """This rank's images, mixed; which images all ranks have, their labels, and how they are mixed."""
+    more = "--mix.smoothing=0.01", "--size-augment=0", "--augment.cutout=0.2"
+    trainer = make_trainer(configured("pcmepp", few, *more, *words))
+    pairs = next(trainer.loader.epoch(0))
+    (images, _, _), mix = trainer.task.inputs(pairs, trainer.model, 0)
+    embedded = [torch.zeros(len(images), 8, dtype=torch.float64)] * 4
+    batch = trainer.task.gather(embedded, pairs, mix, Moment(0, 0))
+    return images.numpy(), batch.image_index.numpy(), batch.match.numpy(), [x.numpy() for x in mix]
+
+
+@pytest.mark.parametrize(
+    "words", [("--mix.ratio=0.5",), ("--mix.mode=batch", "--mix.ratio=1", "--mix.mixup=0")], ids=["element", "batch"]
+)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_mix_images_and_labels_as_one_process(world, words, few):
+    ((images, index, match, mix),) = run_ranks(1, mixed, few, words)
+    for rank, (own, *others) in enumerate(run_ranks(world, mixed, few, words)):
+        np.testing.assert_array_equal(own, images[rank * len(own) : (rank + 1) * len(own)])
+        for theirs, expected in zip((*others[:2], *others[2]), (index, match, *mix)):
+            np.testing.assert_array_equal(theirs, expected)
+    lam, use_cutmix, _, partner = mix
+    assert (lam < 1).sum() > BATCH // 4
+    assert len(set(lam)) == (1 if "--mix.mode=batch" in words else (lam < 1).sum() + 1)
+    assert use_cutmix.all() or "--mix.mode=batch" not in words
+    same = index[:, None] == index
+    expected = lam[:, None] * same + (1 - lam[:, None]) * same[partner]
+    np.testing.assert_allclose(match, expected * 0.98 + 0.01, atol=1e-6)
+
+
+def test_a_batch_is_mixed_with_the_probability(few):
+    words = "--mix.mode=batch", "--mix.ratio=1", "--mix.prob=0.25", "--size-augment=0"
+    trainer = make_trainer(configured("pcmepp", few, *words))
+    pairs = next(trainer.loader.epoch(0))
+    drawn = [trainer.task.inputs(pairs, trainer.model, step)[1].lam for step in range(80)]
+    assert 10 < sum(bool((lam < 1).all()) for lam in drawn) < 30
+    assert all(len(set(lam.tolist())) == 1 for lam in drawn)
+
+
+def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
+    trainer = make_trainer(configured("pcmepp", few, "--mix.ratio=1", "--size-augment=0.9"))
+    pairs = next(trainer.loader.epoch(0))
+    (first, mix), (again, same), (later, other) = (
+        trainer.task.inputs(pairs, trainer.model, step) for step in (0, 0, 1)
+    )  # fmt: skip
+    for a, b in zip((*first, *mix), (*again, *same)):
+        assert torch.equal(a, b)
+    assert not torch.equal(first[2], later[2])
+    assert not torch.equal(mix.lam, other.lam)
+    rng = np.random.default_rng([0, 1, 0, 2])
+    torch.testing.assert_close(other.lam, draw_mix(BATCH, 32, 32, rng, 1.0).lam)
+
+
+@pytest.mark.parametrize("positives", ["class", "image"])
+def test_captions_of_the_class_match(positives, birds):
+    words = "--batch_size=24", f"--data.positives={positives}", "--size-augment=0", "--mix.ratio=0"
+    trainer = make_trainer(configured("vse", birds, *words))
+    data = trainer.task.train
+    trainer.task.train = replace(data, classes=["red circle", "blue square"] * (len(data) // 2))
+    pairs = next(Loader(trainer.task.rows()).epoch(0))
+    batch = trainer.task.gather([torch.zeros(24, 4)] * 4, pairs, None, Moment(0, 0))
+    key = pairs.image_index % 2 if positives == "class" else pairs.image_index
+    assert torch.equal(batch.match, (key[:, None] == key[None, :]).float())
+    assert 24 < (pairs.image_index[:, None] % 2 == pairs.image_index[None, :] % 2).sum() < 24 * 24
+
+
+# ------------------------------------------------------------------------------------------------------------- pixels
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return create_model("ViT-Micro-32", head="gpo", embed_dim=8, image_size=24)  # smaller than the images
+
+
+def open_clips(model):
+    """The transform that gives normalised floats."""
+    return image_transform_v2(PreprocessCfg(**model.config["preprocess"]), is_train=True)
+
+
+def batches(model, data, transform):
+    return list(Loader(Pairs(data, transform, create_tokenizer(model), BATCH, 3)).epoch(1))
+
+
+def task_of(model, data, *words):
+    """As a run prepares it."""
+    task = object.__new__(PairTask)
+    task.config = configured("pcmepp", "x", *words)
+    task.method, task.train, task.validation, task.unpaired = type("M", (), {"composes": False}), data, None, None
+    task.prepare([model], CPU)
+    return task
+
+
+def test_pixels_are_those_of_open_clip_and_differ_by_rounding_from_torchs(model, captioned):
+    data = find_captions(captioned, None)
+    kinds = [task_of(model, data, f"--data.resize={resize}").transforms.train for resize in ("pil", "tensor")]
+    assert repr(task_of(model, data).transforms.train) == repr(kinds[1])  # torch's by default, as in pretraining
+    pil, tensor, floats = (batches(model, data, one) for one in (*kinds, open_clips(model)))
+    assert len(pil) > 3
+    for ours, other, expected in zip(pil, tensor, floats, strict=True):
+        assert ours.images.dtype == other.images.dtype == torch.uint8
+        assert torch.equal(model.normalized(ours.images), expected.images)
+        assert 0 < (ours.images.int() - other.images.int()).abs().max() <= 8  # of drawn edges
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_image_is_that_of_the_pretraining_reader(model, captioned):
+    """Without a random crop, whose draws belong to the place in the data, both readers give the same uint8."""
+    data = find_captions(captioned, None)
+    transform, ours = create_transforms(model, resize="tensor").evaluate, {}
+    for batch in batches(model, data, transform):
+        ours |= {data.image_ids[i]: image for i, image in zip(batch.image_index.tolist(), batch.images)}
+    shard = Shard(captioned.name, captioned, len(data), captioned.stat().st_size)
+    with Stream([shard], Settings(batch_size=8, lanes=1), transform, create_tokenizer(model)) as stream:
+        batch = next(stream)
+    for key, image in zip(batch.keys, batch.images, strict=True):
+        assert torch.equal(image, ours[key.rsplit("/", 1)[1]])
+
+
+@pytest.mark.parametrize("words", [("--augment.cutout=0.3", "--mix.ratio=0"), ("--mix.ratio=1",), ("--mix.ratio=0",)])
+def test_augmentation_is_that_of_normalised_floats(model, captioned, words):
+    """Cutout's grey is 0 and mixing is not rounded: what the towers read is the same to the last bit."""
+    data = find_captions(captioned, None)
+    task = task_of(model, data, *words)
+    pixels, floats = (batches(model, data, t)[0] for t in (create_transforms(model).train, open_clips(model)))
+    ((images, *_), mix), ((expected, *_), same) = (task.inputs(batch, model, 5) for batch in (pixels, floats))
+    assert torch.equal(model.normalized(images), expected)
+    with torch.no_grad():
+        assert torch.equal(model.encode_image(images).mean, model.encode_image(expected).mean)
+    if "--mix.ratio=1" in words:
+        assert torch.equal(mix.lam, same.lam)
+        assert (mix.lam < 1).any()
+    elif words[0].startswith("--augment"):
+        assert ((images == 0).all(1).double().mean((1, 2)) - 0.3).abs().max() < 0.03
+    else:
+        assert images.dtype == torch.uint8  # nothing to change: as they came
+
+
+# --------------------------------------------------------------------------------------------------- composed queries
+
+
+def composed(queries, *words):
+    return make_trainer(configured("mpc", queries, *words), double=False)
+
+
+def test_a_step_sees_the_targets_the_parts_and_what_is_correct(queries):
+    """Parts are the embeddings of what the batch says, and a target is correct if it has all concepts."""
+    trainer = composed(queries, "--augment.cutout=0", "--augment.word_dropping=0")
+    given, data = next(trainer.loader.epoch(0)), trainer.task.train
+    (images, tokens, _), _ = trainer.task.inputs(given, trainer.model, 0)
+    model = trainer.model.eval()
+    with torch.no_grad():
+        image, text = model.encode_image(images), model.encode_text(tokens)
+        embedded = (image.mean, image.log_var, text.mean, text.log_var)
+        batch = trainer.task.gather(embedded, given, None, Moment(0, 0))
+    n = len(given.part_rows)
+    assert batch.texts is None
+    assert batch.parts.shape == (n, 2, model.embed_dim)
+    for row in range(n):
+        torch.testing.assert_close(batch.image.mean[row], image.mean[row])
+        for place, at in enumerate(given.part_rows[row].tolist()):
+            source, index = (image, n + at) if at >= 0 else (text, -at - 1)
+            torch.testing.assert_close(batch.parts.mean[row, place], source.mean[index])
+            torch.testing.assert_close(batch.parts.log_var[row, place], source.log_var[index])
+        for column, target in enumerate(given.target_index.tolist()):
+            has_all = set(given.concepts[row].tolist()) <= data.holds[target]
+            assert bool(batch.match[row, column]) == has_all
+    assert batch.match.diagonal().all()
+    assert batch.match.sum() > n  # some other target of the batch is correct too
+
+
+def test_mpc_learns_a_batch_at_its_default_temperature(queries):
+    trainer = composed(queries, "--augment.cutout=0", "--augment.word_dropping=0")
+    given = next(trainer.loader.epoch(0))
+    network = Network(trainer.model, trainer.objective)
+    optimizer = torch.optim.Adam(trainer.model.parameters(), 3e-3)
+    for step in range(30):
+        inputs, _ = trainer.task.inputs(given, trainer.model, step)
+        out = trainer.objective.loss(trainer.task.gather(network(*inputs), given, None, Moment(0, step)), trainer.model)
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    assert out.terms["query_to_target"].item() < 0.5 * math.log(len(given.part_rows))
+
+
+def test_cutout_of_targets_and_parts_is_that_of_normalised_floats(queries):
+    trainer = composed(queries, "--augment.cutout=0.2")
+    given = next(trainer.loader.epoch(0))
+    assert given.images.dtype == torch.uint8
+    floats = given._replace(images=trainer.model.normalized(given.images))
+    (images, *_), (expected, *_) = (trainer.task.inputs(one, trainer.model, 0)[0] for one in (given, floats))
+    assert torch.equal(images, expected)
+    assert ((images == 0).all(1).double().mean((1, 2)) - 0.2).abs().max() < 0.03
+
+
+def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):
+    """DDP waits for the gradient of every parameter."""
+    trainer = composed(queries)
+    given = next(trainer.loader.epoch(0))
+    b, k = given.part_rows.shape
+    given = given._replace(
+        images=torch.cat([given.images[:b]] * 3), tokens=given.tokens[:1], text_used=torch.tensor([False]),
+        part_rows=torch.arange(b * k).view(b, k),
+    )  # fmt: skip
+    (images, tokens, _), _ = trainer.task.inputs(given, trainer.model, 0)
+    image, text = trainer.model.encode_image(images), trainer.model.encode_text(tokens)
+    embedded = image.mean, image.log_var, text.mean, text.log_var
+    trainer.objective.loss(trainer.task.gather(embedded, given, None, Moment(0, 0)), trainer.model).loss.backward()
+    grads = [p.grad for name, p in trainer.model.text.named_parameters() if p.requires_grad]
+    assert all(grad is not None and not grad.any() for grad in grads)
+
+
+def test_pairs_of_the_setup_unseen_fill_a_batch(queries):
+    trainer = composed(queries, "--compose.setup=unseen", "--batch_size=128")
+    assert len(trainer.task.train.tuples) < 128
+    assert trainer.loader.steps == 1
