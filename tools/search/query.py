@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,36 +175,24 @@ def read_picture(shard: str, offset: int, size: int) -> bytes:
 
     The address is the one given to `tools.embed`, with the name of a shard listed there. No command (`pipe:`) is run.
     """
-    remote = is_remote(shard)
-    if offset < 0 or not 0 < size <= (MAX_REMOTE_BYTES if remote else MAX_IMAGE_BYTES):
-        raise LookupError(f"the index states {size:,} bytes at {offset:,}")
-    if not remote:
-        return _read_member(Path(shard), offset, size)
-    source = Remote(shard)
-    if source.scheme not in WEB:
-        raise LookupError(f"its shard is not a file here and not on a web server ({source.scheme}:)")
     try:
+        if not is_remote(shard):
+            with open(shard, "rb") as file:
+                file.seek(offset)
+                data = file.read(size)
+            if len(data) != size:
+                raise LookupError("the shard has become shorter")
+            return data
+        source = Remote(shard)
+        if source.scheme not in WEB:
+            raise LookupError(f"its shard is not a file here and not on a web server ({source.scheme}:)")
+        if size > MAX_REMOTE_BYTES:
+            raise LookupError(f"it has {size:,} bytes")
         return fetch_range(source, offset, size, POLICY)
     except BadShard as error:
         raise LookupError(f"its shard {str(error).removeprefix(f'{source}: ')}") from None
-
-
-def _read_member(shard: Path, offset: int, size: int) -> bytes:
-    try:
-        fd = os.open(shard, os.O_RDONLY | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise LookupError(f"the shard cannot be opened ({getattr(error, 'strerror', None) or error})") from None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise LookupError("the shard is no file")
-        data = os.pread(fd, size, offset)
     except OSError as error:
         raise LookupError(f"the shard cannot be read ({error.strerror})") from None
-    finally:
-        os.close(fd)
-    if len(data) != size:
-        raise LookupError("the shard has become shorter")
-    return data
 
 
 # ------------------------------------------------------------------------------------------------ queries
