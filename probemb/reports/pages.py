@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,7 @@ from rich.text import Text
 from probemb.cli.results import figures_folder, provenance
 from probemb.data.failures import BadSample
 from probemb.files import replace_file, replace_text
+from probemb.reports.figures import PALETTE, Chart
 from probemb.reports.text import printable
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from probemb.data.image_loader import Images
-    from probemb.reports.figures import Chart
 
 TEMPLATES = Path(__file__).with_name("templates")
 THUMBNAIL = 104  # pixels of the longer side
@@ -61,6 +61,16 @@ class Figure(NamedTuple):
     title: str = ""
     note: str = ""
     kind = "figure"
+
+
+def line_figure(
+    name: str, x_label: str, y_label: str, lines: Mapping[str, Sequence], title: str = "", note: str = ""
+) -> Figure:
+    """Lines by their names: x, y of every point and, if given, half the length of its error bar."""
+    chart = Chart(name, x_label=x_label, y_label=y_label)
+    for (label, (xs, ys, *spread)), colour in zip(lines.items(), PALETTE):
+        chart.line(xs, ys, label, colour, points=True, spread=spread[0] if spread else None)
+    return Figure(chart, title, note)
 
 
 class Picture(NamedTuple):

@@ -1,6 +1,8 @@
 """What the retrieval command alone uses: COCO's benchmarks beside the rest, uncertainty and what is erased."""
 
 import copy
+import gzip
+import json
 from itertools import chain
 
 import pytest
@@ -9,6 +11,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from probemb import Gaussian, metrics
 from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.labelled.coco_objects import read_objects
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings, refuse_too_many_exact_pairs
@@ -266,3 +269,12 @@ def test_erased_pixels_are_those_of_floats(run_folder, captioned):
     )
     assert found["pixels"] == expected["pixels"]
     assert len(set(found["pixels"]["uncertainty"])) > 5
+
+
+def test_objects_of_images(tmp_path):
+    pairs = [(0, 1), (0, 5), (1, 5), (2, 9), (99, 1)]  # image 3 has no objects
+    annotations = [{"image_id": image, "category_id": category} for image, category in pairs]
+    content = {"categories": [{"id": c} for c in (1, 5, 9)], "annotations": annotations}
+    (tmp_path / "instances.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
+    found = read_objects(tmp_path / "instances.json.gz", list(range(4)))
+    assert found.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]

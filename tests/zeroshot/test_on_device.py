@@ -49,6 +49,7 @@ def test_prompt_filters(run_folder, shards, tmp_path):
     compare(found[1], found[0])
 
 
+@pytest.mark.slow
 @needs_pretended_gpu
 def test_retrieval(run_folder, captioned, tmp_path):
     options = ["--model", str(run_folder), "--data", str(captioned), "--no-split", "--erased", "4", "--samples", "2"]

@@ -1,14 +1,10 @@
 """`python -m zeroshot.retrieval`: the numbers, weights of the tolerance, human judgements, and the page."""
 
-import gzip
-import json
-
 import pytest
 import torch
 
 from probemb import metrics
 from probemb.data.captions.find import find_captions
-from probemb.data.labelled.coco_objects import read_objects
 from probemb.data.scenes import scene
 from probemb.distances import csd
 from probemb.errors import UserError
@@ -220,25 +216,6 @@ def test_markup_in_captions_and_unreadable_images(run, run_folder, tmp_path):
     assert "1 image left out" in result.told
 
 
-def test_plausible_matches_by_an_instances_file(run, run_folder, tmp_path):
-    members = [(f"{i}.jpg", jpeg(scene("p", i))) for i in range(6)]
-    members += [(f"{i}.json", json.dumps({"captions": ["a", f"b {i}"], "image_id": i}).encode()) for i in range(6)]
-    tar = write_tar(tmp_path / "a.tar", sorted(members))
-    file = tmp_path / "instances.json.gz"
-    pairs = [(0, 1), (0, 5), (1, 5), (2, 1), (2, 5), (3, 9), (99, 1)]  # images 4 and 5 have no objects
-    annotations = [{"image_id": image, "category_id": category} for image, category in pairs]
-    content = {"categories": [{"id": c} for c in (1, 5, 9)], "annotations": annotations}
-    file.write_bytes(gzip.compress(json.dumps(content).encode()))
-    assert read_objects(file, list(range(6))).tolist() == [
-        [1, 1, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0]
-    ]  # fmt: skip
-    rows = run(main, run_folder, tar, *FAST, "csd,faiss-csd", "--instances", file).json["rows"]
-    found = {row["positives"]: row for row in rows if row["positives"].startswith("plausible")}
-    assert set(found) == {"plausible matches, pcme", "plausible matches, eccv-caption"}
-    assert 0 < found["plausible matches, eccv-caption"]["i2t"]["r_precision"] <= 1
-    assert found["plausible matches, pcme"]["t2i"]["per_zeta"]["0"]["r@1"] <= 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -256,8 +233,6 @@ def test_plausible_matches_by_an_instances_file(run, run_folder, tmp_path):
         (("--factory", "IVF4096,Flat"), r"'IVF4096,Flat' cannot be made from .* items: it needs at least 4,096"),
         (("--compare", "x"), "--compare is given without --judgements"),
         (("--judgements", "nowhere.tsv"), "nowhere.tsv does not exist"),
-        (("--model", ""), "--model is missing"),
-        (("--data", ""), "--data is missing"),
     ],
 )
 def test_bad_input(options, message, run, run_folder, captioned):

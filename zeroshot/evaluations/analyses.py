@@ -45,7 +45,7 @@ from probemb.gaussian import Gaussian
 from probemb.models import as_one, check_images, load_model, networks_of
 from probemb.models.architectures import reads_regions
 from probemb.reports.figures import BLUE, GREEN, ORANGE, PALETTE, PURPLE, RED, Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, picture_of, thumbnail
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, thumbnail
 from probemb.reports.text import number, percent, plus_minus
 from zeroshot.analyses import AlgebraConfig, ContinuityConfig, EllipsesConfig, UnionConfig
 from zeroshot.command import CaptionConfig
@@ -240,14 +240,12 @@ def union_tables(results: dict) -> list[Table]:
 
 def union_figure(areas: list[dict], side: str) -> Figure:
     """Mean log det of A, B and C against the area; probabilistic VSE++, Fig. 2."""
-    chart = Chart(side, x_label="largest area of a crop, % of the image", y_label="log det Σ, mean")
-    for item, colour in zip(ITEMS, (BLUE, GREEN, ORANGE)):
+    curves = {}
+    for item in ITEMS:
         values = [row["uncertainty"]["log-det"][side][item] for row in areas]
-        chart.line(
-            [100 * row["area"] for row in areas], [one["value"] for one in values], item, colour, points=True,
-            spread=[one["se"] or 0.0 for one in values],
-        )  # fmt: skip
-    return Figure(chart, f"As {side}")
+        spread = [one["se"] or 0.0 for one in values]
+        curves[item] = [100 * row["area"] for row in areas], [one["value"] for one in values], spread
+    return line_figure(side, "largest area of a crop, % of the image", "log det Σ, mean", curves, f"As {side}")
 
 
 def triplet_card(data: PhraseDataset, found: EmbeddedTriplets, row: int, probabilistic: bool) -> Card | None:
@@ -421,15 +419,15 @@ def erased_figures(what: str, results: dict) -> list[Figure]:
     """σ against the share that is erased (PCME Fig. 7), and coverage of the whole by the erased and the reverse."""
     rows = results["erasing"][what]
     xs = [100 * row["share"] for row in rows]
-    sigma = Chart(f"sigma-{what}", x_label=f"erased {what}, %", y_label="geometric mean of σ")
-    sigma.line([0.0, *xs], [results["whole"][what], *(row["sigma"] for row in rows)], points=True)
-    coverage = Chart(f"coverage-{what}", x_label=f"erased {what}, %", y_label="mass that is covered, %")
-    for key, name, colour in (
-        ("covers", "whole, by the erased", BLUE), ("covered", "erased, by the whole", ORANGE),
-        ("covers_other", "another, by the erased", GREEN),
-    ):  # fmt: skip
-        coverage.line(xs, [100 * row[key] for row in rows], name, colour, points=True)
-    return [Figure(sigma), Figure(coverage)]
+    sigma = {"": ([0.0, *xs], [results["whole"][what], *(row["sigma"] for row in rows)])}
+    names = {
+        "covers": "whole, by the erased", "covered": "erased, by the whole", "covers_other": "another, by the erased"
+    }  # fmt: skip
+    covered = {name: (xs, [100 * row[key] for row in rows]) for key, name in names.items()}
+    return [
+        line_figure(f"sigma-{what}", f"erased {what}, %", "geometric mean of σ", sigma),
+        line_figure(f"coverage-{what}", f"erased {what}, %", "mass that is covered, %", covered),
+    ]
 
 
 def example_figure(i: int, one: dict) -> Figure:
@@ -601,9 +599,8 @@ def continuity(config: ContinuityConfig) -> None:
     ]  # fmt: skip
     headings = (f"{by['k']} neighbours", "random", "most similar", "images a walk", "in a row", "half-way")
     table = Table(headings, [row], "likeness of images by their captions", left=0)
-    chart = Chart("walks", x_label="step of the walk", y_label="likeness of the nearest image")
-    for end, colour in (("start", BLUE), ("end", ORANGE)):
-        chart.line(range(config.steps), walked[f"to_{end}"], f"to the {end}", colour, points=True)
+    curves = {f"to the {end}": (range(config.steps), walked[f"to_{end}"]) for end in ("start", "end")}
+    figure = line_figure("walks", "step of the walk", "likeness of the nearest image", curves)
     texts = [text for i in pairs.kept for text in captions.captions[i]]
 
     def card(images: Sequence[int], said: Sequence[str] = ()) -> Card:
@@ -618,7 +615,7 @@ def continuity(config: ContinuityConfig) -> None:
             ("Likeness", [
                 "Likeness of two images is that of their captions, which the codes were not measured by: of an image "
                 "to its nearest ones, beside random images and the most similar ones; of images in a row on a walk. "
-                "Half-way: cosine of the nearest image.", table, [Figure(chart)],
+                "Half-way: cosine of the nearest image.", table, [figure],
             ]),
             ("Walks", [[card(one.images, [texts[i] for i in one.captions]) for one in walks[: config.shown]]]),
             ("Images and their neighbours", [[card([row, *near[row].tolist()]) for row in some]]),

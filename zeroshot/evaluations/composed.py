@@ -39,8 +39,8 @@ from probemb.evaluation.uncertainty import evenly
 from probemb.metrics import closest_items
 from probemb.metrics.localisation import summarise
 from probemb.models.composers import Composer
-from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, picture_of, thumbnail, verdict
+from probemb.reports.figures import GREY, PALETTE, Chart
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, thumbnail, verdict
 from probemb.reports.text import percent, plus_minus
 from zeroshot.composed import ComposedConfig
 from zeroshot.evaluations.runner import claim, finish, left_out, open_model, settings
@@ -366,13 +366,14 @@ def by_parts(rows: Sequence[dict], ranking: str) -> list[Figure]:
     for row in rows:
         if row["ranking"] == ranking:
             first.setdefault(row["k"], row["kinds"])
-    chart = Chart("parts", x_label="parts of a query", y_label="R-Precision, %")
-    for kind, colour in zip(KINDS, (BLUE, GREEN, ORANGE)):
+    curves = {}
+    for kind in KINDS:
         if ks := [k for k, kinds in first.items() if kind in kinds]:
             found = [first[k][kind]["r_precision"] for k in ks]
-            spread = [100 * one["se"] for one in found]
-            chart.line(ks, [100 * one["value"] for one in found], kind, colour, points=True, spread=spread)
-    return [Figure(chart, "By the number of parts")] if len(first) > 1 else []
+            curves[kind] = (ks, *([100 * one[key] for one in found] for key in ("value", "se")))
+    if len(first) < 2:
+        return []
+    return [line_figure("parts", "parts of a query", "R-Precision, %", curves, "By the number of parts")]
 
 
 def roc_figures(composer: Composer, sets: Sequence[QuerySet], found: dict) -> list[Figure]:

@@ -18,8 +18,8 @@ from probemb.evaluation.rankings import TITLES, fitting
 from probemb.metrics import uncertainty_bins
 from probemb.metrics.localisation import KS, THRESHOLD, recall_at, recall_over_thresholds, summarise
 from probemb.models import DualEncoder
-from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, thumbnail, verdict
+from probemb.reports.figures import Chart
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, thumbnail, verdict
 from probemb.reports.text import correlations, number, percent, plus_minus
 from zeroshot.evaluations.runner import claim, finish, left_out, open_model, pair_options, pair_rankings, settings
 from zeroshot.localisation import LocalisationConfig
@@ -169,12 +169,10 @@ def tiles(results: dict) -> list[tuple[str, str, str]]:
 
 def sections(results: dict, tables: list[Table], examples: list) -> list:
     """The sections of the page."""
-    curves = results["thresholds"]
-    chart = Chart("iou", x_label="IoU from which a proposal is right", y_label="recall, %")
-    chart.line(curves["iou"], [100 * y for y in curves["upper_bound"]], "upper bound", GREY, dashed=True)
-    for name, colour in (("r@10", GREEN), ("r@5", ORANGE), ("r@1", BLUE)):
-        chart.line(curves["iou"], [100 * y for y in curves[name]], name.upper(), colour)
-    figures = [Figure(chart, "Recall against the IoU")]
+    by = results["thresholds"]
+    names = METRICS | {"upper_bound": "upper bound"}
+    curves = {title: (by["iou"], [100 * y for y in by[key]]) for key, title in names.items()}
+    figures = [line_figure("iou", "IoU from which a proposal is right", "recall, %", curves, "Recall against the IoU")]
     if bins := results["uncertainty"]:
         chart = Chart("uncertainty", x_label="uncertainty of the phrase", y_label="R@1, %").bins(bins, "phrases")
         figures.append(Figure(chart, "Uncertainty against recall", correlations(bins)))

@@ -39,7 +39,7 @@ from probemb.models import as_one, load_model, networks_of
 from probemb.models.inputs import unknown_words
 from probemb.models.match import MatchModel
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
-from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, picture_of, verdict
+from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, line_figure, picture_of, verdict
 from probemb.reports.text import correlations, number, percent, plus_minus, printable
 from probemb.search import refuse_small_gallery
 from zeroshot.evaluations.judgements import (
@@ -300,10 +300,10 @@ def tolerance_blocks(found: dict) -> list[Block]:
             f"tolerance, {one['chosen']}: u of captions times {one['i2t']:g}, of images times {one['t2i']:g}, the best "
             f"by {what}; 1 is CSD, 0 the means alone, and below 0 a large variance counts as a tolerance."
         )
-        chart = Chart("tolerance", x_label="weight of the gallery's u", y_label=f"{what}, %")
-        for (way, name), colour in zip(DIRECTIONS.values(), (BLUE, ORANGE)):
-            chart.line(one["curve"]["lambda"], [100 * y for y in one["curve"][way]], name, colour, points=True)
-        blocks.append([Figure(chart)])
+        curves = {
+            name: (one["curve"]["lambda"], [100 * y for y in one["curve"][way]]) for way, name in DIRECTIONS.values()
+        }
+        blocks.append([line_figure("tolerance", "weight of the gallery's u", f"{what}, %", curves)])
     return blocks
 
 
@@ -430,9 +430,9 @@ def erased_blocks(erased: dict | None) -> list[Block]:
     """Uncertainty against the share that is erased."""
     figures = []
     for what, values in (erased or {}).items():
-        chart = Chart(f"erased-{what}", x_label=f"erased {what}, %", y_label="mean uncertainty")
-        chart.line([100 * share for share in values["shares"]], values["uncertainty"], points=True)
-        figures.append(Figure(chart, ERASED[what], f"{values['items']:,} items"))
+        curve = {"": ([100 * share for share in values["shares"]], values["uncertainty"])}
+        x_label, note = f"erased {what}, %", f"{values['items']:,} items"
+        figures.append(line_figure(f"erased-{what}", x_label, "mean uncertainty", curve, ERASED[what], note))
     said = (
         "Less to see or to read should mean more uncertainty; where u falls instead, it does not notice that something "
         "is missing."
