@@ -241,23 +241,6 @@ def test_folds_choose_without_the_images_they_score(every):
     assert rows_of(every)["best-topk", "few-shot (folds:5)"]["top1"] == pytest.approx(right / 72)
 
 
-@pytest.mark.parametrize("name", THRESHOLDS)
-def test_a_threshold_is_chosen_on_the_other_folds(name):
-    images, prompts = world()
-    u, folds = prompts.uncertainty(), stratified_folds(images.labels, images.names, 3)
-    stack = [class_vectors(prompts.mean, weights[name](u, v)) for v in FILTERS[name].candidates(u)]
-    ranks, right = torch.stack([true_ranks(images.mean, one, images.labels) for one in stack], dim=1), 0
-    for fold in range(3):
-        hits = (ranks[folds != fold] < 1).double().mean(0).tolist()
-        best = max(g for g, share in enumerate(hits) if share >= max(hits) - 1e-9)
-        right += int((ranks[folds == fold, best] < 1).sum())
-    oracle, few_shot = evaluated(images, prompts, [name], folds=3).rows
-    assert (oracle["note"], few_shot["note"]) == ("oracle", "few-shot (folds:3)")
-    assert few_shot["top1"] == pytest.approx(right / 72)
-    assert oracle["top1"] == pytest.approx((ranks < 1).double().mean(0).max().item())
-    assert oracle["title"].startswith(name)
-
-
 def test_what_is_given_is_no_oracle():
     reference = evaluated(*world(), ["topk"])
     (row,) = evaluated(*world(), ["topk"], k=4).rows

@@ -10,7 +10,7 @@ from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
 from probemb.evaluation.tolerance import GRID
-from probemb.models import create_model, load_model, save_model
+from probemb.models import load_model
 from tests.world import jpeg, write_tar
 from zeroshot.evaluations.judgements import SCORES, load_scores
 from zeroshot.retrieval import main
@@ -179,25 +179,6 @@ def test_another_model_is_compared_and_a_point_model_has_no_uncertainty(
             metric = "roc_auc_halves" if "tolerance-cross-fitted" in (mine, theirs) else "roc_auc"
             expected = after[mine][metric]["value"] - before[theirs][metric]["value"]
             assert one[metric]["value"] == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_two_networks_of_a_run_are_measured_by_the_mean_of_their_similarities(run, captioned, tmp_path):
-    """By themselves if a run has two; --no-second is the first alone."""
-    torch.manual_seed(1)
-    scores = []
-    for name, dim in (("model", 16), ("model-second", 24)):
-        save_model(create_model("ViT-Micro-32", embed_dim=dim), tmp_path / name)
-        data, images, texts = encoded(tmp_path / name, captioned)
-        scores.append(images.mean @ texts.mean.T)
-    match = torch.tensor(data.owner()) == torch.arange(24)[:, None]
-    for options, n in (((), 2), (("--no-second",), 1)):
-        result = run(main, tmp_path, captioned, *FAST, "mean", *options)
-        assert ("by the mean of their similarities" in result.told) == (n == 2)
-        assert len(result.json["models"]) == n
-        (row,) = (row for row in result.json["rows"] if row["positives"] == "own captions")
-        expected = metrics.retrieval_metrics(sum(scores[:n]) / n, match)
-        assert row["i2t"] == pytest.approx(expected, abs=0.03)
 
 
 def test_markup_in_captions_and_unreadable_images(run, run_folder, tmp_path):

@@ -94,19 +94,6 @@ def test_the_objective_never_falls(prior, spread):
         torch.testing.assert_close(found.weights.sum(1), torch.ones(5, dtype=torch.float64))
 
 
-def test_known_proportions_are_found_again():
-    normals = prompts(3, 4, 6, spread=1.2)
-    weights = torch.tensor([[0.7, 0.2, 0.1, 0.0], [0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0.1, 0.8]])
-    shares = torch.tensor([0.5, 0.2, 0.3])
-    labels = torch.multinomial(shares, 20_000, replacement=True, generator=torch.Generator().manual_seed(3))
-    images = draw(normals, weights, labels)
-    labelled, unlabelled = fit_labelled(images, labels, normals, 1.0), fit_unlabelled(images, normals, 1.0)
-    assert (labelled.weights - weights).abs().max() < 0.02
-    assert (unlabelled.weights - weights).abs().max() < 0.04
-    assert (unlabelled.class_shares - shares).abs().max() < 0.02
-    assert labelled.class_shares is None
-
-
 def test_densities_far_below_the_smallest_number_are_no_hindrance():
     dim = 512
     normals = Gaussian(
