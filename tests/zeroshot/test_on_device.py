@@ -13,11 +13,11 @@ from tests.ranks import run_ranks
 
 def evaluated(rank, world, module, options, out):
     """results.json of a command, on the CPU and on the pretended GPU."""
-    main, work = (import_module(f"zeroshot.{name}") for name in (module, f"evaluations.{module}"))
+    main, runner = (import_module(f"zeroshot.{name}") for name in (module, "evaluations.runner"))
     found = []
     for gpu in (None, PretendedGPU()):
         device = Device("cpu" if gpu is None else str(gpu.device))
-        work.choose_device = lambda name, precision, device=device: device
+        runner.choose_device = lambda name, precision, device=device: device
         folder = out / device.name.partition(":")[0]
         with gpu or nullcontext():
             assert main.main([*options, "--out", str(folder)]) == 0

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemb.cli.device import choose_device
 from probemb.data.boxes import PhraseDataset
 from probemb.data.boxes.find import find_phrases
 from probemb.data.captions.find import CaptionDataset
@@ -42,7 +41,7 @@ from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import TITLES, fitting
 from probemb.evaluation.uncertainty import MEASURES, erase_pixels, erase_regions, erase_words, evenly
 from probemb.gaussian import Gaussian
-from probemb.models import as_one, check_images, load_model, networks_of
+from probemb.models import check_images, networks_of
 from probemb.models.architectures import reads_regions
 from probemb.reports.figures import BLUE, GREEN, ORANGE, PALETTE, PURPLE, RED, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, thumbnail
@@ -51,7 +50,6 @@ from zeroshot.analyses import AlgebraConfig, ContinuityConfig, EllipsesConfig, U
 from zeroshot.command import CaptionConfig
 from zeroshot.evaluations.runner import (
     claim,
-    embedder_of,
     finish,
     left_out,
     open_analysis,
@@ -573,12 +571,10 @@ def continuity(config: ContinuityConfig) -> None:
     if len(captions) > MOST_CODES:
         captions = captions.only(sorted(draw.permutation(len(captions))[:MOST_CODES].tolist()))
     out = claim(config, "continuity")
-    device = choose_device(config.device, config.precision)
-    loaded = [load_model(network, device.name, config.resize) for network in networks_of(config.model)]
-    model = as_one([one.model for one in loaded])
+    embedder = open_model(config, networks_of(config.model))
+    model = embedder.model
     if model.n_embeddings > 1 or model.attention is not None:
         raise UserError(f"{config.model} has no one code an item.", "Name a model that compares single embeddings.")
-    embedder = embedder_of(config, device, model, loaded[0].tokenizer, loaded[0].transforms)
     pairs = embed_pairs(embedder, captions)
     likeness, near = likeness_of(captions, pairs.kept), nearest_images(pairs.images.mean, config.neighbours)
     draw = np.random.default_rng(config.seed)

@@ -20,19 +20,18 @@ import torch
 from torch import Tensor
 
 from probemb.cli.configuration import to_dict
-from probemb.cli.device import choose_device, loader_workers
+from probemb.cli.device import loader_workers
 from probemb.cli.named_paths import NamedPath, refuse_same_names, split_name
 from probemb.cli.results import claim_files
-from probemb.data.image_loader import in_both
 from probemb.data.labelled.classes import Classes, read_text
 from probemb.data.labelled.images import LabelledImages, assign_labels, find_images, remarks, resolve_classes
 from probemb.data.labelled.prompts import SINGLE_TEMPLATE, Templates, count_prompts, imagenet_templates, prompt_texts
-from probemb.data.look_alikes import leave_out, same_picture
+from probemb.data.look_alikes import same_picture
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.metrics import rejection_curve, reliability, uncertainty_bins
-from probemb.models import DualEncoder, check_single_embeddings, load_model
+from probemb.models import DualEncoder, check_single_embeddings
 from probemb.models.inputs import check_variances, unknown_words
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Table, picture_of, verdict
@@ -48,7 +47,7 @@ from zeroshot.evaluations.filters import (
     fold_splits,
     stratified_folds,
 )
-from zeroshot.evaluations.runner import ABOUT_U, OUTPUTS, claim, embedder_of, finish, left_out, settings
+from zeroshot.evaluations.runner import ABOUT_U, OUTPUTS, claim, finish, left_out, open_model, settings, unseen_rows
 from zeroshot.imagenet import DEFAULT_MODEL, ImagenetConfig
 
 UNKNOWN = 20  # unknown words that are named
@@ -100,7 +99,17 @@ def evaluate(config: ImagenetConfig) -> None:
     tasks = [prepare(one, folds) for one in one_by_one(config, out)]
     for task in tasks:
         claim_files(Path(task.config.out), OUTPUTS, "probemb zeroshot")
-    embedder = open_model(config)
+    try:
+        embedder = open_model(config)
+    except UserError as error:
+        if config.model != DEFAULT_MODEL:
+            raise
+        raise UserError(
+            f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
+            "Check the network, or pass --model RUN, after `python -m pretrain.run --config "
+            "pretrain/configs/scenes.yaml` for instance.",
+        ) from error
+    check_single_embeddings(embedder.model, config.model)
     if not embedder.model.probabilistic:
         if any(name in FILTERS and FILTERS[name].reads_u for name in config.filter.split(",")):
             check_variances(
@@ -189,16 +198,14 @@ def prepare(config: ImagenetConfig, folds: int) -> Task:
         raise UserError(f"--k {config.k} is more than the {count} templates.", "Give a smaller --k.")
     if folds:
         stratified_folds(labels, [place.name for place in images.places], folds)
-    other = None
+    task = Task(config, images, labels, classes, templates)
     if config.select_on == "train":
         found = find_images(config.select_data, exif=config.exif)
-        other = (found, assign_labels(found, classes))
-        if known := in_both(found, images):
-            raise UserError(
-                f"{len(known):,} of the images in {found.source} are also evaluated (such as {known[0]}).",
-                "Choose K on other images, or on parts of these with --select-on folds:5.",
-            )
-    return Task(config, images, labels, classes, templates, other)
+        chosen, remedy = assign_labels(found, classes), "Choose K on other images, or with --select-on folds:5."
+        rows, task.notices = unseen_rows(found, images, config.workers, remedy)
+        places, marks = [found.places[i] for i in rows], [found.marks[i] for i in rows]
+        task.other = replace(found, places=places, marks=marks), [chosen[i] for i in rows]
+    return task
 
 
 def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
@@ -236,23 +243,6 @@ def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> 
     return templates
 
 
-def open_model(config: ImagenetConfig) -> Embedder:
-    """The model of --model, or the published one. Raises UserError."""
-    device = choose_device(config.device, config.precision)
-    try:
-        loaded = load_model(config.model, device.name, config.resize)
-    except UserError as error:
-        if config.model != DEFAULT_MODEL:
-            raise
-        raise UserError(
-            f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
-            "Check the network, or pass --model RUN, after `python -m pretrain.run --config "
-            "pretrain/configs/scenes.yaml` for instance.",
-        ) from error
-    check_single_embeddings(loaded.model, config.model)
-    return embedder_of(config, device, *loaded)
-
-
 # --------------------------------------------------------------------------------------------------- one data set
 
 
@@ -264,7 +254,6 @@ def evaluate_task(task: Task, filters: Sequence[str], folds: int, embedder: Embe
         f"{count_prompts(task.templates)} prompts a class, on {device.name} in {device.precision}",
         flush=True,
     )
-    other = without_evaluated(embedder, task) if task.other else None
     with timed(task, "text"):
         texts = prompt_texts(classes.names, task.templates)
         if words := unknown_words(embedder.tokenizer, texts):
@@ -280,10 +269,11 @@ def evaluate_task(task: Task, filters: Sequence[str], folds: int, embedder: Embe
         labels = torch.tensor([int(task.labels[i]) for i in kept])
         images = LabelledMeans(gaussian.mean.to(device.name), labels, [task.images.places[i].name for i in kept])
         splits = fold_splits(images, folds, same_pictures(embedder, task, kept)) if folds else []
-    if other is not None:
+    if task.other is not None:
+        other = task.other
         with timed(task, "selection images"):
             means, rows, _ = embedder.images(other[0], "choosing")
-            chosen, names = torch.tensor([other[1][i] for i in rows]), [other[0].places[i].name for i in rows]
+            chosen, names = torch.tensor([int(other[1][i]) for i in rows]), [other[0].places[i].name for i in rows]
             everything = torch.ones(len(labels), dtype=torch.bool)
             splits = [Split(LabelledMeans(means.mean.to(device.name), chosen, names), everything)]
     single = list(task.templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in task.templates else 0
@@ -319,17 +309,6 @@ def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:
     if model.config["match"] == "distance":
         return 2 * model.match_numbers()[0], "2 a of the match probability (the loss trained no temperature)"
     return None, "none: the loss trained no temperature"
-
-
-def without_evaluated(embedder: Embedder, task: Task) -> tuple[LabelledImages, list[int]]:
-    """The images to choose on that show no evaluated picture, and their labels. Raises UserError: too few."""
-    images, labels = task.other
-    with timed(task, "selection images"):
-        workers = loader_workers(embedder.workers, len(images) + len(task.images), embedder.device.name)
-        rows, notice = leave_out(images, task.images, workers, embedder.show)
-    task.notices += [notice] * bool(notice)
-    places, marks = [images.places[i] for i in rows], [images.marks[i] for i in rows]
-    return replace(images, places=places, marks=marks), [int(labels[i]) for i in rows]
 
 
 def same_pictures(embedder: Embedder, task: Task, kept: list[int]) -> list[int]:

@@ -11,12 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from probemb.cli.device import choose_device, loader_workers
 from probemb.cli.progress import progress
 from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.image_loader import in_both
 from probemb.data.labelled.coco_objects import read_objects
-from probemb.data.look_alikes import leave_out
 from probemb.errors import UserError
 from probemb.evaluation.analyses.containment import generality
 from probemb.evaluation.benchmarks import (
@@ -35,7 +32,7 @@ from probemb.evaluation.rankings import RankingOptions, check_factory, fitting, 
 from probemb.evaluation.tolerance import CSD, ORACLE, Tolerance, choose_tolerance
 from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
 from probemb.evaluation.uncertainty import MEASURES, findings, projection
-from probemb.models import as_one, load_model, networks_of
+from probemb.models import networks_of
 from probemb.models.inputs import unknown_words
 from probemb.models.match import MatchModel
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
@@ -49,7 +46,16 @@ from zeroshot.evaluations.judgements import (
     judgement_blocks,
     read_judged,
 )
-from zeroshot.evaluations.runner import ABOUT_U, claim, embedder_of, finish, left_out, open_captions, settings
+from zeroshot.evaluations.runner import (
+    ABOUT_U,
+    claim,
+    finish,
+    left_out,
+    open_captions,
+    open_model,
+    settings,
+    unseen_rows,
+)
 from zeroshot.retrieval import RetrievalConfig
 
 UNKNOWN = 20  # unknown words that are named
@@ -85,15 +91,13 @@ def evaluate(config: RetrievalConfig) -> None:
     out = claim(config, "retrieval", [SCORES])
 
     names = [config.model, *second_model(config)]
-    device = choose_device(config.device, config.precision)
-    loaded = [load_model(name, device.name, config.resize) for name in names]
-    model = as_one([one.model for one in loaded])
+    embedder = open_model(config, names)
+    model, device = embedder.model, embedder.device
     rankings = fitting(rankings, model, config.rankings is not None)
     check_tolerance(config, rankings)  # a model without variances does not rank by it
     if len(names) > 1:
         alone = " (--no-second: the first alone)" if config.second == "auto" else ""
         print(f"{' and '.join(names)} are evaluated together, by the mean of their similarities{alone}", flush=True)
-    embedder = embedder_of(config, device, model, loaded[0].tokenizer, loaded[0].transforms)
     pairs = embed_pairs(embedder, captions, with_tokens="attention" in rankings)
     bad = left_out(pairs.bad)
     if bad:
@@ -114,7 +118,7 @@ def evaluate(config: RetrievalConfig) -> None:
         "images": len(pairs.images),
         "captions": len(pairs.texts),
         "images_left_out": bad,
-        "unknown_words": unknown_captions(loaded[0].tokenizer, captions),
+        "unknown_words": unknown_captions(embedder.tokenizer, captions),
         "benchmarks": benchmarks,
         "rows": rows,
         "tolerance": {} if tolerance is None else {tolerance.chosen.split()[0]: asdict(tolerance)},
@@ -172,15 +176,10 @@ def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> Captio
     if config.select_data is not None:
         images = config.images if Path(config.select_data) == Path(config.data) else None
         found = find_captions(config.select_data, config.select_split, images, exif=config.exif)
-        if known := in_both(found.images, evaluated.images):
-            raise UserError(
-                f"{len(known):,} of the images in {found.images.source} are also evaluated (such as {known[0]}).",
-                "Choose the weights of tolerance on other images, such as --select-split val.",
-            )
-        workers = loader_workers(config.workers, len(found) + len(evaluated), "cpu")
-        rows, notice = leave_out(found.images, evaluated.images, workers, progress)
-        if notice:
-            print(notice, flush=True)
+        remedy = "Choose the weights of tolerance on other images, such as --select-split val."
+        rows, notices = unseen_rows(found.images, evaluated.images, config.workers, remedy)
+        if notices:
+            print(notices[0], flush=True)
             found = found.only(rows)
         refuse_too_many_exact_pairs(found)
     if config.select_metric == "map-at-r-true" and found.scenes is None:

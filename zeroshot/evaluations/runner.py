@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from probemb.cli.configuration import to_dict
-from probemb.cli.device import Device, choose_device
+from probemb.cli.device import choose_device, loader_workers
 from probemb.cli.progress import progress
 from probemb.cli.results import claim_files, results_folder, write_json
 from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.image_loader import describe_bad
+from probemb.data.image_loader import Images, describe_bad, in_both
+from probemb.data.look_alikes import leave_out
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions, ranking_names
-from probemb.models import DualEncoder, check_images, load_model
+from probemb.models import as_one, check_images, load_model
 from probemb.reports.pages import Block, Page, print_blocks, write_page
 from zeroshot.command import CaptionConfig, EvaluationConfig
 
@@ -46,17 +47,13 @@ def open_captions(config: CaptionConfig) -> CaptionDataset:
     return captions
 
 
-def open_model(config: EvaluationConfig) -> Embedder:
-    """The model of --model, ready to embed. Raises UserError."""
+def open_model(config: EvaluationConfig, names: Sequence[str] = ()) -> Embedder:
+    """The model of --model, or those of several names as one, ready to embed. Raises UserError."""
     device = choose_device(config.device, config.precision)
-    return embedder_of(config, device, *load_model(config.model, device.name, config.resize))
-
-
-def embedder_of(config: EvaluationConfig, device: Device, model: DualEncoder, tokenizer, transforms) -> Embedder:
-    """A loaded model with the settings of a command."""
+    loaded = [load_model(name, device.name, config.resize) for name in names or [config.model]]
     return Embedder(
-        model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
-        config.max_bad, progress,
+        as_one([one.model for one in loaded]), loaded[0].tokenizer, loaded[0].transforms.evaluate, device,
+        config.batch_size, config.text_batch_size, config.workers, config.max_bad, progress,
     )  # fmt: skip
 
 
@@ -75,6 +72,18 @@ def open_analysis(config: CaptionConfig, name: str) -> tuple[Embedder, CaptionDa
         raise UserError(f"{config.model} is a model with {has}.", "Name one with a mean and a variance of every item.")
     check_images(model, captions.images)
     return embedder, captions, out
+
+
+def unseen_rows(found: Images, evaluated: Images, workers: int | None, remedy: str) -> tuple[list[int], list[str]]:
+    """The rows of images to choose on that show no evaluated picture, and a notice if some do.
+
+    Raises UserError: files that are both evaluated and chosen on, or too few others.
+    """
+    if known := in_both(found, evaluated):
+        what = f"{len(known):,} of the images in {found.source} are also evaluated (such as {known[0]})."
+        raise UserError(what, remedy)
+    rows, notice = leave_out(found, evaluated, loader_workers(workers, len(found) + len(evaluated), "cpu"), progress)
+    return rows, [notice] if notice else []
 
 
 def pair_rankings(text: str | None) -> list[str]:
