@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import importlib.util
 import os
 import re
 import shutil
@@ -74,7 +73,6 @@ class Download:
         user_agent: a token to add to the user agent, by which servers may address this project.
         respect_opt_out: leave out images whose server says noai, noimageai, noindex, noimageindex or none.
         private_hosts: also contact hosts in private networks, including this machine.
-        distributor: multiprocessing, pyspark or ray.
         processes: concurrent processes, one shard each.
         threads: concurrent requests per process.
         part: fetch only part I/N of the shards, as a task of a job array; a command without it finishes the corpus.
@@ -97,7 +95,6 @@ class Download:
     user_agent: str | None = None
     respect_opt_out: bool = True
     private_hosts: bool = False
-    distributor: Literal["multiprocessing", "pyspark", "ray"] = "multiprocessing"
     processes: Processes = PROCESSES
     threads: Requests = 64
     part: str | None = None
@@ -156,13 +153,7 @@ def _check(options: Download) -> tuple[int, int]:
     """Check options before anything is read; returns the part as (i, n). Raises UserError."""
     if not options.out:
         raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
-    if options.distributor == "multiprocessing":
-        refuse_crowd(options.threads, "--threads", options.processes, WAITING)
-    elif not importlib.util.find_spec(options.distributor):
-        raise UserError(
-            f"--distributor {options.distributor} needs the package {options.distributor}.",
-            f"Install it with pip install {options.distributor}, or leave the option out.",
-        )
+    refuse_crowd(options.threads, "--threads", options.processes, WAITING)
     if options.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", options.user_agent):
         raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
     if options.part is None:
@@ -290,9 +281,8 @@ def run(paths: Paths, state: State, options: Download, part: tuple[int, int]) ->
     if not tasks:
         return
     paths.make()
-    columns, fetch = columns_of(state.corpus), fetch_here if options.distributor == "multiprocessing" else distribute
     try:
-        reason = fetch(paths, options, columns, tasks)
+        reason = fetch_shards(paths, options, tuple(columns_of(state.corpus)), tasks)
     except Terminated:
         refuse_idle_start(
             paths.home / f"starts-{part[0]}-of-{part[1]}",
@@ -309,8 +299,8 @@ def run(paths: Paths, state: State, options: Download, part: tuple[int, int]) ->
         )
 
 
-def fetch_here(paths: Paths, options: Download, columns: list[str], tasks: Sequence[tuple[int, str]]) -> str:
-    """Fetch in processes of this machine, until a shard cannot be stored; returns the reason."""
+def fetch_shards(paths: Paths, options: Download, columns: tuple[str, ...], tasks: Sequence[tuple[int, str]]) -> str:
+    """Fetch in several processes, until a shard cannot be stored; returns the reason."""
     shorten_sockets()
     context = get_context("forkserver")  # imports img2dataset once
     context.set_forkserver_preload(["tools.download.fetch"])
@@ -318,8 +308,7 @@ def fetch_here(paths: Paths, options: Download, columns: list[str], tasks: Seque
     with progress("Fetching shards", len(tasks)) as advance, process_pool(processes, "--processes", context) as pool:
         try:
             for job in as_completed([pool.submit(fetch_one, paths.folder, options, columns, task) for task in tasks]):
-                done, (_, reason) = job.result()
-                if not done:
+                if reason := job.result():
                     return reason
                 advance(1)
         finally:
@@ -328,9 +317,9 @@ def fetch_here(paths: Paths, options: Download, columns: list[str], tasks: Seque
     return ""
 
 
-def fetch_one(folder: Path, options: Download, columns: list[str], task: tuple[int, str]) -> tuple:
-    """One shard, in a process of the pool."""
-    return _fetcher(folder, options, tuple(columns))(task)
+def fetch_one(folder: Path, options: Download, columns: tuple[str, ...], task: tuple[int, str]) -> str:
+    """Fetch a shard, in a process of the pool; returns why it is not done, or nothing."""
+    return _fetcher(folder, options, columns).fetch(*task)
 
 
 @functools.cache
@@ -340,15 +329,4 @@ def _fetcher(folder: Path, options: Download, columns: tuple[str, ...]):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # killed with it
-    return Fetcher(folder, options, list(columns))
-
-
-def distribute(paths: Paths, options: Download, columns: list[str], tasks: Sequence[tuple[int, str]]) -> str:
-    """Fetch with img2dataset's distributors; all machines must share the folder's file system."""
-    from img2dataset import distributor
-
-    from tools.download.fetch import Fetcher
-
-    start = distributor.pyspark_distributor if options.distributor == "pyspark" else distributor.ray_distributor
-    start(options.processes, Fetcher(paths.folder, options, columns), tasks, 1000, 0)
-    return f"see the output of {options.distributor}"
+    return Fetcher(folder, options, columns)

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no request for its latest version
@@ -49,7 +50,7 @@ class UprightResizer(Resizer):
 
 
 class Fetcher(Downloader):
-    """img2dataset's downloader of a shard; takes (number, file of its rows), returns (success, (number, reason)).
+    """img2dataset's downloader of a shard.
 
     Args:
         folder: of the corpus.
@@ -57,7 +58,7 @@ class Fetcher(Downloader):
         columns: of the rows, beside url and caption.
     """
 
-    def __init__(self, folder: Path, options, columns: list[str]):
+    def __init__(self, folder: Path, options, columns: Sequence[str]):
         self.paths = Paths(folder.absolute())
         patience = min(options.patience, options.seconds)
         size = int(options.max_mib * 2**20)
@@ -84,18 +85,18 @@ class Fetcher(Downloader):
             or None,
         )
 
-    def __call__(self, row: tuple[int, str]) -> tuple[bool, tuple[int, str]]:
-        number, rows = row
+    def fetch(self, number: int, rows: str) -> str:
+        """Fetch shard `number` with the rows of a file, which is removed; returns why it is not done, or nothing."""
         try:
             install(self.limits)
             copy = self.paths.work / f"{number:05d}.arrow"
             shutil.copyfile(rows, copy)  # img2dataset removes it
             self.download_shard((number, str(copy)))
             self.keep(number)
-        except Exception as error:  # crosses to another process or machine
-            return False, (number, str(error) or type(error).__name__)
+        except Exception as error:  # img2dataset's too
+            return str(error) or type(error).__name__
         os.unlink(rows)
-        return True, (number, "")
+        return ""
 
     def keep(self, number: int) -> None:
         """Move the finished shard into its place, the tar first. Raises ValueError: it does not read back."""
