@@ -111,12 +111,17 @@ class Report:
 
 def index(options: Namespace) -> int:
     """Write index.json, which training needs; nothing is decoded."""
-    folder = options.folder
-    reports = check_folder(folder, None, options.workers, decode=False)
+    index_folder(options.folder, options.workers, options.skip_damaged)
+    return 0
+
+
+def index_folder(folder: Path, workers: int, skip_damaged: bool = False) -> None:
+    """Write the index of the readable shards. Raises UserError: some are damaged, or there is no sample."""
+    reports = check_folder(folder, None, workers, decode=False)
     damaged = [report for report in reports if report.damage]
     for report in damaged:
         print(f"damaged: {folder / report.name}: {'; '.join(report.damage)}", file=sys.stderr)
-    if damaged and not options.skip_damaged:
+    if damaged and not skip_damaged:
         raise UserError(
             f"{len(damaged)} of {len(reports)} shards in {folder} are damaged; no index was written.",
             "Fetch them again, write what can be read with `tools.shards repair`, or leave them out: --skip-damaged.",
@@ -132,7 +137,6 @@ def index(options: Namespace) -> int:
     )
     print(f"{len(sound):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} groups of files are no samples")
     print(f"wrote {path}")
-    return 0
 
 
 def check_folder(

@@ -14,7 +14,6 @@ A shard that is killed leaves its file in `todo`, and is fetched again.
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -27,7 +26,7 @@ from probemb.data.shards.samples import list_samples, read_sample
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
-from tools.shards import index
+from tools.shards import index_folder
 
 STATE, HASH = "download", "sha256"
 GOT, DUPLICATE = "success", "duplicate image"
@@ -153,7 +152,7 @@ def finish(paths: Paths, title: str, splits: Iterable[Path], asked: int, dropped
     causes = Counter()
     for split in splits:
         if any(split.glob("*.tar")):
-            index(Namespace(folder=split, workers=workers, skip_damaged=False))
+            index_folder(split, workers)
         else:
             (split / "index.json").unlink(missing_ok=True)
         causes += count(Paths(split))
