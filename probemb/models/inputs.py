@@ -278,11 +278,6 @@ class Tokenizer:
             row[: len(tokens)] = tokens
         return torch.from_numpy(result)
 
-    def word_ends(self) -> Tensor:
-        """Mask of the tokens that end a word, (V,) bool; the start and the end token count as words."""
-        pieces = sorted(self._bpe.decoder.items())
-        return torch.tensor([piece.endswith("</w>") or token in self._bpe.all_special_ids for token, piece in pieces])
-
     def _encode(self, text: str) -> list[int]:
         room = self.context_length - 2
         bpe, tokens = self._bpe, []

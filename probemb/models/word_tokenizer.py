@@ -37,7 +37,3 @@ class WordTokenizer:
         """Words of the texts that the vocabulary lacks, each once: the model reads them all alike."""
         words = (word for text in texts for word in split_words(text, self.context_length))
         return list(dict.fromkeys(word for word in words if word not in self._ids))
-
-    def word_ends(self) -> Tensor:
-        """Mask of the ids that end a word, (V,) bool: all of them."""
-        return torch.ones(FIRST_WORD + len(self._ids), dtype=torch.bool)

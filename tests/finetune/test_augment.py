@@ -151,13 +151,6 @@ def test_augmented_texts_equal_a_loop(tokenizer, ratio):
         assert result[row].tolist() == text_loop(text, d, r, ratio, 0.4, 0.3)
 
 
-def test_no_share_changes_nothing(tokenizer):
-    tokens = tokenizer(TEXTS)
-    assert torch.equal(size_augment_text(tokens, 0.0), tokens)
-    nothing_left = size_augment_text(tokens, 1.0, 0.0, 0.0)
-    assert nothing_left[:, :3].tolist() == [[START_TOKEN, END_TOKEN, 0]] * 4
-
-
 def test_texts_of_whole_words_are_augmented_within_their_vocabulary():
     vocabulary = [f"word{i}" for i in range(6)]
     ids = TextIds.of({"architecture": {"text_cfg": {"tower": "word_gru", "vocabulary": vocabulary}, "vision_cfg": {}}})

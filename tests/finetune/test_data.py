@@ -1,10 +1,7 @@
 """Training rows: their order, what it depends on, bad images, resuming, and shuffled captions."""
 
 import io
-import json
-import os
 import random
-import signal
 from collections import Counter
 
 import numpy as np
@@ -19,11 +16,9 @@ from probemb.data.compositions import Compositions
 from probemb.data.compositions.crops import Crops
 from probemb.data.compositions.holdings import Holdings
 from probemb.data.image_loader import Images, Place
-from probemb.data.scenes import draw_captions, sample_to_json, scene
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture as png
-from tests.truth import matches
-from tests.world import jpeg, write_tar
+from tests.world import write_tar
 
 N, PER_IMAGE = 12, 3
 
@@ -181,14 +176,6 @@ def test_the_digest_is_of_the_pairs(pairs, tmp_path):
     assert base != digest(pairs, unpaired=Pairs(others[0], plain_transform, tokenizer, 4))
 
 
-def test_a_killed_worker_is_told(pairs):
-    def transform(image):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(UserError, match="A data worker was ended from outside"):
-        batches(pairs, transform=transform, workers=1)
-
-
 # ------------------------------------------------------------------------------------------------- noisy correspondence
 
 
@@ -205,24 +192,6 @@ def test_a_share_of_the_captions_is_permuted_among_itself(tmp_path, ratio):
     assert captioned.flat() == [f"caption {c}" for c in range(300)]  # the clean data is as it was
     assert (shuffle(captioned, ratio, seed=3)[1] == image_of).all()
     assert ratio == 0 or (shuffle(captioned, ratio, seed=4)[1] != image_of).any()
-
-
-def test_ids_and_scenes_move_with_their_captions(tmp_path):
-    members = []
-    for i in range(6):
-        one = scene("noise", i)
-        row = sample_to_json(one, draw_captions(one, 2)) | {"image_id": i, "caption_ids": [10 * i, 10 * i + 1]}
-        members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(row).encode())]
-    captioned = find_captions(write_tar(tmp_path / "a.tar", members))
-    noisy, _ = shuffle(captioned, 1.0, seed=0)
-    known = dict(zip((i for row in captioned.caption_ids for i in row), captioned.flat()))
-    for texts, ids, (own, told), (before, _) in zip(noisy.captions, noisy.caption_ids, noisy.scenes, captioned.scenes):
-        assert texts == [known[i] for i in ids] == [caption.text for caption in told]
-        assert own is before
-    clean = [caption // 10 == image for image, ids in enumerate(noisy.caption_ids) for caption in ids]
-    true = [matches(caption, own) for own, told in noisy.scenes for caption in told]
-    assert all(fits for fits, right in zip(true, clean) if right)
-    assert not all(true)
 
 
 # -------------------------------------------------------------------------------------------------- composed queries

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import probemb.losses.jwae
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
-from finetune.methods.regions import cross_attention, n_words
+from finetune.methods.regions import cross_attention
 from finetune.recipe import parameter_groups
 from probemb import Gaussian
 from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
@@ -27,7 +27,7 @@ from probemb.losses import (
     scan_loss,
     triplet_loss,
 )
-from probemb.losses.jwae import code_mse, drop_words, encoder_loss, vae_kl
+from probemb.losses.jwae import code_mse, drop_words, vae_kl
 from probemb.models import Encoded, create_model
 from tests.finetune.conftest import WORDS
 from tests.finetune.trainers import configured
@@ -410,25 +410,6 @@ def test_the_published_discriminator_keeps_all_gradients(step, authors, monkeypa
         close(method.aside.gradient_0, steps * each)
 
 
-def test_every_region_and_word_that_there_is_has_a_code():
-    method, model = over_tokens()
-    tokens, mask = torch.randn(3, 5, 8, dtype=torch.float64), torch.rand(3, 5) < 0.6
-    mask[:, 0] = True
-    codes = tokens.mean(1)
-    point = Gaussian(F.normalize(codes, dim=1), torch.zeros_like(codes))
-    looks = torch.randn(3, 5, 2048, dtype=torch.float64)
-    side = Encoded(point, tokens, mask, looks, codes)
-    words = torch.randint(2, 20, (3, 5)).masked_fill(~mask, 0)
-    words = torch.cat([words, words.new_zeros(3, 3)], 1)
-    batch = Batch(side, side, torch.eye(3), torch.arange(3), torch.arange(3), 1, 0, torch.Generator(), words=words)
-    out = method.loss(batch, model)
-    there = torch.cat([tokens[i, mask[i]] for i in range(3)])
-    close(out.terms["image_prior"], encoder_loss(method.aside.discriminator(there)).detach())
-    error = looks - method.module.decoders["image"](tokens)
-    close(out.terms["image"], (error.norm(dim=2) * mask).sum().detach() / 3)
-    assert method.decoded(batch)[1] is codes  # a caption is generated from the mean of its words
-
-
 # -------------------------------------------------------------------------------------------------------------- VSRN
 
 
@@ -464,9 +445,3 @@ def test_the_loss_is_the_triplets_and_the_captions(name):
     out.loss.backward()
     assert (tokens.grad.abs().sum(-1) > 0).equal(mask)
     assert all(p.grad.abs().sum() > 0 for p in made.module.parameters())
-
-
-def test_a_text_tower_without_words_is_refused():
-    architecture = {"text_cfg": {"hf_model_name": "roberta-base"}}
-    with pytest.raises(UserError, match="from Hugging Face, and a decoder of captions needs"):
-        n_words(SimpleNamespace(config={"name": "roberta-ViT-B-32", "architecture": architecture}))

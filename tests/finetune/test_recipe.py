@@ -110,17 +110,6 @@ def test_every_parameter_is_in_one_group_at_its_rate(n_unc_layers, head):
         assert group["image_backbone"] == backbone, name
 
 
-def test_factors_learn_faster_than_the_logarithm_of_one():
-    model = micro()
-    for scalar in (model.logit_scale, model.scale, model.shift):
-        scalar.requires_grad_(True)
-    groups = {
-        group["name"]: group for group in parameter_groups(model, PairwiseMatchLoss(), Optimizer(lr=1e-3, scalars=30.0))
-    }
-    assert [len(groups[name]["params"]) for name in ("scalars", "logit_scale")] == [4, 1]
-    assert [groups[name]["lr"] for name in ("scalars", "logit_scale")] == pytest.approx([0.03, 1e-3])
-
-
 @pytest.mark.parametrize("case", ["adamp_pcmepp", "adamp_big", "adamp_nesterov_custom", "adamp_nowd"])
 def test_authors_adamp(parity, case):
     v = parity("11_adamp")

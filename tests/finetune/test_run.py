@@ -1,6 +1,5 @@
 """The finetuning command as people type it: a run, its interruption and resumption, launchers, and wrong input."""
 
-import fcntl
 import json
 import os
 import pickle
@@ -182,32 +181,6 @@ def _signal_rank_1_at_2(rank: int) -> None:
     PairTask.inputs = interrupted
 
 
-@pytest.mark.slow
-def test_a_signal_while_validating_spares_the_workers_and_stops_behind(scenes, tmp_path):
-    """Schedulers signal the whole process group, workers included."""
-    options = {"method": "vse", "data.path": scenes, "data.workers": 1, "out": tmp_path / "run"}
-    job = Job(options, ranks=1, output=tmp_path / "log", prepare=_read_slowly)
-    job.until("reading 4")
-    job.signal(signal.SIGTERM)
-    assert job.wait() == [REQUEUE], job.text()
-    assert "step 3/6 | validation RSUM" in job.text()
-    assert "step 4/6 | stopped by SIGTERM" in job.text()
-
-
-def _read_slowly(rank: int) -> None:
-    from probemb.data.image_loader import _Decoded
-
-    getitem = _Decoded.__getitem__
-
-    def slowly(data, index: int):
-        if index == 4:
-            print("reading 4", flush=True)
-            time.sleep(1)
-        return getitem(data, index)
-
-    _Decoded.__getitem__ = slowly
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_a_run_of_other_settings_refused(scenes, tmp_path, capsys):
     out = tmp_path / "run"
     options = {"data.path": scenes, "out": out, "epochs": 3, "swa-epochs": 0, "stop-after-epochs": 2}
@@ -368,23 +341,6 @@ def test_starting_from_saved_models_and_from_open_clip_weights(scenes, tmp_path)
         assert {metrics(out)[-1][f"tolerance_{way}"] for way in ("i2t", "t2i")} <= set(GRID)
 
 
-@pytest.mark.slow
-def test_training_in_bfloat16_and_with_recomputed_blocks(scenes, tmp_path, capsys):
-    options = {"data.path": scenes, "engine.precision": "bf16", "engine.grad_checkpointing": "true", **ONE_EPOCH}
-    assert run_here({**options, "out": tmp_path / "half"}) == 0
-    assert ", bf16, " in capsys.readouterr().out
-    assert run_here({"data.path": scenes, "out": tmp_path / "full", **ONE_EPOCH}) == 0
-    half, full = metrics(tmp_path / "half"), metrics(tmp_path / "full")
-    assert half != full
-    for a, b in zip(half, full):
-        if "loss" in a:
-            assert a["loss"] == pytest.approx(b["loss"], rel=0.1)
-    assert all(value.dtype == torch.float32 for value in saved(tmp_path / "half").values())
-    job = Job({**options, "out": tmp_path / "two", "mix.ratio": 0.5}, ranks=2, output=tmp_path / "log")
-    assert job.wait() == [0, 0], job.text()
-    assert "engine  2 x cpu, bf16, batch 16 = 2 ranks x 8" in job.text()
-
-
 def test_pcmes_own_recipe_trains_the_heads_first(birds, tmp_path):
     """In the first phase the CNN and the word vectors stand still; the GRU starts from random weights and trains."""
     options = {
@@ -472,23 +428,6 @@ def test_wrong_input_ends_in_two_lines_with_nothing_written(case, scenes, region
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_of_something_else_and_a_locked_one_stay_as_they_are(scenes, tmp_path):
-    out = tmp_path / "thesis"
-    out.mkdir()
-    (out / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="something else"):
-        run_here({"data.path": scenes, "out": out}, "--resume")
-    assert [p.name for p in out.iterdir()] == ["thesis.tex"]
-    locked = tmp_path / "locked"
-    locked.mkdir()
-    with open(locked / ".lock", "w") as lock:
-        lock.write("node7 123\n")
-        lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="is in use: process 123 on node7"):
-            run_here({"data.path": scenes, "out": locked, "engine.timeout": 0.01}, "--resume")
-
-
 # ------------------------------------------------------------------------------------------------------------ launchers
 
 
@@ -508,13 +447,3 @@ def test_accelerate_as_documented_is_one_process_and_warns_of_nothing(scenes, tm
     assert (done.returncode, done.stderr) == (0, "")
     assert "engine  1 x cpu, fp32, batch 24 = 1 ranks x 24" in done.stdout
     assert load_model(tmp_path / "run").model.embed_dim == 16
-
-
-@pytest.mark.slow
-def test_accelerate_that_starts_fewer_processes_than_asked_for_is_refused(scenes, tmp_path):
-    done = launched(tmp_path / "run", scenes, *ACCELERATE, "--num_processes=2", "--cpu")
-    assert done.returncode == 1  # accelerate's, whatever the run ends with
-    what, remedy = done.stderr.splitlines()[-2:]  # -q leaves out accelerate's traceback
-    assert what == "error: accelerate was asked for several processes, but it has started one."
-    assert remedy.startswith("       Add --multi_gpu")
-    assert not (tmp_path / "run").exists()

@@ -12,10 +12,7 @@ from finetune.augment import draw_mix
 from finetune.data import Loader, Pairs
 from finetune.task import Moment, PairTask
 from finetune.trainer import Network
-from pretrain.stream.settings import Settings
-from pretrain.stream.stream import Stream
 from probemb.data.captions.find import find_captions
-from probemb.data.shards.index import Shard
 from probemb.models import create_model, create_tokenizer, create_transforms
 from tests.finetune.trainers import BATCH, configured, make_trainer
 from tests.ranks import run_ranks
@@ -129,19 +126,6 @@ def test_pixels_are_those_of_open_clip_and_differ_by_rounding_from_torchs(model,
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_an_image_is_that_of_the_pretraining_reader(model, captioned):
-    """Without a random crop, whose draws belong to the place in the data, both readers give the same uint8."""
-    data = find_captions(captioned, None)
-    transform, ours = create_transforms(model, resize="tensor").evaluate, {}
-    for batch in batches(model, data, transform):
-        ours |= {data.image_ids[i]: image for i, image in zip(batch.image_index.tolist(), batch.images)}
-    shard = Shard(captioned.name, captioned, len(data), captioned.stat().st_size)
-    with Stream([shard], Settings(batch_size=8, lanes=1), transform, create_tokenizer(model)) as stream:
-        batch = next(stream)
-    for key, image in zip(batch.keys, batch.images, strict=True):
-        assert torch.equal(image, ours[key.rsplit("/", 1)[1]])
-
-
 @pytest.mark.parametrize("words", [("--augment.cutout=0.3", "--mix.ratio=0"), ("--mix.ratio=1",), ("--mix.ratio=0",)])
 def test_augmentation_is_that_of_normalised_floats(model, captioned, words):
     """Cutout's grey is 0 and mixing is not rounded: what the towers read is the same to the last bit."""
@@ -206,16 +190,6 @@ def test_mpc_learns_a_batch_at_its_default_temperature(queries):
         out.loss.backward()
         optimizer.step()
     assert out.terms["query_to_target"].item() < 0.5 * math.log(len(given.part_rows))
-
-
-def test_cutout_of_targets_and_parts_is_that_of_normalised_floats(queries):
-    trainer = composed(queries, "--augment.cutout=0.2")
-    given = next(trainer.loader.epoch(0))
-    assert given.images.dtype == torch.uint8
-    floats = given._replace(images=trainer.model.normalized(given.images))
-    (images, *_), (expected, *_) = (trainer.task.inputs(one, trainer.model, 0)[0] for one in (given, floats))
-    assert torch.equal(images, expected)
-    assert ((images == 0).all(1).double().mean((1, 2)) - 0.2).abs().max() < 0.03
 
 
 def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):

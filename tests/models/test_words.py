@@ -22,7 +22,6 @@ def test_ids_follow_the_vocabulary():
     assert tokenizer(["A red dog.", "a blue dog", "", "a a a a a a red"]).tolist() == expected
     assert tokenizer("dog").tolist() == [[4, 0, 0, 0, 0]]
     assert tokenizer([]).shape == (0, 5)
-    assert tokenizer.word_ends().shape == (5,)
     assert tokenizer.unknown_words(["A blue dog.", "a pale, blue cat red dog unread", ""]) == ["blue", "pale", "cat"]
 
 
