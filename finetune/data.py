@@ -13,11 +13,11 @@ and the row alone: the same for every number of workers, and of processes that d
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample, Failure, Tally
 from probemb.data.pixels import empty_stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
-from probemb.data.workers import describe_process, make_loader, read
+from probemb.data.workers import describe_process, make_loader, naming_ended_workers, starting_workers
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # rows
@@ -350,28 +350,34 @@ class Loader:
     """
 
     def __init__(self, rows: Rows, workers: int = 0, *, pin_memory: bool = False, failure_share: float = 0.05):
-        self.rows, self.workers, self.pin_memory = rows, workers, pin_memory
-        self.steps, self.waited = rows.steps, 0.0
+        self.rows, self.steps, self.waited = rows, rows.steps, 0.0
         self._tally = Tally(failure_share, min(JUDGED_FROM, rows.steps * len(rows.share)))
+        self._places: list[tuple[int, int]] = []  # (epoch, step) of the batches to read
         self._batches: Iterator | None = None
-
-    def epoch(self, n: int, start_step: int = 0) -> Iterator[NamedTuple]:
-        """The batches of epoch n from a step on; nothing before it is read."""
-        self.close()
-        loader = make_loader(
-            self.rows,
-            self.workers,
+        self._end: Finalize | None = None  # of the workers
+        self._loader = make_loader(
+            rows,
+            workers,
             batch_size=None,
-            sampler=[(n, step) for step in range(start_step, self.steps)],
+            sampler=self._places,
             collate_fn=_identity,
-            multiprocessing_context="fork" if self.workers else None,
-            pin_memory=self.pin_memory,
+            persistent_workers=workers > 0,  # forked once, before a thread writes a checkpoint
+            multiprocessing_context="fork" if workers else None,
+            pin_memory=pin_memory,
             generator=torch.Generator(),  # otherwise each epoch would draw from the global random numbers
         )
-        self._batches = read(loader)
+
+    def epoch(self, n: int, start_step: int = 0) -> Iterator[NamedTuple]:
+        """The batches of epoch n from a step on; nothing before it is read. One epoch is read at a time."""
+        self._places[:] = [(n, step) for step in range(start_step, self.steps)]
+        with starting_workers():
+            self._batches = iter(self._loader)
+        if self._loader.num_workers and self._end is None:  # at exit before multiprocessing joins its children
+            self._end = Finalize(self, self._batches._shutdown_workers, exitpriority=10)
         while True:
             began = time.perf_counter()
-            batch, failures = next(self._batches, (None, ()))
+            with naming_ended_workers(self._loader.num_workers):
+                batch, failures = next(self._batches, (None, ()))
             self.waited += time.perf_counter() - began
             if batch is None:
                 return
@@ -397,14 +403,14 @@ class Loader:
 
     def waiting_for(self) -> str:
         """The workers that prepare batches, with what keeps them from it; for another thread."""
-        pids = sorted(child.pid for child in multiprocessing.active_children())
-        workers = (f"data-worker-{i} ({describe_process(pid)})" for i, pid in enumerate(pids))
-        return ", ".join(["waiting for data", *workers])
+        workers = enumerate(getattr(self._batches, "_workers", ()))
+        named = (f"data-worker-{i} ({describe_process(worker.pid)})" for i, worker in workers)
+        return ", ".join(["waiting for data", *named])
 
     def close(self) -> None:
-        """End the workers."""
-        if self._batches is not None:
-            self._batches.close()
+        """End the workers; dropping the loader or ending the interpreter does the same."""
+        if self._end is not None:
+            self._end()
 
 
 def _identity(item):
