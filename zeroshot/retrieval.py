@@ -62,7 +62,7 @@ class RetrievalConfig(CaptionConfig):
         factory: the FAISS index of the faiss rankings, such as Flat, HNSW32 or IVF256,Flat.
         candidates: how many neighbours of the means faiss-rerank re-ranks.
         samples: samples of each item for match-probability.
-        judgements: a file of people's judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
+        judgements: a file of human judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
         compare: results of another model with the same --judgements (a folder), to be compared with.
         uncertainty: sum (of the variances), log-det (of the covariance) or geometric-mean (of the standard deviations).
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.

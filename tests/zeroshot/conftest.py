@@ -36,7 +36,7 @@ class Page(HTMLParser):
 
 
 class Result:
-    """What a command left in a folder, and what it printed."""
+    """Files and output of a command."""
 
     def __init__(self, out, told=""):
         self.out, self.told = out, told

@@ -96,7 +96,7 @@ def test_confidence_has_the_scale_that_the_loss_trained(match, run, shards, tmp_
     result = run(main, tmp_path / "vse", shards, "--filter", "all")
     if match == "none":
         assert result.json["calibration"] is None
-        assert "refusing doubtful images" not in result.page.text
+        assert "refusing uncertain images" not in result.page.text
     else:
         assert result.json["calibration"]["value"] == 6
 

@@ -249,7 +249,7 @@ def training_counts(config: ComposedConfig, data: Compositions) -> list[int]:
 def notes(
     sets: Sequence[QuerySet], rows: Sequence[dict], composer: Composer, name: str, trained: Training
 ) -> list[str]:
-    """What to know about the numbers."""
+    """Remarks on the numbers."""
     told = list(dict.fromkeys(note for one in sets for note in one.data.notes))
     if not composer.probabilistic:
         told.append(

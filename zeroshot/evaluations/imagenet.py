@@ -453,7 +453,7 @@ def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list
             ("Accuracy", [NOTES, *results["notices"], table]),
             ("Accuracy against K", k_blocks(results)),
             ("Uncertainty against accuracy", bin_blocks(results["uncertainty"])),
-            ("Calibration, and refusing doubtful images", calibration_blocks(results)),
+            ("Calibration, and refusing uncertain images", calibration_blocks(results)),
             (
                 "Prompts and their uncertainty",
                 [
@@ -518,7 +518,7 @@ def bin_blocks(uncertainty: dict) -> list:
 
 
 def calibration_blocks(results: dict) -> list:
-    """Accuracy against confidence, calibrated where it lies on the diagonal; and when doubtful images are refused."""
+    """Accuracy against confidence, calibrated where it lies on the diagonal; and when uncertain images are refused."""
     found, curves, figures = results["calibration"], results["selective"], []
     if not curves:
         return []
@@ -534,7 +534,7 @@ def calibration_blocks(results: dict) -> list:
             f"times the cosine: {found['source']}. Bars are standard errors."
         )
         figures.append(Figure(chart, "Right answers against confidence", note))
-    chart = Chart("selective", x_label="most doubtful images refused, %", y_label="top-1 of the others, %")
+    chart = Chart("selective", x_label="least certain images refused, %", y_label="top-1 of the others, %")
     for (name, curve), colour in zip(curves.items(), (BLUE, ORANGE)):
         chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], name, colour)
     first = next(iter(curves.values()))
@@ -544,7 +544,7 @@ def calibration_blocks(results: dict) -> list:
         f"Mean over all shares: {areas}, at random {percent(first['random'])}, at best {percent(first['oracle'])} (the "
         "wrong answers first, an oracle)."
     )
-    return ["With all prompts.", [*figures, Figure(chart, "Refusing the most doubtful images", note)]]
+    return ["With all prompts.", [*figures, Figure(chart, "Refusing the least certain images", note)]]
 
 
 def pick_classes(e: Evaluation, results: dict, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:

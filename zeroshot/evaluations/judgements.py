@@ -217,14 +217,16 @@ def lines(found: dict) -> list[str]:
         ]
     for name, both in (found["calibration"] or {}).items():
         if name == "constant":
-            told.append(f"the mean share of yes, {both['share']:.3f}, for every pair: Brier score {both['brier']:.4f}")
+            told.append(
+                f"the mean acceptance rate, {both['share']:.3f}, for every pair: Brier score {both['brier']:.4f}"
+            )
             continue
         parts = [
             f"{title} ECE {both[key]['ece']:.4f}, Brier score {both[key]['brier']:.4f}"
             for key, title in CALIBRATED.items()
             if both[key]
         ]
-        told.append(f"match probability ({name}) against the share of yes: {'; '.join(parts)}")
+        told.append(f"match probability ({name}) against the human acceptance rate: {'; '.join(parts)}")
     if acceptance := found["acceptance"]:
         told.append(
             "uncertainty of captions against human acceptance, the share of their judged images: Spearman "
@@ -234,7 +236,7 @@ def lines(found: dict) -> list[str]:
 
 
 def reliability(name: str, both: dict) -> Figure:
-    """The share of yes against the match probability, in bins of at least DRAWN pairs."""
+    """Human acceptance against the match probability, in bins of at least DRAWN pairs."""
     slug = f"reliability-{name.replace(' ', '-')}"
     chart = Chart(slug, x_label="match probability", y_label="human acceptance rate")
     chart.line([0, 1], [0, 1], "calibrated", GREY, dashed=True)

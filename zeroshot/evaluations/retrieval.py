@@ -291,7 +291,7 @@ def rank_table(results: dict) -> Table:
 
 
 def tolerance_blocks(found: dict) -> list[Block]:
-    """How the weights of tolerance were chosen, and the curve over them."""
+    """The choice of the weights of tolerance, and the curve over them."""
     blocks: list[Block] = []
     for one in (one for one in found.values() if one["curve"]):
         what = f"{CHOSEN_BY[one['metric']]} of {one['positives']}"

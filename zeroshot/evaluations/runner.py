@@ -1,4 +1,4 @@
-"""What every evaluation does before and after its own work: claim the folder, load the model, show and write."""
+"""Start and end of every evaluation: claim the folder, load the model, show and write."""
 
 from __future__ import annotations
 
