@@ -6,10 +6,17 @@ from pretrain.config import Config
 from pretrain.stream.order import Order
 from probemb.data.shards.index import read_index
 from tests.disks import small_disk
+from tests.forked import pretraining
 from tests.webserver import serve
 from tools.make_scenes import Plan, make
 
 __all__ = ["eight_shards", "options", "silent", "small_disk"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _imported_once():
+    """What forked ranks would else import each."""
+    pretraining()
 
 
 @pytest.fixture
