@@ -6,10 +6,18 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from probemb import Gaussian
+from probemb.data.scenes import draw_captions, sample_to_json, scene
+from probemb.data.shards.index import Shard, write_index
+from probemb.search.embeddings import open_embeddings
 from tests.world import jpeg, write_tar
+from tools.build_index import main as build
+from tools.embed import main as embed
+from tools.search.command import open_searchers, parse
 
 N = 40
 EVIL = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">'
@@ -44,15 +52,6 @@ class Gallery:
 @pytest.fixture(scope="session")
 def gallery(tmp_path_factory, run_folder):
     """Forty scenes with three captions each, as an index of images and one of captions."""
-    import numpy as np
-    import torch
-
-    from probemb.data.scenes import draw_captions, sample_to_json, scene
-    from probemb.data.shards.index import Shard, write_index
-    from probemb.search.embeddings import open_embeddings
-    from tools.build_index import main as build
-    from tools.embed import main as embed
-
     folder = tmp_path_factory.mktemp("gallery")
     members, told, jpegs = [], [], []
     for i in range(N):
@@ -85,7 +84,5 @@ def searcher(gallery):
 
 def open_searcher(folder, *options):
     """The searcher of an index, as the command opens it."""
-    from tools.search.command import open_searchers, parse
-
     (found,) = open_searchers(parse(["anything", "--index", str(folder), "--device", "cpu", *options])).values()
     return found

@@ -1,7 +1,6 @@
 """python -m tools.embed on real tars with a real model, from here and from a web server."""
 
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -339,15 +338,6 @@ def test_a_command_is_run_to_embed_and_never_for_a_picture(corpus, whole, run_fo
     assert row["shard"] == command.replace("{00000..00003}", "00000")
     with pytest.raises(LookupError, match=r"not a file here and not on a web server \(pipe:\)"):
         read_picture(row["shard"], row["offset"], row["size"])
-
-
-def test_a_server_whose_index_means_harm(run_folder, tmp_path):
-    (tmp_path / "served").mkdir()
-    rows = [{"name": "../../x.tar", "samples": 6, "bytes": 10240}]
-    (tmp_path / "served" / "index.json").write_text(json.dumps({"shards": rows}))
-    with serve(tmp_path / "served") as site, pytest.raises(UserError, match=r"its own folder"):
-        main(options(run_folder, f"{site.address}/corpus", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_names_of_partitions_lead_nowhere():

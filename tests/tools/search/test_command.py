@@ -19,7 +19,7 @@ from probemb.errors import UserError
 from probemb.models import create_model, save_model
 from tests.searching import EVIL, N, open_searcher
 from tools.search.calibrate import load_calibration
-from tools.search.command import main, open_searchers, parse, signed_weights
+from tools.search.command import main, open_searchers, parse
 from tools.search.query import QueryImage, SearchRequest
 
 
@@ -41,18 +41,6 @@ def test_weights_and_parts_to_leave_out(gallery, searcher, tmp_path, capsys):
     truth = searcher.answer(SearchRequest(["a red circle", "a blue square"], images, [1, -0.3, 2, -0.2]))
     assert answer["query"] == truth["query"]
     assert answer["results"] == truth["results"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "weights"),
-    [
-        (["a", "b"], None),
-        (["a", "--without", "b"], [1, -0.5]),
-        (["--without-image", "p", "--without", "b", "a", "--image", "q", "--weights", "1,2,3,4"], [1, -2, 3, -4]),
-    ],
-)
-def test_weights_in_order(argv, weights):
-    assert signed_weights(parse([*argv, "--index", "x"])) == weights
 
 
 @pytest.mark.parametrize(
