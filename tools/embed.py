@@ -172,7 +172,7 @@ def partition_name(shard: Shard) -> str:
 
 
 def version(shard: Shard) -> str:
-    """What tells that a shard has changed: its SHA-256 in the index, else its size and, of a local file, its time."""
+    """The version of a shard: its SHA-256 in the index, else its size and, of a local file, its time of change."""
     if shard.sha256 or isinstance(shard.path, Remote):
         return shard.sha256 or f"{shard.bytes} bytes"
     try:

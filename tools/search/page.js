@@ -127,7 +127,7 @@ function showIndex(chosen) {
   const { calibrated } = index;
   $("calibrated").textContent = calibrated
     ? `Calibrated: of queries of one ${calibrated.kind} up to ${shorten(calibrated.max_uncertainty)}, at least ${Math.floor(100 * calibrated.precision)} % ` +
-      `find the right one among the first ${calibrated.within} of ${count(calibrated.gallery)} (${Math.floor(100 * calibrated.coverage)} % are answered).`
+      `find the right one ${calibrated.within === 1 ? "as the first" : `among the first ${calibrated.within}`} of ${count(calibrated.gallery)} (${Math.floor(100 * calibrated.coverage)} % are answered).`
     : "";
 }
 
@@ -207,7 +207,7 @@ function show(answer, wanted) {
 function card(result, answer) {
   const [caption, ...others] = result.captions;
   const text = (className, textContent, tag = "div") => make(tag, { className, textContent });
-  const match = result.match === null ? "" : ` match ${result.match < 0.001 ? "< 0.1" : (100 * result.match).toFixed(1)} %, ${shorten(result.match * answer.gallery)} ×`;
+  const match = result.match === null ? "" : ` match ${result.match < 0.001 ? "< 0.1" : (100 * result.match).toFixed(1)} %, ${shorten(result.match * answer.gallery)}\u00a0×`;
   const item = make("li", { className: "card" });
   if (result.picture) {
     const image = make("img", { alt: caption ?? result.key });
