@@ -213,14 +213,14 @@ class Config:
     """A finetuning run.
 
     Args:
-        method: one of those above; docs/finetune.md describes them.
+        method: one of those above; docs/papers.md describes them.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over all pairs.
         ranking: of the validation, which selects the epoch: empty for the method's own, csd, mean, or tolerance, whose
-            weights are the validation split's best; see docs/zeroshot.md.
+            weights are the validation split's best; see docs/concepts.md.
         noise_ratio: share of the training captions that are moved to wrong images.
         size_augment: share of tokens that SizeAugment drops; 0 for none.
         swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.

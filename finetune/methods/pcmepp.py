@@ -89,7 +89,7 @@ class PCMEPlusPlus(PCMEPlusPlusMean):
 class PCMEPlusPlusCLIP(PCMEPlusPlus):
     """PCME++ with the loss of pretraining: the CLIP loss beside the match loss, and no pseudo-positives.
 
-    A caption that fits many images then keeps a large variance (docs/finetune.md). a and b go on from the run in
+    A caption that fits many images then keeps a large variance (docs/concepts.md). a and b go on from the run in
     model.pretrained.
     """
 

@@ -213,5 +213,5 @@ def warning(found: Mapping) -> str | None:
         return None
     return (
         f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
-        "finetune so that u keeps its sign (docs/finetune.md)"
+        "finetune so that u keeps its sign (docs/concepts.md)"
     )
