@@ -160,7 +160,6 @@ def evaluate(config: ComposedConfig) -> None:
                 "their list.", *(block for one in feasible for block in examples(gallery, one, rows[0]["ranking"])),
             ]),
         ],
-        tiles(results),
     )  # fmt: skip
     no = [] if results["feasibility"] else ["feasibility: not measured, the data has no infeasible combinations"]
     finish(out, "composed", results, page, [*results["notes"], *tables, *no])
@@ -345,19 +344,6 @@ def make_tables(results: dict) -> list[Table]:
         title = f"feasibility: ROC AUC against {number:,} infeasible combinations, percent; 50 by chance"
         tables.append(Table(("feasible", "score of infeasibility", *kinds), rows, title, left=2))
     return tables
-
-
-def tiles(results: dict) -> list[tuple[str, str, str]]:
-    """The main numbers of the first set."""
-    first = results["rows"][0]
-    of = f"k = {first['k']}, {first['combinations']}, %"
-    shown = [(percent(first["kinds"]["all"][name]["value"]), NAMES[name], of) for name in first["metrics"]]
-    if results["feasibility"]:
-        rows = results["feasibility"]["rows"]
-        row = next(row for row in rows if row["feasible"] == rows[-1]["feasible"])
-        title = f"{row['title'].partition(',')[0]}, {row['feasible']}, %"
-        shown.append((percent(row["kinds"]["all"]["value"]), "AUC of feasibility", title))
-    return shown
 
 
 def by_parts(rows: Sequence[dict], ranking: str) -> list[Figure]:

@@ -15,6 +15,7 @@ from probemb.errors import UserError
 from probemb.evaluation.analyses.localisation import Localised, localise
 from probemb.evaluation.predictors import assess
 from probemb.evaluation.rankings import TITLES, fitting
+from probemb.evaluation.uncertainty import evenly
 from probemb.metrics import uncertainty_bins
 from probemb.metrics.localisation import KS, THRESHOLD, recall_at, recall_over_thresholds, summarise
 from probemb.models import DualEncoder
@@ -77,10 +78,13 @@ def evaluate(config: LocalisationConfig) -> None:
     tables = make_tables(results)
     examples = []
     for title, right in (("Found first:", True), ("Not found first:", False)):
-        cards = [example(data, proposals, found, first, row, results) for row in evenly(found, data, hit == right)]
+        places: dict[int, int] = {}  # the first phrase of each image
+        for place in (hit == right).nonzero().flatten().tolist():
+            places.setdefault(data.phrases[found.rows[place]].image, place)
+        shown = [list(places.values())[i] for i in evenly(len(places), EXAMPLES)]
+        cards = [example(data, proposals, found, first, place, results) for place in shown]
         examples += [title, [one for one in cards if one]]
-    page = Page("Phrase localisation", f"{config.model} on {config.data}: {about}", sections(results, tables, examples),
-                tiles(results))  # fmt: skip
+    page = Page("Phrase localisation", f"{config.model} on {config.data}: {about}", sections(results, tables, examples))
     finish(out, "localisation", results, page, tables)
 
 
@@ -160,13 +164,6 @@ def make_tables(results: dict) -> list[Table]:
     return [*tables, *([Table(headings, rows, title)] if rows else [])]
 
 
-def tiles(results: dict) -> list[tuple[str, str, str]]:
-    """The main numbers of the first ranking."""
-    first, bound = results["rows"][0], results["rows"][-1]["r@1"]["value"]
-    shown = [(percent(first[key]["value"]), title, f"{first['title']}, %") for key, title in METRICS.items()]
-    return [*shown, (percent(bound), "upper bound", "of the proposals, %")]
-
-
 def sections(results: dict, tables: list[Table], examples: list) -> list:
     """The sections of the page."""
     by = results["thresholds"]
@@ -191,16 +188,6 @@ def sections(results: dict, tables: list[Table], examples: list) -> list:
         ("Thresholds and uncertainty", [figures, *tables[2:]]),
         ("Examples", ["White: meant; green, red: ranked first, right or wrong; yellow: second and third.", *examples]),
     ]  # fmt: skip
-
-
-def evenly(found: Localised, data: PhraseDataset, wanted) -> list[int]:
-    """EXAMPLES places in `found` at equal distances among those wanted ((Q,) bool), each of another image."""
-    places: dict[int, int] = {}
-    for place in wanted.nonzero().flatten().tolist():
-        places.setdefault(data.phrases[found.rows[place]].image, place)
-    chosen = list(places.values())
-    step = max(1, len(chosen) / EXAMPLES)
-    return [chosen[int(i * step)] for i in range(min(EXAMPLES, len(chosen)))]
 
 
 def example(
