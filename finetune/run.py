@@ -37,7 +37,8 @@ def main() -> int:
     config, told = shortened(parse_config(Config, PROG, description, argv), argv)
     if told and os.environ.get("RANK", "0") == "0":
         print(told, flush=True)
-    with Preemption() as preemption, preemption.immediate():
+    with Preemption() as preemption:
+        preemption.immediate = True  # until the first step: nothing would be saved
         check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
         from finetune.train import train

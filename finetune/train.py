@@ -92,9 +92,9 @@ def train(config: Config, preemption: Preemption) -> int:
     )  # fmt: skip
     schedule = make_schedule(config, len(networks), loader.steps)
     trainer = Trainer(accelerator, state, task, loader, schedule, config, hooks, window)
+    preemption.immediate = False
     try:
-        with preemption.patient():
-            stopped = trainer.fit()
+        stopped = trainer.fit()
         folder.finish()
         # Only a scheduler starts a run again by itself.
         if stopped and not any(all_of(preemption.name == "SIGINT")):
@@ -228,11 +228,13 @@ def end_epoch(config: Config, state: State, folder: RunFolder, task: Task, preem
     step = position.samples // config.batch_size
 
     def measure() -> tuple[dict, dict] | None:
+        preemption.immediate = True
         try:
-            with preemption.immediate():
-                return task.measure(as_one(networks)), task.measure(as_one(averaged)) if averaged else {}
+            return task.measure(as_one(networks)), task.measure(as_one(averaged)) if averaged else {}
         except KeyboardInterrupt:
             return None
+        finally:
+            preemption.immediate = False
 
     def save(values: dict, of_average: dict) -> None:
         best = not values or position.best is None or values[metric] > position.best

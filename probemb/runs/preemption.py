@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 REQUEUE = 85
 """Exit code of a run that was asked to stop, has saved, and wants to be started again with --resume."""
@@ -18,15 +17,15 @@ class Preemption:
     """A context in which SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C are remembered instead of ending the process; a
     second Ctrl-C raises KeyboardInterrupt.
 
-    SIGHUP stays ignored under nohup, and SIGINT in a script's background.
-    On leaving, the earlier handlers return, so that a launcher can end a run that
-    fails or has saved. `name` is the first signal that came, such as "SIGTERM", or None.
+    SIGHUP stays ignored under nohup, and SIGINT in a script's background. On leaving, the earlier handlers return, so
+    that a launcher can end a run that fails or has saved. `name` is the first signal that came, such as "SIGTERM", or
+    None. While `immediate` is set, the first Ctrl-C raises KeyboardInterrupt: there is nothing to finish and save.
     """
 
     def __init__(self):
         self.name: str | None = None
         self._interrupted: float | None = None
-        self._immediate = False
+        self.immediate = False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Preemption:
@@ -43,7 +42,7 @@ class Preemption:
         self.name = self.name or signal.Signals(number).name
         if number != signal.SIGINT:
             return
-        if self._immediate:
+        if self.immediate:
             raise KeyboardInterrupt
         if self._interrupted is None:
             self._interrupted = time.monotonic()
@@ -52,20 +51,6 @@ class Preemption:
                     os.write(2, b"\nstopping, and saving what is done; Ctrl-C again ends at once\n")
         elif time.monotonic() > self._interrupted + SAME_SECONDS:
             raise KeyboardInterrupt
-
-    @contextmanager
-    def immediate(self, immediate: bool = True) -> Iterator[None]:
-        """Raise KeyboardInterrupt at the first Ctrl-C meanwhile: there is nothing to finish and save. `patient` undoes
-        it."""
-        before, self._immediate = self._immediate, immediate
-        try:
-            yield
-        finally:
-            self._immediate = before
-
-    def patient(self):
-        """Remember the first Ctrl-C meanwhile, within `immediate`."""
-        return self.immediate(False)
 
     @property
     def description(self) -> str:
