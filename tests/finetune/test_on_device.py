@@ -38,7 +38,6 @@ MORE = {  # shapes that depend on the data
     "jwae-scan": CROSS | WORDS_SAID | {"finetune/methods/autoencoders.py:<genexpr>"},
     **dict.fromkeys(("jwae-mse", "jwae-mh", "vae-mh"), WORDS_SAID),
 }
-SOON = ("pcmepp", "ncr", "jwae-mh")
 
 
 def trained(rank, ranks, data, names):
@@ -74,27 +73,18 @@ def fitted(data, name, gpu=None):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What one process found for all methods of a part."""
-    made, data = {}, world(tmp_path_factory, train=8, shard_size=8, captions=3)
+    """What one fresh process found for all methods."""
+    data = world(tmp_path_factory, train=8, shard_size=8, captions=3)
     tokenizer()
-
-    def of(name):
-        slow = name not in SOON
-        if slow not in made:
-            names = [one for one in TRAINED if (one not in SOON) == slow]
-            made[slow] = run_ranks(1, trained, data, names, fresh=True)[0]
-        return made[slow][name]
-
-    return of
+    return run_ranks(1, trained, data, tuple(TRAINED), fresh=True)[0]
 
 
+@pytest.mark.slow
 @needs_pretended_gpu
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in TRAINED]
-)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_method_trains_on_the_device(name, found):
     method = name.split()[0]
-    (losses, expected), (told, state), waits = found(name)
+    (losses, expected), (told, state), waits = found[name]
     np.testing.assert_allclose(told, losses, rtol=1e-3)
     for key, value in expected.items():
         np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-3, err_msg=key)
