@@ -25,7 +25,7 @@ from finetune.folder import DIGEST, FREE_TO_CHANGE, RunFolder, load_checkpoint
 from finetune.methods import METHODS
 from finetune.recipe import make_schedule
 from finetune.task import ComposedTask, PairTask, Task
-from finetune.trainer import Hooks, Joint, Position, State, Trainer
+from finetune.trainer import Joint, Position, State, Trainer
 from probemb.cli.device import gpu_capability, precision_words, share_cores, training_precision
 from probemb.data.failures import describe_failures
 from probemb.distributed import all_of, control_group, on_main, same_everywhere, settle
@@ -86,12 +86,12 @@ def train(config: Config, preemption: Preemption) -> int:
     if config.noise_ratio:
         on_main(lambda: np.save(out / "noise.npy", task.image_of), out, REMEDY)
     say(describe(config, state.joint, rows, accelerator, steps, step, earlier))
-    hooks = Hooks(
-        folder.report, partial(end_epoch, config, state, folder, task, preemption), partial(folder.save, state),
-        lambda: preemption.asked() or folder.failed,
-    )  # fmt: skip
     schedule = make_schedule(config, len(networks), loader.steps)
-    trainer = Trainer(accelerator, state, task, loader, schedule, config, hooks, window)
+    trainer = Trainer(
+        accelerator, state, task, loader, schedule, config, window, report=folder.report,
+        end_epoch=partial(end_epoch, config, state, folder, task, preemption), save=partial(folder.save, state),
+        stop=lambda: preemption.asked() or folder.failed,
+    )  # fmt: skip
     preemption.immediate = False
     try:
         stopped = trainer.fit()

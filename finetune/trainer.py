@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,22 +103,6 @@ class State:
         return [self.optimizer] if aside is None else [self.optimizer, aside]
 
 
-@dataclass
-class Hooks:
-    """Callbacks of a `Trainer`.
-
-    report      (step, values) at every log step
-    end_epoch   (epochs that are done, the average) -> whether Ctrl-C has ended the validation
-    save        (the window's state) after `end_epoch`, every `config.save_every` steps, and when stopped
-    stop        () -> whether this process was asked to stop
-    """
-
-    report: Callable[[int, dict], object] = lambda step, values: None
-    end_epoch: Callable[[int, AveragedModel | None], bool] = lambda epoch, average: False
-    save: Callable[[dict], object] = lambda window: None
-    stop: Callable[[], bool] = lambda: False
-
-
 class Network(nn.Module):
     """The module that DDP wraps, one model and the method's own: their gradients belong to one backward pass.
 
@@ -136,17 +120,24 @@ class Network(nn.Module):
 
 
 class Trainer:
-    """Trains a `State` on the accelerator's device, epoch by epoch; `window` is of a checkpoint, see `Window.state`."""
+    """Trains a `State` on the accelerator's device, epoch by epoch; `window` is of a checkpoint, see `Window.state`.
+
+    report      (step, values) at every log step
+    end_epoch   (epochs that are done, the average) -> whether Ctrl-C has ended the validation
+    save        (the window's state) after `end_epoch`, every `config.save_every` steps, and when stopped
+    stop        () -> whether this process was asked to stop
+    """
 
     def __init__(
         self, accelerator: Accelerator, state: State, task: Task, loader: Loader, schedule: Schedule, config: Config,
-        hooks: Hooks | None = None, window: dict | None = None,
+        window: dict | None = None, *, report=lambda *_: None, end_epoch=lambda *_: False, save=lambda *_: None,
+        stop=lambda: False,
     ):  # fmt: skip
+        self.report, self.end_epoch, self.save, self.stop = report, end_epoch, save, stop
         self.accelerator, self.device = accelerator, accelerator.device
         self.state, self.joint, self.position = state, state.joint, state.position
         self.objective, self.networks = self.joint.objective, self.joint.networks
         self.task, self.loader, self.schedule, self.config = task, loader, schedule, config
-        self.hooks = hooks or Hooks()
         self.window = Window("pairs", lambda: loader.waited, self.device, window)
         self.network = 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
@@ -181,7 +172,7 @@ class Trainer:
             return self._fit()
 
     def _fit(self) -> bool:
-        config, position, hooks, window, state = self.config, self.position, self.hooks, self.window, self.state
+        config, position, window, state = self.config, self.position, self.window, self.state
         batch_size, steps, optimizer = config.batch_size, self.loader.steps, state.optimizer
         while position.epoch < min(config.epochs, config.stop_after_epochs or config.epochs):
             if self.step_in_epoch == 0:
@@ -204,7 +195,7 @@ class Trainer:
                     longest = config.optimizer.clip_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.trained, longest).detach()
                     finite = out.loss.isfinite().all() & norm.isfinite()
-                    nonfinite, stopping = distributed.any_rank([~finite, hooks.stop()], self.device)
+                    nonfinite, stopping = distributed.any_rank([~finite, self.stop()], self.device)
                     if nonfinite:
                         raise self._nonfinite(out, norm)
                     # ------------------------------------------------------------------------------------------- step
@@ -219,14 +210,14 @@ class Trainer:
                         self._log()
                     # ------------------------------------------------------------------------------------- maybe save
                     if stopping:  # also after the last step: the end of an epoch may take long
-                        hooks.save(window.state())
+                        self.save(window.state())
                         return True
                     if (
                         config.save_every
                         and self.step % config.save_every == 0
                         and self.step_in_epoch < self.epoch_steps
                     ):
-                        hooks.save(window.state())
+                        self.save(window.state())
                         window.skip_time()
             # ----------------------------------------------------------------------------- average, evaluate, and save
             average = state.average
@@ -234,11 +225,11 @@ class Trainer:
                 average = copy.deepcopy(average)  # an epoch whose evaluation is interrupted has not ended
                 average.update_parameters(nn.ModuleList(self.networks))
             self.progress.doing("validating")
-            if hooks.end_epoch(position.epoch + 1, average):
-                hooks.save(window.state())
+            if self.end_epoch(position.epoch + 1, average):
+                self.save(window.state())
                 return True
             position.epoch, state.average = position.epoch + 1, average
-            hooks.save(window.state())  # last: a run killed before repeats the end of the epoch
+            self.save(window.state())  # last: a run killed before repeats the end of the epoch
         return False
 
     def _take_turn(self, network: int) -> None:
@@ -293,7 +284,7 @@ class Trainer:
         which = {"network": self.network + 1} if len(self.networks) > 1 else {}
         at = {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
         lr = max(group["lr"] for group in self.state.optimizer.param_groups if group["name"] != "scalars")  # of heads
-        self.hooks.report(self.step, {**which, **at, **values, "lr": lr})
+        self.report(self.step, {**which, **at, **values, "lr": lr})
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}

@@ -57,7 +57,7 @@ def trained(rank, world, data, methods, words=()):
             configured(method, data, *AUGMENTED, *own), report=lambda step, values, told=told: told.append(values)
         )
         if METHODS[method].composes:
-            trainer.hooks.stop = lambda trainer=trainer: trainer.step == 1
+            trainer.stop = lambda trainer=trainer: trainer.step == 1
         assert trainer.accelerator.num_processes == world
         assert trainer.fit() == METHODS[method].composes
         if world > 1:  # DDP's buffers are as large as the gradients: those of the frozen epoch are gone
@@ -226,7 +226,7 @@ def test_the_backbone_is_frozen_first_and_the_average_is_of_the_last_epochs(meth
         ends.append(weights())
         return False
 
-    trainer.hooks.end_epoch = end_epoch
+    trainer.end_epoch = end_epoch
     trainer.fit()
     assert thawed == [False, True, True]
     average = trainer.state.average
@@ -240,8 +240,8 @@ def test_a_validation_that_is_interrupted_has_not_ended_its_epoch(few):
     """What is saved then goes on as if it had never begun."""
     trainer = make_trainer(configured("vse", few, "--swa_epochs=2"))
     interrupted, saves = iter([True, False, False]), []
-    trainer.hooks.end_epoch = lambda epoch, average: next(interrupted)
-    trainer.hooks.save = lambda window: saves.append((trainer.position.epoch, int(trainer.state.average.n_averaged)))
+    trainer.end_epoch = lambda epoch, average: next(interrupted)
+    trainer.save = lambda window: saves.append((trainer.position.epoch, int(trainer.state.average.n_averaged)))
     assert trainer.fit()
     assert (trainer.position.epoch, trainer.step, saves) == (0, 1, [(0, 0)])
     assert not trainer.fit()

@@ -8,7 +8,7 @@ from finetune.methods import METHODS
 from finetune.recipe import make_schedule
 from finetune.task import ComposedTask, PairTask
 from finetune.train import make_networks
-from finetune.trainer import Hooks, Joint, Position, State, Trainer
+from finetune.trainer import Joint, Position, State, Trainer
 from probemb.cli.configuration import parse_config
 
 BATCH = 12
@@ -50,4 +50,4 @@ def make_trainer(config: Config, double: bool = True, move=None, **hooks) -> Tra
     if move:
         move(state)
     schedule = make_schedule(config, len(networks), loader.steps)
-    return Trainer(accelerator, state, task, loader, schedule, config, Hooks(**hooks))
+    return Trainer(accelerator, state, task, loader, schedule, config, **hooks)
