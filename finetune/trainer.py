@@ -212,11 +212,8 @@ class Trainer:
                     if stopping:  # also after the last step: the end of an epoch may take long
                         self.save(window.state())
                         return True
-                    if (
-                        config.save_every
-                        and self.step % config.save_every == 0
-                        and self.step_in_epoch < self.epoch_steps
-                    ):
+                    due = config.save_every and self.step % config.save_every == 0
+                    if due and self.step_in_epoch < self.epoch_steps:
                         self.save(window.state())
                         window.skip_time()
             # ----------------------------------------------------------------------------- average, evaluate, and save
