@@ -8,7 +8,7 @@ import torch
 
 from pretrain.config import Config, Engine, Model, Optimizer
 from pretrain.engine.engine import make_engine, start_deepspeed
-from pretrain.objectives import CLIP, OBJECTIVES, Pairs, PCMEPlusPlus, ProLIP, SigLIP
+from pretrain.objectives import CLIP, OBJECTIVES, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.schedules import learning_rate, set_learning_rate
 from pretrain.trainer import Forward, Trainer
 from probemb import Gaussian, distributed
@@ -34,7 +34,6 @@ LOSSES = {
     "siglip": SigLIP.Options(),
     "prolip": ProLIP.Options(vib=0.1, inclusion=0.2, inclusion_scale=3.0),
 }
-GATHERED = {"pcmepp, gathered", "pcmepp, pseudo-positives", "clip, gathered"}
 
 
 def objective_of(name: str) -> str:
@@ -79,24 +78,6 @@ def test_ranks_equal_one_process(world):
             np.testing.assert_allclose(rows / world, expected, rtol=0, atol=1e-12, err_msg=name)
         means = np.mean([one[name][1][4] for one in found], axis=0)
         np.testing.assert_allclose(means, grads[4], rtol=1e-10, atol=1e-12, err_msg=name)
-
-
-def test_a_ring_gathers_nothing(monkeypatch):
-    def gathered(*args):
-        raise AssertionError("gathered")
-
-    image, text = pairs()
-    for name in ("gather_pairs", "gather_together"):
-        monkeypatch.setattr(distributed, name, gathered)
-    for name, options in LOSSES.items():
-        objective, given = OBJECTIVES[objective_of(name)](options), Pairs(image, text, *scalars_of(name).unbind())
-        assert objective.ring(8) == (name not in GATHERED)
-        assert objective.ring(1024) == (objective_of(name) in ("siglip", "prolip"))
-        if objective.ring(8):
-            assert objective(given).loss.isfinite()
-        else:
-            with pytest.raises(AssertionError, match="gathered"):
-                objective(given)
 
 
 @pytest.mark.parametrize(("block", "distance"), [(1, "csd"), (3, "elk"), (100, "min-kl")])

@@ -1,17 +1,26 @@
-"""The pretraining command as people type it: a run, its resumption, and everything that can be wrong with a command."""
+"""Pretraining runs as people start them: resumption, evaluations, the best checkpoint, a copy, a trace, bad input."""
 
+import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import pretrain.run
-from probemb import load_model
+from pretrain.config import Config, Data, Evaluate
+from pretrain.contradictions import check
+from pretrain.evaluation_sets import RETRIEVAL
+from pretrain.evaluation_sets import metrics as known_metrics
+from probemb import UserError, load_model
 from probemb.cli.command import run_command
+from probemb.runs.best import NAME
+from probemb.runs.copies.store import Store
 from tests.forked import finish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,3 +210,134 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
     refused_here({**options, "out": other}, "--resume", what="something else than a run", remedy="--out")
     assert sorted(p.name for p in other.iterdir()) == ["config.yaml", "thesis.tex"]
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def test_each_set_is_logged_under_its_name(scenes, tmp_path):
+    """The same data under two names has the same values, and another split others."""
+    sets = {
+        "evaluate.pairs": f'["{scenes}/val", "again={scenes}/val", "all={scenes}/train"]',
+        "evaluate.pairs_split": '["val", "val", null]',
+        "evaluate.classes": f"named={scenes}/classes",
+    }
+    done = start({**sets, "data.train": scenes / "train", "out": tmp_path / "run", "samples": 32})
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in metrics(tmp_path / "run") if "loss" not in line]
+    found = {key: value for line in lines for key, value in line.items() if "/" in key}
+    config = Evaluate(pairs=[f"{scenes}/val", "again=x", "all=x"], classes="named=x", pairs_split=["val", "val", None])
+    assert list(found) == known_metrics(config)
+    for key in RETRIEVAL:
+        assert found[f"val/{key}"] == found[f"again/{key}"]
+    assert found["all/validation_loss"] != found["val/validation_loss"]
+    for words in ("val: validation loss", "again: validation loss", "named: zero-shot top-1"):
+        assert f"step 2/2 | {words}" in done.stdout
+
+
+UNFIT = {
+    "nothing evaluated": ({"best": "rsum"}, "nothing is evaluated"),
+    "unknown": ({"best": "rsun", "pairs": "a"}, "rsun, which no evaluation logs. Did you mean 'rsum'"),
+    "at the end only": ({"best": "x/rsum", "pairs": "x=a"}, "evaluated at its end only"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_best_that_cannot_be_chosen_is_refused(case):
+    given, what = UNFIT[case]
+    with pytest.raises(UserError) as error:
+        check(Config(data=Data(train="data"), evaluate=Evaluate(**given)), 1)
+    assert what in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path):
+    """Evaluated at steps 1 to 6 with a rate that spoils the weights, and saved at each third."""
+    options = {"data.train": scenes / "train", "evaluate.pairs": f"v={scenes}/val", "evaluate.every_samples": 16}
+    options |= {"evaluate.best": "v/rsum", "save-every": 3, "keep-checkpoints": 1, "optimizer.lr": 0.02}
+    runs = {name: tmp_path / name for name in ("whole", "parts")}
+    done = start({**options, "out": runs["whole"]})
+    assert done.returncode == 0, done.stderr
+    for stop in (3, 0):
+        part = start({**options, "out": runs["parts"], "stop-at-step": stop}, "--resume")
+        assert part.returncode == 0, part.stderr
+        if stop:  # as if killed while model-best/ was being written
+            (runs["parts"] / "model-best" / ".step").write_text("0\n")
+            (runs["parts"] / "model-best" / "model.safetensors").write_bytes(b"half")
+    for run, said in ((runs["whole"], done.stdout), (runs["parts"], part.stdout)):
+        values = {line["step"]: line["v/rsum"] for line in metrics(run) if "v/rsum" in line}
+        assert sorted(values) == [1, 2, 3, 4, 5, 6]
+        best = min(values, key=lambda step: (-values[step], step))
+        so_far = [step for step in values if values[step] > max([-1.0, *(values[s] for s in range(1, step))])]
+        assert [line["step"] for line in metrics(run) if line.get("is_best")] == so_far
+        assert [one["step"] for one in json.loads((run / "best.json").read_text())["steps"]][-1] == best == so_far[-1]
+        kept = {path.name for path in (run / "checkpoints").iterdir()}
+        assert kept == {"step-6", f"step-{best}"}
+        weights = load_file(run / "checkpoints" / f"step-{best}" / "weights.safetensors")
+        for name, value in load_model(run / "model-best").model.state_dict().items():
+            assert torch.equal(value, weights.get(f"model.{name}", value)), name
+        assert f"best    step {best}, v/rsum {values[best]:.4g}: {run}/checkpoints/step-{best}" in said
+    assert best <= 3  # so that it was restored when the second part began
+    assert (runs["whole"] / "best.json").read_text() == (runs["parts"] / "best.json").read_text()
+
+
+def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):
+    run = tmp_path / "run"
+    options = {"data.train": scenes / "train", "out": run, "samples": 32, "evaluate.pairs": f"a={scenes}/val"}
+    assert start(options).returncode == 0
+    options |= {"evaluate.pairs": f'["b={scenes}/val", "a={scenes}/val"]', "evaluate.best": "b/rsum"}
+    options |= {"evaluate.every_samples": 16}
+    for _ in range(2):
+        done = start(options, "--resume")
+        assert done.returncode == 0, done.stderr
+        assert [len([line for line in metrics(run) if f"{name}/rsum" in line]) for name in "ab"] == [1, 1]
+        assert json.loads((run / NAME).read_text())["steps"][-1]["step"] == 2
+        assert (run / "model-best" / "model.safetensors").exists()
+    assert "is finished: 2 of 2 steps" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_its_copy_bit_for_bit(scenes, tmp_path):
+    """Two ranks; the run folder is lost in between."""
+    address = f"file://{tmp_path}/copy"
+    options = {"data.train": scenes / "train", "remote-copy": address, "keep-checkpoints": 1}
+    whole = start({"data.train": scenes / "train", "out": tmp_path / "whole"}, ranks=2)
+    assert whole.returncode == 0, whole.stderr
+    half = start({**options, "out": tmp_path / "half", "stop-at-step": 4}, ranks=2)
+    assert half.returncode == 0, half.stderr
+    assert f"remote copy {address}: step 4 is complete" in half.stdout
+    assert Store(address).steps() == [4]
+    again = start({**options, "out": tmp_path / "new"})
+    refused(again.returncode, again.stderr, "already holds a run", "--resume")
+    shutil.rmtree(tmp_path / "half")
+    rest = start({**options, "out": tmp_path / "half"}, "--resume", ranks=2)
+    assert rest.returncode == 0, rest.stderr
+    assert rest.stdout.count(f"resume  fetched step 4 from {address}") == 1
+    assert "resumed at step 4" in rest.stdout
+    assert Store(address).steps() == [6]
+    model, resumed = load_model(tmp_path / "whole").model, load_model(tmp_path / "half").model
+    for (name, a), b in zip(model.state_dict().items(), resumed.state_dict().values()):
+        assert torch.equal(a, b), name
+    shutil.rmtree(tmp_path / "copy")
+    again = start({**options, "out": tmp_path / "half"}, "--resume")
+    assert "is finished: 6 of 6 steps" in again.stdout
+    assert Store(address).steps() == [6]
+    steps = [line["step"] for line in metrics(tmp_path / "half") if "loss" in line and "first_step" not in line]
+    assert steps == [2, 4, 6]
+
+
+def ranges(path):
+    """Names and durations of the ranges of steps, in order, and the names of everything else."""
+    with gzip.open(path, "rt") as file:
+        events = [one for one in json.load(file)["traceEvents"] if one.get("ph") == "X"]
+    steps = sorted((one for one in events if one["name"].startswith("step ")), key=lambda one: one["ts"])
+    return [one["name"] for one in steps], {one["name"] for one in events}
+
+
+def test_a_run_leaves_a_trace_of_the_steps_that_were_asked_for(scenes, tmp_path):
+    done = start({"data.train": scenes / "train", "out": tmp_path / "run"}, "--profile", "2", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = (tmp_path / "run" / "profile").iterdir()
+    assert path.name == "steps-2-3.json.gz"
+    assert f"profile {path}" in done.stdout
+    steps, others = ranges(path)
+    assert steps == ["step 2", "step 3"]
+    assert any("scaled_dot_product" in name for name in others)
+    assert any("Backward" in name for name in others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from probemb import load_model
-from tests.slurm.jobs import CPU, TWO_NODES, Jobs
+from tests.slurm.jobs import CPU, Jobs
 
 OPTIONS = {
     "model.name": "ViT-Micro-32",
@@ -20,7 +20,6 @@ OPTIONS = {
     "optimizer.warmup_epochs": 0,
     "optimizer.decay_epochs": 1,
 }
-SHORT = {"epochs": 1, "optimizer.freeze_epochs": 0, "optimizer.decay_epochs": 0}
 STEPS = 40  # 64 images with five captions each, twice
 
 
@@ -54,15 +53,3 @@ def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
         cut, other = (load_model(jobs.folder / run / name).model.state_dict() for run in ("cut", "whole"))
         for key, weight in other.items():
             assert torch.equal(weight, cut[key]), key
-
-
-def test_each_task_of_an_array_trains_its_method(jobs):
-    where = ("--array=2-3", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
-    job = jobs.submit(
-        *arguments(jobs, "all", **SHORT), script="finetune.sh", sbatch=where, PROBEMB_METHODS="vse infonce", **CPU
-    )
-    jobs.cluster.until("the array's end", lambda: not jobs.cluster.run("squeue", "-h", "-j", job).stdout)
-    assert "method  infonce" in jobs.log("2")
-    assert len(losses(jobs, "all/infonce")) == STEPS // 2
-    assert "error: There is no method 3 in METHODS." in jobs.log("3")
-    assert "--array=1-2" in jobs.log("3")

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
-
-import pytest
 
 from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES, assert_same_run
 
@@ -78,39 +72,3 @@ def test_a_job_on_two_nodes_is_preempted_requeued_and_finished(jobs):
     assert "resumed at step" in log.read_text()
     assert "engine  2 x cpu" in log.read_text()
     assert [m["step"] for m in jobs.metrics("run")] == list(range(1, STEPS + 1))
-
-
-def tasks_here(folder: Path) -> dict[str, int]:
-    """submitit's processes that work for `folder` on this machine, by rank."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            environ = (path.parent / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it ended meanwhile
-        if b"submitit.core._submit" in words and os.fsencode(folder) in words:
-            rank = [e.partition(b"=")[2].decode() for e in environ if e.startswith(b"SUBMITIT_LOCAL_GLOBALID=")]
-            found[rank[0]] = int(path.parent.name)
-    return found
-
-
-def wait_for_step(process: subprocess.Popen, local, step: int) -> None:
-    limit = time.monotonic() + 300
-    while not any(m["step"] >= step for m in local.metrics("run")):
-        assert process.poll() is None, (local.folder / "output").read_text()
-        assert time.monotonic() < limit
-        time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_without_slurm_a_job_runs_here_saves_when_told_and_goes_on(here):
-    process, local = here(ranks=1)
-    wait_for_step(process, local, 3)
-    os.kill(tasks_here(local.folder / "submitit")["0"], signal.SIGUSR2)
-    assert process.wait(timeout=300) == 0, (local.folder / "output").read_text()
-    said = (local.folder / "output").read_text()
-    assert "resumed at step" in said
-    assert "engine  1 x cpu" in said
-    assert [m["step"] for m in local.metrics("run")] == list(range(1, STEPS + 1))
-    assert not tasks_here(local.folder / "submitit")

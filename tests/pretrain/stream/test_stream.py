@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.stream.corpora import Corpus
 from pretrain.stream.settings import Settings
 from pretrain.stream.stream import Stream
 from probemb.data.shards.index import Shard
@@ -176,30 +175,6 @@ def test_seed_epoch_and_caption_choice(corpus, uninterrupted):
     common = first.keys() & second.keys()
     assert 0.4 < np.mean([first[key] != second[key] for key in common]) < 0.95  # drawn anew: two thirds on average
     assert set(captions(read(corpus, steps=5, caption="first")).values()) == {"a"}
-
-
-def test_corpora_are_mixed_with_weights(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    a = [write_shard(tmp_path / "a" / "a.tar", 12)]
-    b = [write_shard(tmp_path / "b" / f"b{i}.tar", 8) for i in range(2)]
-    mixture = [Corpus(a, weight=2), Corpus(b, weight=0.5)]
-    with make(mixture, batch_size=4, lanes=2, steps=16) as stream:
-        assert (stream.order.steps, stream.order.dropped) == (8, 0)  # 24 + 8 slots
-        batches = list(stream)
-    for epoch in range(2):
-        keys = [key for batch in batches[epoch * 8 : epoch * 8 + 8] for key in batch.keys]
-        assert sorted(key for key in keys if key.startswith("a")) == sorted([f"a.tar/{i:04d}" for i in range(12)] * 2)
-        assert sum(key.startswith("b") for key in keys) == 8
-    keys = [key for batch in batches for key in batch.keys if key.startswith("b")]
-    assert len(keys) == len(set(keys)) == 16
-    repeats = [
-        image.numpy().tobytes()
-        for batch in batches[:8]
-        for key, image in zip(batch.keys, batch.images, strict=True)
-        if key.startswith("a")
-    ]
-    assert len(set(repeats)) == 24  # a repeat within an epoch is another crop
 
 
 def test_identity_names_what_the_order_depends_on(corpus):

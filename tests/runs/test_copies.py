@@ -11,8 +11,8 @@ from probemb.runs.best import Best
 from probemb.runs.checkpoints import WEIGHTS, complete_steps, find_checkpoint
 from probemb.runs.copies.copier import Copier
 from probemb.runs.copies.start import fetch_newest, lacks_fetch
-from probemb.runs.copies.store import CopyFailed, Store, check_address
-from tests.runs.test_best import save
+from probemb.runs.copies.store import CopyFailed, Store
+from tests.runs.test_folder import save
 
 
 def copier(run, store, step=0, keep=2, keep_every=0, best=()):
@@ -128,21 +128,6 @@ def test_a_fetch_that_failed_is_completed_by_the_next(run, tmp_path, monkeypatch
     assert not lacks_fetch(other)
     assert complete_steps(other) == [8, 4]
     assert (other / "metrics.jsonl").read_text() == '{"step": 8}\n'
-
-
-@pytest.mark.parametrize(
-    ("address", "what"),
-    [
-        ("runs/x", "in the run folder runs/x, or around it"),
-        ("https://host/run", "cannot be written to https://host/run"),
-        ("hdfs4://user:secret@host/run", "not a known place"),
-    ],
-)
-def test_addresses_that_cannot_be_written_are_refused(address, what):
-    with pytest.raises(UserError) as error:
-        check_address(address, "runs/x")
-    assert what in str(error.value)
-    assert "secret" not in str(error.value)
 
 
 STORED: dict[str, bytes] = {}

@@ -1,20 +1,44 @@
-"""Draft decoding: never fewer pixels than the crop needs, and nothing changed where nothing is reduced."""
+"""Images of training: crops as PIL's, drafts of large JPEGs, augmentations."""
 
 import io
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
 from pretrain.stream.jpeg_draft import CropDraft
-from pretrain.stream.settings import Settings
-from pretrain.stream.stream import Stream
 from probemb.data.images import decode_image
-from probemb.data.shards.index import Shard
+from probemb.data.pixels import normalize
 from probemb.models.inputs import Augmentation, create_transforms
-from tests.pretrain.stream.test_stream import tokenize
-from tests.world import write_tar
+from tests.pretrain.stream.test_stream import LANES, assert_same, corpus, make, read  # noqa: F401
+
+CONFIG = {"preprocess": {"size": 32}}
+
+
+def open_clips():
+    """open_clip's transform, which gives normalised floats."""
+    return image_transform_v2(PreprocessCfg(**CONFIG["preprocess"]), is_train=True)
+
+
+@pytest.fixture(scope="module")
+def transforms():
+    return {resize: create_transforms(CONFIG, resize=resize).train for resize in ("tensor", "pil")}
+
+
+def test_both_ways_show_the_same_crops(corpus, transforms):  # noqa: F811
+    """PIL's uint8, normalised by the model, are the floats of open_clip's transform to the last bit."""
+    tensor, pil = (read(corpus, steps=6, transform=transforms[resize]) for resize in ("tensor", "pil"))
+    floats = read(corpus, steps=6, transform=open_clips())
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    for one, other, float32 in zip(tensor, pil, floats, strict=True):
+        assert one.keys == other.keys == float32.keys
+        assert torch.equal(one.tokens, other.tokens)
+        assert (one.images.int() - other.images.int()).abs().max() <= 2
+        assert torch.equal(normalize(other.images, mean, std), float32.images)
+
 
 SIZE = 48
 
@@ -66,23 +90,9 @@ def test_the_crop_keeps_the_resolution_of_the_result(scale, size):
         assert reduced == 0
 
 
-def shard(folder, images) -> Shard:
-    folder.mkdir(exist_ok=True)
-    files = [(f"{i}.{ext}", data) for i, image in enumerate(images) for ext, data in (("jpg", image), ("txt", b"a"))]
-    path = write_tar(folder / "a.tar", files)
-    return Shard(path.name, path, len(images), path.stat().st_size)
-
-
-def batches(one, draft, **settings):
-    crop = settings.pop("transform", None) or transform()
-    with Stream([one], Settings(batch_size=8, draft=draft, **settings), crop, tokenize, steps=2) as stream:
-        return torch.cat([batch.images for batch in stream]).float()
-
-
-def test_images_that_are_not_reduced_stay_the_same_to_the_last_bit(tmp_path):
-    one = shard(tmp_path / "small", [jpeg(photograph(60 + i, 95 - i, i)) for i in range(16)])
-    assert torch.equal(batches(one, True), batches(one, False))
-    one = shard(tmp_path / "large", [jpeg(photograph(300 + i, 400, i)) for i in range(16)])
-    reduced = batches(one, True)
-    assert not torch.equal(reduced, batches(one, False))
-    assert torch.equal(reduced, batches(one, True, workers=2))
+def test_images_that_are_not_reduced_stay_the_same_to_the_last_bit():
+    needed = CropDraft(transform()).needed
+    for seed in range(8):
+        data = jpeg(photograph(60 + seed, 95 - seed, seed))
+        draft = partial(needed, seed=partial(torch.manual_seed, seed))
+        assert decode_image(data, draft).tobytes() == decode_image(data).tobytes()

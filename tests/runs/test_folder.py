@@ -1,0 +1,164 @@
+"""The folder of a run: its checkpoints, the best of them, its lock, and what is logged."""
+
+import threading
+
+import pytest
+import torch
+
+from pretrain.config import Config, Data
+from probemb.errors import UserError
+from probemb.runs import lock
+from probemb.runs.best import NAME, Best, read_best
+from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, complete_steps, find_checkpoint, prune
+from probemb.runs.folder import newest_checkpoint
+from probemb.runs.lock import RunLock, refuse_locked
+from probemb.runs.output import RunOutput
+from probemb.runs.starts import MAX_STARTS, refuse_idle_start
+from probemb.runs.window import Window
+
+
+def save(run, step):
+    tensors = {name: {"x": torch.full((3,), float(step))} for name in (WEIGHTS, OPTIMIZER, RANDOM)}
+    return Snapshot(tensors, {"step": step, "state": {}}).write(run)
+
+
+def test_the_best_is_the_first_of_the_largest_or_smallest():
+    values = [float("nan"), 3.0, 1.0, 3.0, 5.0, float("nan"), 4.0]
+    highest, lowest = Best("rsum"), Best("validation_loss", lower=True)
+    assert [highest.add(step, value) for step, value in enumerate(values)] == [0, 1, 0, 0, 1, 0, 0]
+    assert [lowest.add(step, value) for step, value in enumerate(values)] == [0, 1, 1, 0, 0, 0, 0]
+    assert (highest.step, lowest.step, Best("rsum").step) == (4, 2, None)
+
+
+def test_a_resumed_run_knows_the_best_that_it_still_has(tmp_path):
+    assert read_best(tmp_path, 9) is None
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    Best("rsum", values={2: 1.0, 3: 1.5, 4: 2.0, 6: 3.0}).write(tmp_path)
+    assert read_best(tmp_path, 9) == Best("rsum", values={2: 1.0, 4: 2.0, 6: 3.0})  # 3 was never saved
+    assert read_best(tmp_path, 5).step == 4
+    (tmp_path / "checkpoints" / "step-4" / WEIGHTS).write_bytes(b"")
+    assert read_best(tmp_path, 5).step == 2
+    assert read_best(tmp_path, 1) is None
+    for damaged in ("", "{}", "[1]", '{"metric": "rsum", "lower_is_better": false, "steps": [{"step": "x"}]}'):
+        (tmp_path / NAME).write_text(damaged)
+        assert read_best(tmp_path, 9) is None
+
+
+def test_pruning_leaves_the_best_beside_the_newest(tmp_path):
+    for step in range(2, 12, 2):
+        save(tmp_path, step)
+    prune(tmp_path, keep=2, keep_every=0, also={4, 10})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-4", "step-8"]
+    assert find_checkpoint(tmp_path).name == "step-10"
+
+
+def damage(run, step):
+    path = run / "checkpoints" / f"step-{step}" / WEIGHTS
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_new_ones(tmp_path):
+    """Their sizes are right, so pruning would take them for the newest."""
+    for step in (2, 4, 5):
+        save(tmp_path, step)
+    damage(tmp_path, 4)
+    damage(tmp_path, 5)
+    assert find_checkpoint(tmp_path, verify=True).name == "step-2"
+    output = RunOutput(Config(data=Data(train="x"), out=str(tmp_path), keep_checkpoints=1), 2, 9)
+    try:
+        assert complete_steps(tmp_path) == [2]
+        save(tmp_path, 3)
+        output.prune()
+    finally:
+        output.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+
+
+def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
+    save(tmp_path, 20)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-20").rename(folder / ".step-20.old")
+    (folder / ".step-20.partial").mkdir()
+    assert newest_checkpoint(tmp_path, True, Config) == folder / "step-20"
+    assert complete_steps(tmp_path) == [20]
+
+
+def test_the_third_start_that_finishes_nothing_is_the_last(tmp_path):
+    file = tmp_path / "starts"
+    for _ in range(MAX_STARTS - 1):
+        refuse_idle_start(file, 4, 4, "a shard", "Give it more time.")
+    refuse_idle_start(file, 4, 5, "a shard", "Give it more time.")
+    for _ in range(MAX_STARTS - 1):
+        refuse_idle_start(file, 5, 5, "a shard", "Give it more time.")
+    with pytest.raises(UserError, match="3 starts in a row were asked to stop before they had finished a shard"):
+        refuse_idle_start(file, 5, 5, "a shard", "Give it more time.")
+    refuse_idle_start(file, 5, 5, "a shard", "Give it more time.")  # counted anew
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+
+
+def test_a_requeued_job_waits_until_its_earlier_start_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    held, told = RunLock(tmp_path), []
+    end = threading.Timer(1.0, held.release)
+    end.start()
+    refuse_locked(tmp_path, minutes=1, tell=told.append)
+    end.join()
+    assert len(told) == 1
+    assert "is in use: process" in told[0]
+    assert "waiting up to 1 minutes (engine.timeout)" in told[0]
+
+
+@pytest.mark.parametrize("restarts", [None, "0"])
+def test_a_first_start_is_refused_at_once(tmp_path, monkeypatch, restarts):
+    """Another job writes the folder, and may do so for days."""
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    if restarts:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    held, told = RunLock(tmp_path), []
+    with pytest.raises(UserError, match="is in use"):
+        refuse_locked(tmp_path, minutes=1, tell=told.append)
+    assert not told
+    held.release()
+
+
+def test_a_failed_login_at_wandb_leaves_no_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    config = Config(out=str(tmp_path / "run"), wandb="project")
+    with pytest.raises(UserError, match="wandb login"):
+        RunOutput(config, 0, 10)
+    assert newest_checkpoint(config.out, False, Config) is None
+
+
+def test_means_over_the_steps_between_two_log_lines():
+    window = Window("pairs", lambda: 0.0)
+    window.add({"loss": torch.tensor(1.0), "clean": 0.5})
+    window.add({"loss": torch.tensor(4.0)})
+    again = Window("pairs", lambda: 0.0, state=window.state())
+    for one in (window, again):
+        one.add({"loss": torch.tensor(4.0)})
+        values = one.close(batch_size=8, steps_left=3)
+        assert (values["loss"], values["clean"]) == (3.0, 0.5)
+        assert one.state() == {"sums": {}, "counts": {}}
+        assert values["pairs_per_second"] > 0
+        assert 10 * 2**20 < values["memory"] < 2**40
+
+
+def test_skipped_steps_count_for_the_speed_and_not_for_the_means():
+    window = Window("images", lambda: 0.0)
+    window.add({"loss": torch.tensor(2.0)})
+    window.add(None)
+    values = window.close(batch_size=8, steps_left=2)
+    assert values["loss"] == 2.0
+    assert values["images_per_second"] > 0
+    window.add(None)
+    assert set(window.close(batch_size=8, steps_left=1)) == {"data_wait", "images_per_second", "eta", "memory"}
