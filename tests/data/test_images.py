@@ -56,13 +56,7 @@ def test_a_pixel_bomb_is_refused_before_it_is_decoded():
             decode_image(data)
 
 
-@pytest.mark.parametrize(
-    "format",
-    [
-        "BMP",
-        "TIFF",
-    ],
-)
+@pytest.mark.parametrize("format", ["BMP", "TIFF"])
 def test_other_decoders_are_never_tried(encode, format):
     with pytest.raises(BadSample):
         decode_image(encode(format, size=(16, 16)))
@@ -81,13 +75,7 @@ def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded(encode):
         decode_image(with_scans(encode, 101))
 
 
-@pytest.mark.parametrize(
-    "fill",
-    [
-        b"\xff",
-        b"\xff\xfe\0\2",
-    ],
-)
+@pytest.mark.parametrize("fill", [b"\xff", b"\xff\xfe\0\2"])
 def test_a_jpeg_of_very_many_markers_is_refused_before_it_is_opened(encode, fill):
     data = encode("JPEG")
     start = data.index(b"\xff\xda")

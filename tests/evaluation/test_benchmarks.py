@@ -13,15 +13,12 @@ from probemb import Gaussian, metrics
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.labelled.coco_objects import read_objects
 from probemb.distances import csd
-from probemb.errors import UserError
-from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings, refuse_too_many_exact_pairs
+from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings
 from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.predictors import warning
 from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
 from probemb.evaluation.tolerance import GRID
 from probemb.evaluation.uncertainty import (
-    MEASURES,
     erase,
     erase_pixels,
     erase_regions,
@@ -35,7 +32,6 @@ from probemb.evaluation.uncertainty import (
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import load_model
 from tests.truth import matches
-from tests.world import write_tar
 
 
 def gaussians(n, dim=8, seed=0):
@@ -163,25 +159,6 @@ def test_what_is_erased_is_what_was_asked_for():
     assert evenly(3, 1) == [0]
 
 
-@pytest.mark.parametrize("name", MEASURES)
-def test_uncertainty_by_every_measure(name):
-    images, texts = gaussians(30), gaussians(60, seed=1)
-    pairs = EmbeddedPairs(images, texts, torch.arange(60) // 2, list(range(30)), [])
-    score = torch.rand(60, generator=torch.Generator().manual_seed(2))
-    (bins,) = (
-        found["bins"] for found in quality(pairs, {"captions": {"x": score}}, MEASURES[name])["captions"].values()
-    )
-    expected = {
-        "sum": texts.var.sum(1),
-        "log-det": torch.stack([torch.logdet(torch.diag(v)) for v in texts.var]),
-        "geometric-mean": texts.std.log().mean(1).exp(),
-    }[name].double()
-    of_bins = torch.tensor([u * n for u, n in zip(bins["uncertainty"], bins["counts"])]).sum() / 60
-    assert float(of_bins) == pytest.approx(float(expected.mean()), rel=1e-5)
-    ranks = (metrics.average_ranks(x) for x in (expected, score.double()))
-    assert bins["spearman"] == pytest.approx(metrics.pearson(*ranks), abs=1e-6)
-
-
 def test_small_sets_have_projections_and_extremes():
     pairs = EmbeddedPairs(gaussians(2), gaussians(3, seed=1), torch.tensor([0, 0, 1]), [0, 1], [])
     found = projection(pairs)
@@ -200,13 +177,6 @@ def test_captions_and_scenes_are_found(captioned):
     for row, i in enumerate(kept):
         assert match[row].tolist() == [matches(caption, found.scenes[i][0]) for caption in told]
         assert match[row, 3 * row : 3 * row + 3].all()
-
-
-def test_plain_captions_have_no_scenes(tmp_path, pictures):
-    members = [("a.jpg", pictures[0][1]), ("a.txt", b"one\ntwo\n"), ("b.jpg", pictures[1][1]), ("b.txt", b"three")]
-    found = find_captions(write_tar(tmp_path / "a.tar", members))
-    assert found.captions == [["one", "two"], ["three"]]
-    assert found.scenes is None
 
 
 def test_scores_of_a_perfect_embedding_and_of_uncertain_rivals():
@@ -229,34 +199,6 @@ def test_scores_of_a_perfect_embedding_and_of_uncertain_rivals():
     by_csd, by_mean = rows(Gaussian(wrong, spread))
     assert by_csd["i2t"]["r@1"] == 1
     assert by_csd["t2i"] == by_mean["t2i"]  # a query's own uncertainty is a constant
-
-
-def test_too_many_exact_pairs_are_refused():
-    def world(n_captions):
-        return CaptionDataset(captions=[["x"] * (n_captions // 20_000)] * 20_000, image_ids=[], scenes=[])
-
-    refuse_too_many_exact_pairs(world(100_000))
-    with pytest.raises(UserError, match="20,000 images and 120,000 captions are 2,400,000,000 pairs"):
-        refuse_too_many_exact_pairs(world(120_000))
-
-
-def test_the_warning_names_the_direction_in_which_u_is_turned_round():
-    def row(spearman, difference):
-        parts = {"certain": 0.1, "rest": 0.1 - difference, "difference": {"value": difference, "se": 0.01}}
-        return {"score": "u", "title": "u", "ambiguity": None, "accepted_share": None,
-                "r@1": {"value": spearman, "se": 0.02}, "halves": parts, "gain": None}  # fmt: skip
-
-    good, turned, halved = row(-0.3, 0.2), row(0.3, 0.0), row(0.0, -0.2)
-    assert warning({"captions": [good], "images": [good]}) is None
-    assert warning({"captions": [row(0.03, -0.01)], "images": [good]}) is None  # chance
-    for one in (turned, halved):
-        found = {"captions": [one], "images": [good]}
-        line = warning(found)
-        assert line.startswith("warning: u runs against recall here (captions: ")
-        assert "images" not in line
-        assert "\n" not in line
-        assert "--calibrate" in line
-    assert "; images: " in warning({"captions": [turned], "images": [halved]})
 
 
 def test_erased_pixels_are_those_of_floats(run_folder, captioned):

@@ -1,6 +1,5 @@
 """Scores of composed queries against the similarities that the losses train."""
 
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -27,8 +26,6 @@ def test_scores_and_their_rankings():
     every = F.cosine_similarity(query.gaussian.mean[:, None], gallery.mean[None], dim=-1)
     torch.testing.assert_close(cosine(slice(0, 5)), every)
     assert torch.equal(closest_items(density, 5, 40, 10), expected.topk(10).indices)
-    with pytest.raises(ValueError, match="cosine or density"):
-        composed_scores(query, gallery, "csd")
 
 
 def test_the_images_of_a_query_can_rank_last():

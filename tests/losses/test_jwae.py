@@ -39,8 +39,6 @@ def test_reconstruction_equals_the_loop(norm):
     reconstruction(x, y, norm).backward()
     assert x.grad is None  # features are a target
     assert y.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="their reconstruction"):
-        reconstruction(x, y[..., :4])
 
 
 @pytest.mark.parametrize(("n", "d"), [(7, 4), (4, 7)])
@@ -104,5 +102,3 @@ def test_mmd_equals_the_loop(kernel):
     both = torch.cat([x, y]).tolist()
     apart = [math.dist(a, b) ** 2 for i, a in enumerate(both) for j, b in enumerate(both) if i != j]
     close(mmd(x, y, kernel), looped_mmd(x, y, kernel, sum(apart) / len(apart)))
-    with pytest.raises(ValueError, match="two codes of each kind"):
-        mmd(x[:1], y)

@@ -42,5 +42,3 @@ def test_the_fit_has_the_least_cross_entropy():
     assert abs(float(residual.mean())) < 1e-5
     assert abs(float((residual * (x - x.mean()) / x.std()).mean())) < 1e-5
     assert (a, b) == pytest.approx((0.05, -7), rel=0.1)
-    with pytest.raises(ValueError, match="all shares"):
-        fit_logistic(x, torch.zeros_like(share))

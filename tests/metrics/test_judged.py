@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from probemb.metrics import cluster_weights, estimate, pair_metrics
+from probemb.metrics import cluster_weights, pair_metrics
 
 sklearn = pytest.importorskip("sklearn.metrics")
 
@@ -46,12 +46,3 @@ def test_two_ways_resample_both_images_and_captions(monkeypatch):
         rows = torch.arange(400).repeat_interleave(torch.tensor(counts))
         area = sklearn.roc_auc_score(label[rows], scores[rows])
         assert float(found.roc_auc[r]) == pytest.approx(area, abs=1e-12), r
-
-
-def test_a_label_that_is_absent_has_no_value():
-    found = pair_metrics(torch.randn(4), torch.zeros(4, dtype=torch.bool), (torch.arange(4), torch.ones(2, 4)))
-    assert found.average_precision.isnan().all()
-    assert found.roc_auc.isnan().all()
-    assert str(estimate(found.roc_auc)["low"]) == "nan"
-    values = torch.tensor([0.5, torch.nan, 0.4, 0.6])
-    assert estimate(values, confidence=0.5) == pytest.approx({"value": 0.5, "low": 0.45, "high": 0.55})

@@ -1,16 +1,14 @@
 """Every architecture of open_clip and of the project: supported and built, or refused with a reason."""
 
 import json
-import sys
 
 import open_clip
 import pytest
 import torch
 from torch.testing import assert_close
 
-from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer
-from probemb.models.architectures import OWN, architecture, read_architecture, supported_names, tower_kind
+from probemb.models.architectures import OWN, read_architecture, supported_names, tower_kind
 
 HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip.hf"]
 WITHOUT_HF = [name for name in open_clip.list_models() if name not in HF]
@@ -24,14 +22,6 @@ def test_at_least_120_of_open_clips_architectures_are_supported():
     assert len(names - set(OWN)) >= 120
     assert set(WITHOUT_HF) <= names
     assert set(OWN) <= names
-
-
-def test_the_others_need_transformers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    assert set(open_clip.list_models()) - set(supported_names()) == set(HF)
-    for name in HF:
-        with pytest.raises(UserError, match="needs the package transformers"):
-            architecture(name)
 
 
 @pytest.mark.slow

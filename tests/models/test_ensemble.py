@@ -1,10 +1,8 @@
 """Several models as one: every similarity is the mean of theirs."""
 
-import pytest
 import torch
 
 from probemb.distances import csd, wasserstein2
-from probemb.errors import UserError
 from probemb.models import Ensemble, create_model, create_tokenizer
 
 TEXTS = ["a cat", "two large red circles left of a blue square", "x"]
@@ -36,9 +34,3 @@ def test_similarities_and_uncertainties_are_means():
     torch.testing.assert_close(image.mean.norm(dim=1), torch.ones(4))
     assert together.match_numbers() == (1, 2)
     assert together.probabilistic
-
-
-def test_models_of_other_inputs_are_refused():
-    small = create_model("ViT-Micro-32")
-    with pytest.raises(UserError, match="context_length is 16 in one, 32 in another"):
-        Ensemble([small, create_model("ViT-Tiny-64")])

@@ -1,6 +1,5 @@
 """Saving, loading, and everything that can be wrong with a path, a file or a hub name."""
 
-import base64
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from probemb.errors import UserError
-from probemb.models import create_model, load_model, push_to_hub, save_model
+from probemb.models import create_model, load_model, save_model
 from probemb.models.formats.export import export_open_clip
 
 NAME = "ViT-Micro-32"
@@ -56,8 +55,7 @@ def same_outputs(a, b):
     "options",
     [
         {},
-        {"n_unc_layers": 0, "image_size": 48, "embed_dim": 8},
-        {"head": "gpo", "embed_dim": 24},
+        {"head": "gpo", "n_unc_layers": 0, "image_size": 48, "embed_dim": 24},
         {"probabilistic": False},
     ],
 )
@@ -89,34 +87,19 @@ def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
 
 
 def test_paths_without_a_model(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="does not exist"):
-        load_model(tmp_path / "nowhere" / "at" / "all")
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="runs/absent: the path does not exist"):  # not looked for on the hub
         load_model("runs/absent")
-    with pytest.raises(UserError, match=r"model/model.safetensors.*pytorch_model.bin"):
-        load_model(tmp_path / "runs")
-    (tmp_path / "weights.pt").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"not a \.safetensors file"):
-        load_model(tmp_path / "weights.pt")
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda config: config.update(format="else"),
         lambda config: config["architecture"].pop("text_cfg"),
-        lambda config: config["architecture"]["vision_cfg"].update(width="wide"),
         lambda config: config["architecture"]["vision_cfg"].update(unheard_of=1),
-        lambda config: config.update(head="gap"),
         lambda config: config.update(embed_dim=17),
-        lambda config: config["preprocess"].update(crop_pct=1e-6),
-        lambda config: config.update(log_var_range=[0, 10**400]),
-        lambda config: config["architecture"]["vision_cfg"].update(head_width=0),
         lambda config: config["architecture"]["text_cfg"].update(layers=10**6),
-        lambda config: config["architecture"]["text_cfg"].update(width=10**7),
-        lambda config: config["preprocess"].update(mean=[0.5, 0.5]),
         lambda config: config["preprocess"].update(std=[0.5, 0.5, float("nan")]),
     ],
 )
@@ -151,10 +134,9 @@ def test_weights_that_are_nan_or_infinite_are_refused_by_name(tmp_path):
 
 def test_damaged_files(tmp_path):
     save_model(model_with(), tmp_path)
-    for text in ("{", "[1]", "\udcff"):
-        (tmp_path / "config.json").write_text(text, errors="surrogateescape")
-        with pytest.raises(UserError, match=r"config\.json is not"):
-            load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not"):
+        load_model(tmp_path)
     (tmp_path / "config.json").unlink()
     whole = (tmp_path / "model.safetensors").read_bytes()
     for damaged in (b"", whole[:1000], whole[:-10]):
@@ -163,9 +145,6 @@ def test_damaged_files(tmp_path):
             load_model(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {"config": '{"a":' + "[" * 200_000})
     with pytest.raises(UserError, match="not a readable safetensors file"):
-        load_model(tmp_path)
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="has no configuration"):
         load_model(tmp_path)
 
 
@@ -203,20 +182,13 @@ def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A server on this machine that answers as the hub does, for files put into the returned dictionary.
-
-    Its `asked` lists the requests."""
+    """A server on this machine that answers as the hub does, for files put into the returned dictionary."""
     from huggingface_hub import constants
 
-    class Files(dict):
-        """Contents by address, with the requests for them."""
-
-    files = Files()
-    files.asked = []
+    files = {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self):
-            files.asked.append(self.path)
             data = files.get(self.path)
             self.send_response(404 if data is None else 200)
             if data is None:
@@ -230,29 +202,6 @@ def hub(tmp_path, monkeypatch):
 
         def do_GET(self):
             self.wfile.write(self.do_HEAD())
-
-        def do_POST(self):
-            """An upload of small files: the repository, the way to send each file, and the commit with them."""
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            repo = self.path.removeprefix("/api/models/").rpartition("/main")[0]
-            if self.path == "/api/repos/create":
-                asked = json.loads(body)
-                answer = {"url": f"{address}/{asked.get('organization')}/{asked['name']}"}
-            elif repo.endswith("/preupload"):
-                paths = [file["path"] for file in json.loads(body)["files"]]
-                answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
-            else:
-                repo = repo.removesuffix("/commit")
-                for line in map(json.loads, body.splitlines()):
-                    if line["key"] == "file":
-                        place = f"/{repo}/resolve/main/{line['value']['path']}"
-                        files[place] = base64.b64decode(line["value"]["content"])
-                answer = {"commitUrl": f"{address}/{repo}/commit/1", "commitOid": "0" * 40, "pullRequestUrl": None}
-            data = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
 
         def log_message(self, *_):
             pass
@@ -304,18 +253,3 @@ def test_hub_name_of_a_repository_of_open_clips(tmp_path, hub, weights, beside):
     assert torch.equal(found.encode_image(images).mean, ours.encode_image(images).mean)
     assert torch.equal(found.encode_text(tokens).mean, expected)
     assert torch.equal(started.encode_text(tokens).mean, expected)
-
-
-def test_a_model_goes_to_the_hub_and_comes_back(hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_any")
-    model = model_with()
-    assert push_to_hub(model, "someone/mine").endswith("/commit/1")
-    assert sorted(hub) == [f"/someone/mine/resolve/main/{name}" for name in ("config.json", "model.safetensors")]
-    assert same_outputs(load_model("someone/mine").model, model)
-
-
-@pytest.mark.parametrize("path", ["runs/x", "out/model.safetensors", "./someone/x"])
-def test_a_missing_path_that_looks_local_asks_no_hub(hub, path):
-    with pytest.raises(UserError, match="the path does not exist"):
-        load_model(path)
-    assert hub.asked == []

@@ -3,12 +3,10 @@
 import time
 
 import numpy as np
-import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
-from probemb.errors import UserError
 from probemb.models import create_model, fill_word_vectors, save_model
 from probemb.models.heads import HeadConfig
 from probemb.models.towers.word_gru import GRUShape, WordGRU
@@ -50,8 +48,6 @@ def test_vocabulary_comes_from_a_file_or_the_pretrained_run(tmp_path):
     save_model(model, tmp_path / "run")
     again = make(vocabulary=None, pretrained=str(tmp_path / "run"))
     assert_close(again.state_dict(), model.state_dict())
-    with pytest.raises(UserError, match="does not fit"):
-        make(vocabulary=["a"], pretrained=str(tmp_path / "run"))
 
 
 def test_word_vectors(tmp_path):
@@ -60,13 +56,6 @@ def test_word_vectors(tmp_path):
     (tmp_path / "v.txt").write_text(f"red {' '.join(map(str, vector))}\nblue {' '.join(map(str, vector))}\n")
     assert fill_word_vectors(model, tmp_path / "v.txt").startswith("1 of 5 words start from a vector")
     assert_close(model.text.embedding.weight[3].detach(), torch.tensor(vector, dtype=torch.float32))
-    (tmp_path / "other.txt").write_text(f"rouge {' '.join(map(str, vector))}\n")
-    with pytest.raises(UserError, match="a vector of none of the 5 words"):
-        fill_word_vectors(model, tmp_path / "other.txt")
-    (tmp_path / "narrow.txt").write_text("red 1 2\n")
-    with pytest.raises(UserError, match="2 numbers, the model's 96") as caught:
-        fill_word_vectors(model, tmp_path / "narrow.txt")
-    assert "Name vectors of 96 numbers" in caught.value.remedy
 
 
 VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
@@ -98,13 +87,12 @@ def test_equals_packed_sequences_of_torch():
     assert torch.equal(mean.mask, words)
 
 
-WORD_MEAN_VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
 WORD_MEAN_TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 5, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
 
 
 def word_mean_tower(probabilistic=True, kind="mlp") -> WordMean:
     torch.manual_seed(0)
-    return WordMean(WORD_MEAN_VOCABULARY, 0, HeadConfig(kind, 3, probabilistic), width=5, context_length=6)
+    return WordMean(VOCABULARY, 0, HeadConfig(kind, 3, probabilistic), width=5, context_length=6)
 
 
 def test_the_mean_is_of_known_words_alone():
@@ -128,5 +116,3 @@ def test_vectors_are_no_parameters_and_all_others_learn():
     assert model.fill_embedding({"dog": np.arange(5, dtype=np.float32), "bird": np.ones(5, np.float32)}) == 1
     assert model.vectors[5].tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(model.vectors[[0, 1, 2, 3, 4, 6, 7]], before[[0, 1, 2, 3, 4, 6, 7]])
-    with pytest.raises(UserError, match="2 numbers, the model's 5"):
-        model.fill_embedding({"dog": np.ones(2, np.float32)})

@@ -1,9 +1,43 @@
 """CUB-200-2011 with captions, in its published layout; and what is refused."""
 
+import io
+
 import pytest
+from PIL import Image
 
 from probemb.data.captions.find import find_captions
-from tests.birds import TEST, TRAIN, names, write_cub
+
+CLASSES = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross", "014.Indigo_Bunting"]
+TRAIN, TEST = CLASSES[:3], CLASSES[3:]
+PER_CLASS = 3
+
+
+def names():
+    """CLASS/NAME.jpg of every image."""
+    return [f"{one}/{one[4:]}_{i:04d}_{100 * c + i}.jpg" for c, one in enumerate(CLASSES) for i in range(PER_CLASS)]
+
+
+def save(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def write_cub(out, captions=10):
+    """CUB_200_2011, and the captions with their lists of classes beside it; image i is of the colour (i, 0, 0)."""
+    folder, texts = out / "CUB_200_2011", out / "cvpr2016_cub"
+    for number, name in enumerate(names()):
+        picture = io.BytesIO()
+        Image.new("RGB", (16, 12), (number, 0, 0)).save(picture, "PNG")
+        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "images" / name).write_bytes(picture.getvalue())
+        lines = [f"bird {number}, caption {c} ." for c in range(captions)]
+        save(texts / "text_c10" / name.replace(".jpg", ".txt"), "\n".join([*lines, "", ""]))
+    save(folder / "images.txt", "".join(f"{number} {name}\n" for number, name in enumerate(names(), 1)))
+    save(texts / "trainvalclasses.txt", "\n".join(TRAIN) + "\n")
+    save(texts / "testclasses.txt", "\n".join(TEST) + "\n")
+    save(texts / "trainclasses1.txt", "\n".join(TRAIN[:2]) + "\n")
+    save(texts / "valclasses1.txt", TRAIN[2] + "\n")
+    return out
 
 
 @pytest.fixture

@@ -62,17 +62,10 @@ def coco(tmp_path):
     return save(tmp_path / "annotations" / "dataset_coco.json", karpathy())
 
 
-# ----------------------------------------------------------------------------------------------------- Karpathy's json
-
-
 @pytest.mark.parametrize(
     ("split", "ids"),
-    [
-        ("train", [9, 42, 25]),
-("dev", [73]),
-(None, [row[1] for row in COCO]),
-],
-)  # fmt: skip
+    [("train", [9, 42, 25]), ("dev", [73]), (None, [row[1] for row in COCO])],
+)
 def test_splits_of_coco(coco, tmp_path, split, ids):
     found = find_captions(coco, split, tmp_path / "coco")
     assert found.image_ids == ids
@@ -92,15 +85,7 @@ def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
     assert alone.n_captions == 15
     with pytest.raises(UserError, match=r"3 of the 3 images of .* are missing, .* train2014/COCO_train2014_0+9\."):
         _ = alone.images
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="3 of the 3 images"):
-        find_captions(coco, "train", tmp_path / "empty")
-    (tmp_path / "coco" / "val2014" / VAL.format(42)).unlink()
-    with pytest.raises(UserError, match=rf"1 of the 3 images .* first is val2014/{VAL.format(42)}"):
-        find_captions(coco, "train", tmp_path / "coco")
     assert len(find_captions(coco, "test", tmp_path / "coco").images) == 2
-    with pytest.raises(UserError, match=r"The image folder .* does not exist"):
-        find_captions(coco, "train", tmp_path / "nowhere")
 
 
 def changed(**changes):
@@ -110,20 +95,12 @@ def changed(**changes):
 
 
 HOSTILE = [
-    ("{", "is not JSON"),
     ("<!DOCTYPE html>\n<html><body>404</body></html>", "is a web page, not captions. Fetch the annotation file again"),
     ("{" * 200_000, "not JSON"),
-    ("[1, 2]", "not in Karpathy's format: it has no list of images"),
-    ({"images": [3]}, "Image 0 of .* is not in Karpathy's format"),
-    (changed(split=7), "Image 1 .*: the split is not a text"),
     (changed(filename="../../etc/passwd"), r"'val2014/\.\./\.\./etc/passwd' does not lie in the image folder"),
-    (changed(filepath="/etc", filename="passwd"), "does not lie in the image folder"),
     (changed(filename="a\0b"), "does not lie in the image folder"),
     (changed(cocoid=2**80), "the cocoid is not a whole number"),
     (changed(cocoid=42), "two entries with the image id 42"),
-    (changed(sentences=["abc"]), "Image 1 .* is not in Karpathy's format"),
-    (changed(sentences=[{"raw": "a", "sentid": -1}]), "the sentid is not a whole number"),
-    (changed(sentences=[{"raw": " \n", "sentid": 1}]), "The image 391895 of .* has no caption"),
 ]
 
 
@@ -134,9 +111,6 @@ def test_hostile_annotations_are_refused(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as error:
         find_captions(path, "test", tmp_path / "coco")
     assert len(str(error.value)) < 1000
-
-
-# ------------------------------------------------------------------------------------------------------------- precomp
 
 
 def caps(folder, name, n=3, first=0, ids=None):
@@ -161,12 +135,6 @@ def test_precomp_splits_and_coco_images(tmp_path):
             assert found.caption_ids is None
     assert find_captions(folder / "test_caps.txt", "test").image_ids == [391895]
     assert find_captions(folder, "testall").image_ids == [391895, 60623]
-    with pytest.raises(UserError, match="holds 4 files that match"):
-        find_captions(folder)
-    with pytest.raises(UserError, match="no split 'tiny', only test, train and val"):
-        find_captions(folder, "tiny")
-    with pytest.raises(UserError, match=r"test_caps\.txt has no split 'train', only test"):
-        find_captions(folder / "test_caps.txt", "train")
 
 
 def test_annotation_ids_of_another_order_are_refused(tmp_path):
@@ -179,13 +147,6 @@ def test_annotation_ids_of_another_order_are_refused(tmp_path):
     np.save(tmp_path / "coco_test_ids.npy", np.array([770337, 771687, 772707, 776154, 152106]))
     with pytest.raises(UserError, match="do not belong to one image of COCO"):
         find_captions(tmp_path, "test")
-    for array in (np.zeros(5), np.zeros((5, 1), int), np.array([{}]), -ids):
-        np.save(tmp_path / "coco_test_ids.npy", array, allow_pickle=True)
-        with pytest.raises(UserError, match="is no row of ids"):
-            find_captions(tmp_path, "test")
-
-
-# -------------------------------------------------------------------------------------------------------------- shards
 
 
 def pair(key, number, text=None, **meta):
@@ -204,12 +165,6 @@ def test_shards_named_by_split(tmp_path):
         assert found.caption_ids is None
     assert len(find_captions(tmp_path)) == 6
     assert find_captions(f"{tmp_path}/train-{{0..1}}.tar", "train").image_ids == ["a", "b", "c"]
-    with pytest.raises(UserError, match="no split 'all', only restval, test, train and val"):
-        find_captions(tmp_path, "all")
-    with pytest.raises(UserError, match=r"val-0\.tar has no split 'train', only val"):
-        find_captions(tmp_path / "val-0.tar", "train")
-    with pytest.raises(UserError, match="holds its images itself"):
-        find_captions(tmp_path, "val", tmp_path)
 
 
 def test_samples_that_cannot_be_used_are_named(tmp_path):
@@ -232,14 +187,6 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
         "e": "there are 2 caption_ids for 1 captions",
         "f": "the caption_ids of the json are not a list of whole numbers from 0 on",
     }
-    with pytest.raises(UserError, match=r"holds no image with a caption \(b: there are captions, but no image\)"):
-        find_captions(write(tmp_path / "b.tar", members[2:3]))
-    (tmp_path / "c.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:1500])
-    with pytest.raises(UserError, match=r"c\.tar"):
-        find_captions(tmp_path / "c.tar")
-
-
-# ----------------------------------------------------------------------------------------------------------- real data
 
 
 def test_flickr8k(shared_data):

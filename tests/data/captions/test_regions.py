@@ -1,7 +1,5 @@
 """SCAN's and VSRN's files: features of regions beside captions; what belongs together, and what is refused."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -52,22 +50,14 @@ def test_scenes_as_regions_have_every_true_match(tmp_path):
             find_captions(tmp_path / "scenes/regions", "val")
 
 
-REFUSED = {
-    "rows": (
-        {"array": np.zeros((8, R, W), np.float32)},
-        "8 rows, but its captions are of 7 images",
-        "one row for each",
-    ),
-    "two axes": ({"array": np.zeros((7, W), np.float32)}, r"shape \(7, 6\), not \(images, regions", "np.save"),
-    "objects": ({"array": np.array([{}] * 7, object)}, "holds Python objects", "np.save"),
-    "repeats": ({"array": np.random.RandomState(0).randn(35, R, W).astype(np.float32)}, "rows of train:. in", "equal"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_arrays(tmp_path, case):
-    options, what, remedy = REFUSED[case]
-    write(tmp_path, **options)
-    with pytest.raises(UserError, match=what) as error:
+@pytest.mark.parametrize(
+    ("array", "what"),
+    [
+        (np.zeros((8, R, W), np.float32), "8 rows, but its captions are of 7 images"),
+        (np.array([{}] * 7, object), "holds Python objects"),
+    ],
+)
+def test_refused_arrays(tmp_path, array, what):
+    write(tmp_path, array=array)
+    with pytest.raises(UserError, match=what):
         find_captions(tmp_path, "train")
-    assert re.search(remedy, error.value.remedy)

@@ -87,14 +87,6 @@ def test_pictures_in_a_folder_a_zip_and_a_tar_are_the_same(folder, tmp_path):
         other = read_coco(file, place, 0)
         for row in range(len(plain)):
             assert other.images.open(row).tobytes() == plain.images.open(row).tobytes()
-    with zipfile.ZipFile(tmp_path / "packed.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(*members[0])
-    with pytest.raises(UserError, match="compressed"):
-        read_coco(file, tmp_path / "packed.zip", 0)
-    with zipfile.ZipFile(tmp_path / "short.zip", "w") as archive:
-        archive.writestr(*members[0])
-    with pytest.raises(UserError, match=r"15 of the 16 images .* are missing"):
-        read_coco(file, tmp_path / "short.zip", 0)
     (tmp_path / "cut.zip").write_bytes((tmp_path / "images.zip").read_bytes()[:-40])
     with pytest.raises(UserError):
         read_coco(file, tmp_path / "cut.zip", 0)
@@ -107,14 +99,10 @@ def broken(change):
 
 
 HOSTILE = {
-    "no json": (b"{", "is not JSON"),
-    "no images": (broken(lambda x: x.pop("images")), "there is no 'images'"),
     "a way out": (broken(lambda x: x["images"][0].update(file_name="../../etc/passwd")), "does not lie in"),
     "a huge size": (broken(lambda x: x["images"][0].update(width=10**9)), "pixels"),
     "unknown image": (broken(lambda x: x["annotations"][0].update(image_id=7)), "unknown image or category"),
-    "no box": (broken(lambda x: x["annotations"][0].update(bbox=[1, 2, 3])), "a box is"),
     "a huge box": (broken(lambda x: x["annotations"][0].update(bbox=[10**400, 2, 3, 4])), "a box is"),
-    "nothing annotated": (broken(lambda x: x.update(annotations=[])), "annotates no image"),
 }
 
 

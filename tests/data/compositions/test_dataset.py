@@ -3,7 +3,6 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from probemb.data.compositions import Compositions, query_parts
 from probemb.data.compositions.crops import Crops
@@ -100,5 +99,3 @@ def test_the_table_of_parts_has_each_part_once(tmp_path):
             assert found.getpixel((0, 0)) == (part.image, 0, 0)
             assert found.size == ((5, 3) if part.box[0] == 0 else (6, 6))
             assert table.images.places[place].file == places[part.image].file
-    with pytest.raises(ValueError, match="different lengths"):
-        query_parts(data.images, [queries[0], queries[0]._replace(parts=queries[0].parts[:1])])

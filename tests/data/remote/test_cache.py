@@ -44,16 +44,6 @@ def names(folder) -> list[str]:
     return sorted(path.suffix for path in folder.iterdir())
 
 
-def test_a_shard_is_fetched_once(served, tmp_path):
-    cache = ShardCache(tmp_path / "cache", 4 * SIZE, QUICK)
-    for _ in range(3):
-        with cache.open(shard(served, 1), SIZE) as file:
-            assert digest(file) == expected(1)
-    with ShardCache(tmp_path / "cache", 4 * SIZE, QUICK).open(shard(served, 1), SIZE) as file:  # also by a later run
-        assert digest(file) == expected(1)
-    assert len(served.requests) == 1
-
-
 def test_the_longest_unused_goes_first_and_never_one_in_use(served, tmp_path):
     cache = ShardCache(tmp_path / "cache", 3 * SIZE, QUICK)
     with cache.open(shard(served, 0), SIZE) as oldest:

@@ -1,5 +1,6 @@
 """Fetching from real servers and commands that fail, stall, cut off and lie."""
 
+import json
 import time
 from pathlib import Path
 
@@ -104,33 +105,11 @@ def test_indexes_on_a_server(corpus):
             assert [shard.samples for shard in shards] == [1, 1, 1]
         [one] = read_index(f"{site.address}/cc3m/00001.tar?key=1", QUICK)
         assert one.path.address == f"{site.address}/cc3m/00001.tar?key=1"
-        with pytest.raises(UserError, match=r"No shard of .* fits 00007.tar"):
-            read_index(f"{site.address}/cc3m/00007.tar", QUICK)
-        (corpus / "index.json").unlink()
-        with pytest.raises(UserError, match=r"There is no index of shards: .*HTTP 404"):
-            read_index(f"{site.address}/cc3m", QUICK)
-    assert len(read_index_over_fsspec(corpus)) == 3
+    assert len(read_index(f"file://{corpus}/*.tar", FetchPolicy(attempts=1))) == 3
 
 
-def read_index_over_fsspec(corpus):
-    from tools.shards import main
-
-    main(["index", str(corpus), "--workers", "1"])
-    return read_index(f"file://{corpus}/*.tar", FetchPolicy(attempts=1))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pipe:touch run.tar",
-        "../b.tar",
-        "a::b.tar",
-        "x.tar;touch run",
-    ],
-)
+@pytest.mark.parametrize("name", ["pipe:touch run.tar", "../b.tar", "a::b.tar", "x.tar;touch run"])
 def test_an_index_names_nothing_outside_its_folder_and_no_command(corpus, name, tmp_path, monkeypatch):
-    import json
-
     monkeypatch.chdir(tmp_path)
     (corpus / "index.json").write_text(json.dumps({"shards": [{"name": name, "samples": 1, "bytes": 10240}]}))
     with serve(corpus) as site:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from probemb.data.scenes import ambiguity, draw_captions, match_matrix, scene
-from probemb.data.scenes.predicates import Caption, Pattern, Predicate
-from probemb.data.scenes.world import COLOURS, OBJECT_COUNTS, RELATIONS, SHAPES
+from probemb.data.scenes.predicates import Pattern, Predicate
+from probemb.data.scenes.world import COLOURS, RELATIONS, SHAPES
 from tests.truth import matches
 
 WORDS = {  # word -> the predicate's field and value that it stands for
@@ -60,10 +60,6 @@ def test_the_text_says_what_the_predicate_says(drawn):
         assert [p for text, p in places.items() if text in caption.text] == [p.place for p in stated.things if p.place]
 
 
-RED_CIRCLE = Pattern("circle", "red")
-BLUE_SQUARE = Pattern("square", "blue")
-
-
 def special_captions():
     """Predicates that captions hardly ever state."""
     yield Predicate()
@@ -85,22 +81,6 @@ def test_the_match_matrix_equals_matches(drawn):
     assert matrix.dtype == bool
     expected = [[matches(caption, one) for caption in chosen] for one in scenes[:150]]
     np.testing.assert_array_equal(matrix, expected)
-
-
-def test_ambiguity_by_hand():
-    at_least_one = sum(share * (1 - (1 - 1 / 64) ** n) for n, share in OBJECT_COUNTS.items())
-    assert ambiguity(Predicate((RED_CIRCLE,))) == pytest.approx(at_least_one, rel=1e-12)
-    assert ambiguity(Caption("two shapes", Predicate((Pattern(),), number=(2, 2)))) == pytest.approx(0.3, rel=1e-12)
-    assert ambiguity(Predicate(light="dark", medium="photo")) == pytest.approx(0.15 * 0.8, rel=1e-12)
-    assert ambiguity(Predicate()) == pytest.approx(1, rel=1e-12)
-    assert ambiguity(Predicate((Pattern(size="huge"),))) == pytest.approx(0.5 * 0.25, rel=1e-12)
-    # "a red circle and a blue square": by inclusion and exclusion over which of the two kinds is absent
-    absent = {n: 1 - 2 * (63 / 64) ** n + (62 / 64) ** n for n in OBJECT_COUNTS}
-    both = sum(share * absent[n] for n, share in OBJECT_COUNTS.items())
-    assert ambiguity(Predicate((RED_CIRCLE, BLUE_SQUARE))) == pytest.approx(both, rel=1e-9)
-    assert ambiguity(Predicate((Pattern(place="middle"), Pattern()))) == 0  # the middle is for single objects
-    counts = [ambiguity(Predicate((Pattern("circle"),), number=(k, k))) for k in range(4)]
-    assert sum(counts) == pytest.approx(1, rel=1e-12)
 
 
 def test_ambiguity_is_the_share_of_scenes_that_fit(drawn):

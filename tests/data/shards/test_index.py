@@ -60,20 +60,6 @@ def refusal(source):
     return refused.value
 
 
-def test_shards_without_an_index_offer_the_command(corpus):
-    (corpus / "index.json").unlink()
-    for source in (corpus, corpus / "00000.tar", f"{corpus}/{{00000..00001}}.tar"):
-        error = refusal(source)
-        assert "index.json" in error.what
-        assert f"python -m tools.shards index '{corpus}'" in error.remedy  # quoted, because of the blank
-
-
-def test_ranges_beyond_the_files(corpus):
-    assert "00004.tar does not exist" in refusal(f"{corpus}/{{00000..00009}}.tar").what
-    assert "No shard" in refusal(f"{corpus}/1*.tar").what
-    assert "braces" in refusal(f"{corpus}/{{00000..00001.tar").what
-
-
 def test_the_index_is_checked_against_the_files(corpus):
     (corpus / "00001.tar").write_bytes(b"other")
     assert re.search(r"00001.tar has 5 bytes, but its index says [\d,]+", refusal(corpus).what)
@@ -84,33 +70,16 @@ def test_the_index_is_checked_against_the_files(corpus):
     assert "tools.shards" in error.remedy
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../a.tar",
-        "/etc/passwd",
-        "a/../../b.tar",
-    ],
-)
+@pytest.mark.parametrize("name", ["../a.tar", "/etc/passwd"])
 def test_names_that_lead_out_of_the_folder_are_refused(corpus, name):
     rewrite(corpus, lambda rows: rows[0].update(name=name))
     assert "outside its own folder" in refusal(corpus).what
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[" * 100_000,
-        '{"shards": 3}',
-        '{"shards": [{"name": "a.tar", "samples": -1, "bytes": 1}]}',
-    ],
-)
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"shards": [{"name": "a.tar", "samples": -1, "bytes": 1}]}'])
 def test_a_malformed_index_is_refused(corpus, content):
     (corpus / "index.json").write_text(content)
-    error = refusal(corpus)
-    assert "is not an index of shards" in error.what
-    assert "tools.shards" in error.remedy
+    assert "is not an index of shards" in refusal(corpus).what
 
 
 def test_the_hash_of_a_shard_is_kept_and_may_be_missing(corpus):
@@ -120,6 +89,3 @@ def test_the_hash_of_a_shard_is_kept_and_may_be_missing(corpus):
     assert [shard.sha256 for shard in shards] == [None, "ab" * 32, None, None]
     write_index(corpus, shards)
     assert read_index(corpus) == shards
-    for wrong in ("ab", 3, ["ab" * 32]):
-        rewrite(corpus, lambda rows, wrong=wrong: rows[1].update(sha256=wrong))
-        assert "is not an index of shards" in refusal(corpus).what

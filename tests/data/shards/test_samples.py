@@ -28,14 +28,8 @@ def test_grouping_equals_webdataset():
 def test_a_sample_has_an_image_and_a_text(write_tar, encode):
     image = encode()
     files = [("a.jpg", image), ("a.txt", b"a dog"), ("b.jpg", image), ("c.txt", b"a cat")]
-    files += [
-        ("d.png", image),
-        ("d.cls", b"3"),
-        ("d.other", b"x" * 99),
-        ("e.mp4", b""),
-        ("f.webp", image),
-        ("f.json", b"{}"),
-    ]
+    files += [("d.png", image), ("d.cls", b"3"), ("d.other", b"x" * 99), ("e.mp4", b"")]
+    files += [("f.webp", image), ("f.json", b"{}")]
     path = write_tar("a.tar", files)
     samples, others = list_samples(path)
     assert [(span.key, sorted(span.parts)) for span in samples] == [
@@ -65,12 +59,8 @@ def test_captions_by_source():
     ("parts", "reason"),
     [
         ({"txt": b"a dog"}, "no image"),
-        ({"jpg": b"i"}, "no caption"),
         ({"jpg": b"i", "txt": b"caf\xe9"}, "not UTF-8"),
-        ({"jpg": b"i", "json": b"{"}, "cannot be parsed"),
         ({"jpg": b"i", "json": b"[" * 200_000}, "cannot be parsed"),
-        ({"jpg": b"i", "json": b'{"captions": "a dog"}'}, "not a list of strings"),
-        ({"jpg": b"i", "txt": b"a", "cls": b"-1"}, "class index"),
         ({"jpg": b"i", "txt": b"a", "cls": b"9" * 5000}, "class index"),
     ],
 )

@@ -11,7 +11,6 @@ from probemb.data.captions.find import find_captions
 from probemb.data.scenes import match_matrix
 from probemb.evaluation.analyses.continuity import (
     Walk,
-    half_way,
     likeness_of,
     nearest_images,
     of_neighbours,
@@ -35,11 +34,6 @@ def test_a_walk_along_an_arc_meets_everything_on_it_in_order():
     assert found.images[0] == 0 and found.images[-1] == 6  # noqa: PT018
     assert min(found.cosines) > math.cos(math.pi / 12) - 1e-6
     assert set(walk(on_an_arc(), 2, 3, 5).images[1:-1]) == {1, 4}  # not the ends, which are nearer
-
-
-@pytest.mark.parametrize(("steps", "middle"), [(3, 2.0), (4, 2.5), (5, 3.0)])
-def test_half_way_is_the_middle_or_between_two_steps(steps, middle):
-    assert half_way(list(range(1, steps + 1))) == middle
 
 
 def test_walks_are_measured_by_hand():

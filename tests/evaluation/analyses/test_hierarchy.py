@@ -14,8 +14,6 @@ from probemb.evaluation.analyses.hierarchy import (
     within_radius,
 )
 
-stats = pytest.importorskip("scipy.stats")
-
 
 @pytest.fixture
 def authors(parity):
@@ -57,13 +55,6 @@ def test_the_radii_are_hierarcaps(authors):
         precisions.append(torch.isin(seen, numbers[image_of_row == image]).double().mean())
     assert float(sum(precisions) / 80) == pytest.approx(precision)
     assert float(sum(recalls) / 80) == pytest.approx(recall)
-
-
-def test_levels_by_kendalls_tau():
-    values = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    values[0] = 1.0
-    expected = [stats.kendalltau(row.numpy(), range(4)).statistic for row in values[1:]]
-    assert level_correlation(values) == pytest.approx(sum(expected) / 20, abs=1e-6)
 
 
 def test_roots_lie_between_the_root_and_the_most_including_caption():

@@ -22,19 +22,8 @@ CONFIGS = {
         "pad_token_id": 1,
     },
     "mt5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "vocab_size": 50, "pad_token_id": 0},
-    "m2m_100": {
-        "d_model": 16,
-        "encoder_layers": 3,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "vocab_size": 50,
-        "pad_token_id": 1,
-    },
 }
-POOLERS = {"roberta": "mean_pooler", "mt5": "mean_pooler", "m2m_100": "cls_pooler"}
+POOLERS = {"roberta": "mean_pooler", "mt5": "mean_pooler"}
 KINDS = pytest.mark.parametrize("kind", list(CONFIGS))
 
 
@@ -67,7 +56,7 @@ def test_mean_equals_open_clip(kind, tmp_path):
         assert torch.equal(model.eval().encode_text(tokens).mean, stock.eval().encode_text(tokens, normalize=True))
 
 
-@pytest.mark.parametrize(("kind", "head"), [*zip(CONFIGS, ["clip", "gpo", "clip"])])
+@pytest.mark.parametrize(("kind", "head"), [*zip(CONFIGS, ["clip", "gpo"])])
 def test_gradient_reaches_every_parameter(kind, head, tmp_path):
     model, _ = make(kind, tmp_path, head, 2)
     gaussian = model.train().encode_text(texts(kind))

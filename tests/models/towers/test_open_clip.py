@@ -126,16 +126,6 @@ def test_recomputed_blocks_change_nothing(kind):
         assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rotary", "batch norm", "resnet"])
-def test_compiles(kind):
-    model = make(kind)
-    expected = model(*batch(model))
-    out = torch.compile(model, backend="eager")(*batch(model))
-    assert_close(out.image.mean, expected.image.mean)
-    assert_close(out.image.log_var, expected.image.log_var)
-
-
 BATCH_NORMS = pytest.mark.parametrize("kind", ["batch norm", "resnet"])
 
 

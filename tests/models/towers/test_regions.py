@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from probemb.models import create_model, create_transforms
+from probemb.models import create_model
 from probemb.models.heads import HeadConfig
 from probemb.models.towers.regions import RegionTower
 
@@ -61,11 +61,6 @@ def test_published_architectures():
     images = scan.image_tower.encode(torch.randn(2, 36, 2048), want_tokens=True)
     texts = scan.text_tower.encode(torch.tensor([[2, 3], [3, 0]]), want_tokens=True)
     assert (images.tokens.shape, texts.tokens.shape) == ((2, 36, 1024), (2, 2, 1024))
-    assert texts.mask.tolist() == [[True, True], [True, False]]
-    assert not [name for name, _ in scan.named_parameters() if "head" in name]
     vsrn = create_model("vsrn-regions-gru", vocabulary=["a", "dog"], probabilistic=False)
     assert vsrn.encode_image(torch.randn(2, 36, 2048)).mean.shape == (2, 2048)
-    assert not [name for name, _ in vsrn.named_parameters() if "head" in name]
-    assert len(vsrn.visual.graph) == 4
-    x = torch.randn(2, 36, 2048)
-    assert create_transforms(vsrn).train(x) is x
+    assert not [name for model in (scan, vsrn) for name, _ in model.named_parameters() if "head" in name]

@@ -3,11 +3,10 @@
 import pytest
 import timm
 import torch
-from PIL import Image
 from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import DualEncoder, create_model, create_transforms, load_model, save_model
+from probemb.models import DualEncoder, create_model, load_model, save_model
 
 WORDS = ["a", "cat", "dog"]
 
@@ -69,22 +68,3 @@ def test_weights_of_a_file(tmp_path):
 def test_a_configuration_names_no_files(option):
     with pytest.raises(UserError, match=f"timm_model_kwargs has {option}"):
         DualEncoder(config_of("resnet18", 64, **{option: "/etc/hostname"}))
-
-
-def test_real_weights(shared_data):
-    path = shared_data("pretrained") / "tf_efficientnet_lite0.safetensors"
-    config = config_of("tf_efficientnet_lite0", 128, n_unc_layers=(0, 1))
-    from probemb.models.architectures import build_stock
-    from probemb.models.towers.timm_image import pretrained_trunk
-
-    stock = build_stock(config["architecture"])
-    stock.visual, preprocess = pretrained_trunk(config["architecture"]["vision_cfg"], str(path))
-    assert preprocess["mean"] == preprocess["std"] == (0.5, 0.5, 0.5)
-    config["preprocess"].update(preprocess, size=128)
-    model = DualEncoder(config, stock).eval()
-    pixels = create_transforms(model).evaluate(Image.new("RGB", (200, 150), (255, 0, 0)))[None]
-    assert_close(model.normalized(pixels)[0, :, 64, 64], torch.tensor([1.0, -1.0, -1.0]))
-    features = model.visual.features(pixels)[0]
-    assert features.tokens.shape == (1, 16, 1280)
-    plain = timm.create_model("tf_efficientnet_lite0", checkpoint_path=str(path)).eval()
-    assert torch.equal(features.tokens, plain.forward_features(model.normalized(pixels)).flatten(2).transpose(1, 2))
