@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import socket
 import ssl
@@ -13,7 +12,6 @@ import zlib
 from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote
 
 import numpy as np
 from PIL import Image
@@ -113,9 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_alpha(self, rest: str) -> None:
         self.answer(picture(rest, form="PNG", mode="RGBA"), kind="image/png")
 
-    def do_cmyk(self, rest: str) -> None:
-        self.answer(picture(rest, mode="CMYK"))
-
     def do_webp(self, rest: str) -> None:
         self.answer(picture(rest, form="WEBP"))
 
@@ -144,36 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_outward(self, rest: str) -> None:
         self.answer(b"", 302, Location={"ftp": "ftp://127.0.0.1/a.jpg", "data": "data:,hello"}[rest])
 
-    def do_removed(self, rest: str) -> None:
-        self.answer(b"", 302, Location="http://i.imgur.com/removed.png")
-
     def do_html(self, rest: str) -> None:
         self.answer(b"<!DOCTYPE html><html><body>Log in</body></html>")
-
-    def do_text(self, rest: str) -> None:
-        self.answer(b"not found, sorry", kind="image/png")
-
-    def do_empty(self, rest: str) -> None:
-        self.answer(b"")
-
-    def do_half(self, rest: str) -> None:  # a whole answer with half an image
-        data = picture(rest, (400, 300))
-        self.answer(data[: len(data) // 3])
-
-    def do_gif(self, rest: str) -> None:
-        self.answer(picture(rest, form="GIF", mode="P"), kind="image/gif")
-
-    def do_tiff(self, rest: str) -> None:
-        self.answer(picture(rest, form="TIFF"), kind="image/tiff")
-
-    def do_gzip(self, rest: str) -> None:
-        self.answer(gzip.compress(picture(rest)), Content_Encoding="gzip")
-
-    def do_once(self, rest: str) -> None:  # an error, and from then on an image
-        if self.server.requests[self.path] == 1:
-            self.answer(b"", 500)
-        else:
-            self.do_ok(rest)
 
     def do_bomb(self, rest: str) -> None:
         self.answer(bomb(), kind="image/png")
@@ -181,26 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_tiny(self, rest: str) -> None:
         self.answer(picture(rest, (8, 8)))
 
-    def do_strip(self, rest: str) -> None:
-        self.answer(picture(rest, (5000, 40)))
-
     def do_noai(self, rest: str) -> None:
         self.answer(picture(rest), X_Robots_Tag="noindex, noai")
-
-    def do_nobots(self, rest: str) -> None:
-        self.answer(picture(rest), X_Robots_Tag="probemb: noai")
-
-    def do_robots(self, rest: str) -> None:  # the rule is the path
-        self.answer(picture(rest), X_Robots_Tag=unquote(rest))
-
-    def do_reserved(self, rest: str) -> None:
-        self.answer(b"", 302, Location=f"/ok/{rest}", X_Robots_Tag="noai")
-
-    def do_busy(self, rest: str) -> None:  # after the first request a pause, for as many seconds as the path says
-        if self.server.requests[self.path] > 1:
-            self.do_ok(rest)
-        else:
-            self.answer(b"", 429, Retry_After=unquote(rest))
 
     # --------------------------------------------------------------------------------------------- what does not end
     def do_announced(self, rest: str) -> None:

@@ -1,8 +1,6 @@
 """A small gallery with captions that mean harm, embedded and indexed by the project's own commands."""
 
 import json
-import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,16 +22,6 @@ EVIL = '<script>document.title="owned"</script><img src=x onerror="document.titl
 BACKWARDS = "photo of \u202egnp.exe\u2066 \x1b[31mred"
 HOSTILE_URLS = ("javascript:alert(1)", "https://bank.example@evil.example/", "https://x.example/\u202egnp.exe", 7)
 MARKUP = "[red]not markup[/red] & <b>bold</b>"
-
-
-def bomb():
-    """A PNG of a few bytes that says it has 30,000 x 30,000 pixels."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
 
 
 @dataclass(frozen=True)

@@ -18,23 +18,6 @@ def draw(*shape, seed=0):
     )
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_density_is_the_product_of_the_densities(k):
-    parts = draw(k, 4, 6)
-    product = compose(parts)
-    x = torch.randn(4, 6, dtype=torch.float64)
-    each = Normal(parts.mean, parts.std).log_prob(x).sum(dim=(0, -1))
-    whole = Normal(product.gaussian.mean, product.gaussian.std).log_prob(x).sum(-1) + product.log_normaliser
-    torch.testing.assert_close(whole, each)
-
-
-def test_normaliser_is_the_integral():
-    parts = draw(3, 1, seed=3)
-    x = torch.linspace(-30, 30, 60_001, dtype=torch.float64)
-    density = Normal(parts.mean, parts.std).log_prob(x).sum(0).exp()
-    torch.testing.assert_close(compose(parts).log_normaliser, torch.trapezoid(density, x).log())
-
-
 @pytest.mark.parametrize("k", [2, 3])
 def test_reference_of_mpc(parity, k):
     arrays = {name: torch.from_numpy(array) for name, array in parity("08a_mpc").items() if array.dtype.kind == "f"}

@@ -96,13 +96,6 @@ def test_the_closed_match_probability_is_the_logistic_of_csd():
     torch.testing.assert_close(match_probability(a, b, 0.3, 0.7), expected)
 
 
-def test_match_probability_averages_all_sample_pairs():
-    z_a, z_b = torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(2, 6, 5, dtype=torch.float64)
-    every = torch.cdist(z_a.reshape(12, 5), z_b.reshape(12, 5)).view(3, 4, 2, 6)
-    expected = torch.sigmoid(2 * (1.0 - 0.5 * every)).mean((1, 3))
-    torch.testing.assert_close(match_probability_of_samples(z_a, z_b, 0.5, 1.0), expected)
-
-
 @pytest.mark.parametrize("name", DISTANCES)
 def test_gradients(name):
     a, b = gaussians(n=2, m=3, d=3)

@@ -7,7 +7,6 @@ import pytest
 
 from probemb.errors import UserError
 from probemb.pools import process_pool
-from tools import make_scenes
 
 
 def be_killed(*_):
@@ -18,10 +17,3 @@ def test_a_killed_process_is_told_with_the_option_to_change():
     with pytest.raises(UserError, match="process was killed") as refused, process_pool(2, "--hands") as pool:
         list(pool.map(be_killed, range(4)))
     assert refused.value.remedy == "Start the command again with fewer --hands."
-
-
-def test_a_killed_process_of_make_scenes(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_scenes, "write_shard", be_killed)
-    with pytest.raises(UserError, match="process was killed"):
-        make_scenes.main([str(tmp_path / "out"), "--train", "4", "--shard-size", "1", "--workers", "2"])
-    assert list(tmp_path.iterdir()) == []

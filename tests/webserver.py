@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 class Site(ThreadingHTTPServer):
     """Serves a folder. `troubles` of a file name are used up one a request: an HTTP code, or a word.
 
-    "cut" (half of it, then the connection ends), "stall" (half of it, then silence), "silence", "trickle", "garbage".
+    "cut" (half of it, then the connection ends), "stall" (half of it, then silence), "silence", "garbage".
     """
 
     daemon_threads = True
@@ -74,12 +73,6 @@ class _Handler(BaseHTTPRequestHandler):
             body = bytes(len(body))
         if trouble in ("cut", "stall"):
             body = body[: len(body) // 2]
-        if trouble == "trickle":
-            for byte in body:
-                if site.ended.is_set():
-                    return
-                self._send(bytes([byte]))
-                time.sleep(0.02)
         self._send(body)
         if trouble == "stall":
             site.ended.wait(30)

@@ -18,10 +18,10 @@ def jpeg(one, size=32):
     return data.getvalue()
 
 
-def write_tar(path, files):
+def write_tar(path, files, format=tarfile.USTAR_FORMAT):
     """files: (name, bytes) pairs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with tarfile.open(path, "w", format=format) as tar:
         for name, data in files:
             member = tarfile.TarInfo(name)
             member.size = len(data)

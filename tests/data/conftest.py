@@ -1,27 +1,18 @@
 """Tars and images for the tests of this folder."""
 
 import io
-import tarfile
 
 import pytest
 from PIL import Image
+
+from tests import world
 
 
 @pytest.fixture
 def write_tar(tmp_path):
     """write_tar("a.tar", [(name, bytes), ...], format) -> path of a tar under tmp_path."""
 
-    def write(name, members, format=tarfile.USTAR_FORMAT):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(path, "w", format=format) as tar:
-            for member, data in members:
-                info = tarfile.TarInfo(member)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-        return path
-
-    return write
+    return lambda name, members, *format: world.write_tar(tmp_path / name, members, *format)
 
 
 @pytest.fixture

@@ -17,13 +17,6 @@ def pixel(data):
     return image.getpixel((2, 2))
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
-def test_formats(encode, format):
-    data = encode(format, colour=(200, 40, 60), size=(16, 12))
-    assert decode_image(data).size == (16, 12)
-    np.testing.assert_allclose(pixel(data), (200, 40, 60), atol=4)
-
-
 def test_transparency_is_laid_over_white(encode):
     assert pixel(encode("PNG", "RGBA", colour=(0, 0, 0, 0))) == (255, 255, 255)
     assert pixel(encode("PNG", "RGBA", colour=(10, 20, 30, 255))) == (10, 20, 30)

@@ -7,31 +7,27 @@ from itertools import chain
 
 import pytest
 import torch
-from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from probemb import Gaussian, metrics
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.labelled.coco_objects import read_objects
 from probemb.distances import csd
 from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings
-from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
+from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
 from probemb.evaluation.tolerance import GRID
 from probemb.evaluation.uncertainty import (
-    erase,
     erase_pixels,
     erase_regions,
     erase_words,
     evenly,
-    extremes,
     prefix,
     projection,
     quality,
 )
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import load_model
-from tests.truth import matches
 
 
 def gaussians(n, dim=8, seed=0):
@@ -157,60 +153,6 @@ def test_what_is_erased_is_what_was_asked_for():
     assert evenly(100, 3) == [0, 50, 99]
     assert evenly(2, 5) == [0, 1]
     assert evenly(3, 1) == [0]
-
-
-def test_small_sets_have_projections_and_extremes():
-    pairs = EmbeddedPairs(gaussians(2), gaussians(3, seed=1), torch.tensor([0, 0, 1]), [0, 1], [])
-    found = projection(pairs)
-    assert len(found["captions"]["x"]) == 3
-    assert "t-SNE" in found["method"]
-    assert {len(rows) for rows in extremes(pairs.images.uncertainty()).values()} == {1}
-
-
-def test_captions_and_scenes_are_found(captioned):
-    found = find_captions(captioned)
-    assert len(found.images) == 24
-    assert all(len(texts) == 3 for texts in found.captions)
-    kept = [0, 5, 7]
-    match = exact_match(found, kept)
-    told = [caption for i in kept for caption in found.scenes[i][1]]
-    for row, i in enumerate(kept):
-        assert match[row].tolist() == [matches(caption, found.scenes[i][0]) for caption in told]
-        assert match[row, 3 * row : 3 * row + 3].all()
-
-
-def test_scores_of_a_perfect_embedding_and_of_uncertain_rivals():
-    mean = torch.eye(6)
-    owner = torch.arange(6).repeat_interleave(2)
-    images = Gaussian(mean, torch.full((6, 6), -5.0))
-    data = CaptionDataset(captions=[["x", "y"]] * 6, image_ids=list("abcdef"))
-
-    def rows(texts):
-        pairs = EmbeddedPairs(images, texts, owner, list(range(6)), [])
-        return evaluate_rankings(pairs, data, ["csd", "mean"], RankingOptions())[0]
-
-    for row in rows(Gaussian(mean[owner], torch.full((12, 6), -5.0))):
-        assert row["rsum"] == pytest.approx(600)
-        assert row["i2t"]["map_at_r"] == row["t2i"]["r_precision"] == 1
-    wrong = torch.nn.functional.normalize(mean[owner] + 0.9 * mean[(owner + 1) % 6], dim=1)
-    wrong[::2] = mean[owner][::2]
-    spread = torch.full((12, 6), -5.0)
-    spread[1::2] = 2.0  # the captions that lie between two images say so
-    by_csd, by_mean = rows(Gaussian(wrong, spread))
-    assert by_csd["i2t"]["r@1"] == 1
-    assert by_csd["t2i"] == by_mean["t2i"]  # a query's own uncertainty is a constant
-
-
-def test_erased_pixels_are_those_of_floats(run_folder, captioned):
-    """The model reads uint8; what changes pixels works on exact floats, as open_clip's own transform gives them."""
-    model, tokenizer, transforms = load_model(run_folder)
-    floats = image_transform_v2(PreprocessCfg(**model.config["preprocess"]), is_train=False)
-    captions = find_captions(captioned)
-    found, expected = (
-        erase(Embedder(model, tokenizer, transform), captions, range(8)) for transform in (transforms.evaluate, floats)
-    )
-    assert found["pixels"] == expected["pixels"]
-    assert len(set(found["pixels"]["uncertainty"])) > 5
 
 
 def test_objects_of_images(tmp_path):

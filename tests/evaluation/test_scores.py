@@ -17,14 +17,18 @@ from probemb.distances import (
     symmetric_kl,
     wasserstein2,
 )
+from probemb.errors import UserError
 from probemb.evaluation.kept_tokens import KeptTokens, TokenKeeper
+from probemb.evaluation.rankings import fitting, make_ranker, ranking_names
 from probemb.evaluation.scores import (
     SCORES,
     average_l2_scores,
     both_ways,
     match_probability_scores,
+    multi_instance_scores,
     tolerance_scores,
 )
+from probemb.models import create_model
 
 
 def pair(dtype=torch.float64):
@@ -119,3 +123,39 @@ def test_tolerance_weighs_the_variances_of_each_side():
     assert torch.equal(tolerance_scores(a, b)(slice(0, 7)), SCORES["csd"](a, b)(slice(0, 7)))
     means = -torch.cdist(a.mean, b.mean).square()
     torch.testing.assert_close(tolerance_scores(a, b, 0, 0)(slice(0, 7)), means, rtol=1e-9, atol=1e-9)
+
+
+N, M, K, D = 13, 21, 3, 8
+
+
+def gaussians(seed=0, shape=()):
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        Gaussian(torch.randn(n, *shape, D, generator=draw), torch.randn(n, *shape, D, generator=draw)) for n in (N, M)
+    ]
+
+
+def test_multi_instance_is_the_largest_of_all_pairs_of_embeddings(monkeypatch):
+    a, b = gaussians(1, (K,))
+    expected = torch.tensor(
+        [[max(float(x @ y) for x in a.mean[i] for y in b.mean[j]) for j in range(M)] for i in range(N)]
+    )
+    torch.testing.assert_close(multi_instance_scores(a, b)(slice(None)), expected)
+    monkeypatch.setattr("probemb.evaluation.scores.INSTANCE_ELEMENTS", 1)  # one row at a time
+    found = multi_instance_scores(a, b)
+    torch.testing.assert_close(found(slice(2, 9)), expected[2:9])
+    torch.testing.assert_close(found.transposed()(slice(None)), expected.T)
+    i2t, _ = make_ranker("multi-instance", a, b)(torch.arange(N), torch.arange(M), 4)
+    assert torch.equal(i2t, expected.topk(4).indices)
+
+
+def test_a_models_own_ranking_comes_first_and_others_must_fit():
+    several = create_model("ViT-Micro-32", head="pie", n_embeddings=2, probabilistic=False, ranking="multi-instance")
+    by_kl, point = (create_model("ViT-Micro-32", **one) for one in ({"ranking": "min-kl"}, {"probabilistic": False}))
+    default = ranking_names(None)
+    of_points = [name for name in default if name not in ("wasserstein2", "match-probability", "tolerance")]
+    assert fitting(default, point, given=False) == of_points
+    assert fitting(default, by_kl, given=False) == ["min-kl", *default]
+    assert fitting(default, several, given=False) == ["multi-instance"]
+    with pytest.raises(UserError, match="csd does not fit a model with 2 embeddings of an item"):
+        fitting(["csd"], several, given=True)

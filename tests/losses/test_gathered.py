@@ -10,17 +10,21 @@ from probemb.losses import (
     DAALoss,
     DECLLoss,
     InfoNCELoss,
+    MPCLoss,
     NCRLoss,
     OrderLoss,
     P2RMLoss,
     PCMELoss,
     PVSELoss,
+    SampledCosineLoss,
+    ScaledCosineLoss,
     TripletLoss,
     prob_triplet_loss,
 )
+from probemb.models.composers import create_composer
 from tests.ranks import run_ranks
 
-PER_RANK, DIM = 3, 4
+PER_RANK, PARTS, DIM = 3, 3, 4
 
 
 def losses():
@@ -100,8 +104,52 @@ def run(rank, world, total):
     return out
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_ranks_equal_one_process(world):
+def cases():
+    """Name, composer and loss."""
+    return {
+        "mpc": ("product", MPCLoss(reverse=0.3)),
+        "mpc-expected": ("product", MPCLoss("expected", reverse=0.3)),
+        "mpc-code": ("product", MPCLoss("code", reverse=0.5)),
+        "pcme-addition": ("addition", SampledCosineLoss()),
+        "mpc-mlp": ("mlp", MPCLoss()),
+        "relationship": ("relationship", ScaledCosineLoss()),
+        "film": ("film", ScaledCosineLoss()),
+        "mrn": ("mrn", ScaledCosineLoss()),
+        "tirg": ("tirg", ScaledCosineLoss()),
+    }
+
+
+def run_composed(rank, world, total):
+    """Values and gradients, averaged over the ranks as data-parallel training does."""
+    g = torch.Generator().manual_seed(1)
+    x_parts = torch.randn(total, PARTS, 6, generator=g).double()
+    x_target = torch.randn(total, 6, generator=g).double()
+    positives = torch.rand(total, total, generator=g) < 0.2
+    each, out = total // world, {}
+    mine = slice(rank * each, (rank + 1) * each)
+    for name, (composer, loss) in cases().items():
+        torch.manual_seed(2)
+        tower, composer, loss = nn.Linear(6, 2 * DIM).double(), create_composer(composer, DIM).double(), loss.double()
+        embedded = [Gaussian(*tower(x[mine]).chunk(2, -1)) for x in (x_parts, x_target)]
+        parts, target = distributed.gather_pairs(*embedded)
+        query, noise = composer(parts), torch.Generator().manual_seed(6)
+        if isinstance(loss, ScaledCosineLoss):
+            value = loss(query.gaussian.mean, target.mean, positives).loss
+        elif isinstance(loss, SampledCosineLoss):
+            value = loss(parts, query.gaussian, target, positives, noise).loss
+        else:
+            value = loss(parts, query, target, positives, noise).loss
+        parameters = [*tower.parameters(), *composer.parameters(), *loss.parameters()]
+        grads = torch.autograd.grad(value, parameters)
+        flat = torch.cat([value.detach().reshape(1), *(x.flatten() for x in grads)])
+        if world > 1:
+            torch.distributed.all_reduce(flat)
+        out[name] = (flat / world).numpy()
+    return out
+
+
+@pytest.mark.parametrize(("run", "world"), [(run, 2), (run, 3), (run, 5), (run_composed, 2)])
+def test_ranks_equal_one_process(run, world):
     expected = run(0, 1, world * PER_RANK)
     for result in run_ranks(world, run, world * PER_RANK):
         for name, value in expected.items():

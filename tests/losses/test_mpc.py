@@ -5,12 +5,10 @@ import math
 import pytest
 import torch
 from torch.distributions import Independent, Normal
-from torch.nn import functional as F
 
 from probemb import Gaussian
 from probemb.compose import Product, compose
 from probemb.losses import MPCLoss, SampledCosineLoss, ScaledCosineLoss, mpc, target_softmax
-from probemb.losses.composed import sampled_cosine
 from tests.losses.points import close
 
 
@@ -103,14 +101,6 @@ def test_normaliser_counts_between_queries_alone(form):
         values = [loss(parts, q, target, generator=torch.Generator().manual_seed(2)).loss for q in (query, other)]
         same = torch.allclose(*values, rtol=0, atol=1e-10)
         assert same == (form == "code" or reverse == 0)
-
-
-def test_cosine_of_samples_equals_the_loop():
-    _, query, target = batch(3, 4)
-    g = torch.Generator().manual_seed(0)
-    z_NJD, z_TJD = query.gaussian.sample(4, g), target.sample(5, g)
-    every = F.cosine_similarity(z_NJD[:, None, :, None], z_TJD[None, :, None], dim=-1)
-    close(sampled_cosine(z_NJD, z_TJD), every.mean((2, 3)))
 
 
 def reference(parity):

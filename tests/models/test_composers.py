@@ -1,8 +1,7 @@
-"""Composers against the authors' code, loops and torch.distributions."""
+"""Composers against the authors' code and loops."""
 
 import pytest
 import torch
-from torch.distributions import Normal
 
 from probemb import Gaussian
 from probemb.models.composers import COMPOSERS, MRNComposer, create_composer
@@ -116,17 +115,12 @@ def test_any_number_of_parts(name, k):
         torch.testing.assert_close(left, folded)
 
 
-def test_sum_and_product_of_random_variables():
+def test_the_sum_of_random_variables():
     g = torch.Generator().manual_seed(3)
     parts = Gaussian(*(torch.randn(4, 3, 5, generator=g, dtype=torch.float64) for _ in range(2)))
     added = create_composer("addition", 5)(parts).gaussian
     torch.testing.assert_close(added.mean, parts.mean.sum(1))
     torch.testing.assert_close(added.var, parts.std.square().sum(1))
-    product = create_composer("product", 5)(parts)
-    x = torch.randn(4, 5, generator=g, dtype=torch.float64)
-    each = Normal(parts.mean, parts.std).log_prob(x[:, None]).sum((1, 2))
-    whole = Normal(product.gaussian.mean, product.gaussian.std).log_prob(x).sum(1) + product.log_normaliser
-    torch.testing.assert_close(whole, each)
 
 
 @pytest.mark.parametrize("name", COMPOSERS)

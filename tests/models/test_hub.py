@@ -218,14 +218,6 @@ def hub(tmp_path, monkeypatch):
     server.server_close()
 
 
-def test_hub_name_of_published_weights(tmp_path, hub):
-    model, state, config = published()
-    save_file(state, tmp_path / "model.safetensors")
-    hub["/someone/PCMEPP/resolve/main/config.json"] = json.dumps(config).encode()
-    hub["/someone/PCMEPP/resolve/main/model.safetensors"] = (tmp_path / "model.safetensors").read_bytes()
-    assert same_outputs(load_model("someone/PCMEPP").model, model)
-
-
 @pytest.mark.parametrize(
     ("weights", "beside"),
     [

@@ -1,13 +1,11 @@
 """Flickr30k Entities in its published layout, and what is refused of it."""
 
-import io
-
 import pytest
-from PIL import Image
 
 from probemb.data.boxes import find_phrases
 from probemb.data.boxes.entities import MAX_DEPTH, MAX_FILE
 from probemb.errors import UserError
+from tests.data.compositions.drawn import picture
 
 SENTENCES = {
     "36979": [
@@ -39,12 +37,6 @@ def annotation(objects, width=60, height=40):
     return f"<annotation><filename>x.jpg</filename>{size}{objects}</annotation>"
 
 
-def jpeg(width=60, height=40):
-    data = io.BytesIO()
-    Image.new("RGB", (width, height), (200, 10, 10)).save(data, "JPEG")
-    return data.getvalue()
-
-
 @pytest.fixture
 def entities(tmp_path):
     """As the archive unpacks, with images and lists of splits beside it."""
@@ -54,7 +46,7 @@ def entities(tmp_path):
     for one, lines in SENTENCES.items():
         (root / "Sentences" / f"{one}.txt").write_text("\n".join(lines) + "\n")
         (root / "Annotations" / f"{one}.xml").write_text(annotation(OBJECTS[one]))
-        (root / "flickr30k-images" / f"{one}.jpg").write_bytes(jpeg())
+        (root / "flickr30k-images" / f"{one}.jpg").write_bytes(picture((200, 10, 10), (60, 40), "JPEG"))
     (root / "test.txt").write_text("36979\n81641\n")
     (root / "val.txt").write_text("65567\n")
     (root / "train.txt").write_text("")

@@ -9,7 +9,7 @@ from probemb.data.boxes.phrases import Phrase, PhraseDataset
 from probemb.data.boxes.visual_genome import stream_list
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
-from tests.data.boxes.test_entities import jpeg
+from tests.data.compositions.drawn import picture
 
 
 def region(number, phrase, x, y, width, height):
@@ -31,7 +31,7 @@ def write(root, rows=ROWS, sizes=None):
     (root / "image_data.json").write_text(json.dumps(sizes))
     for folder, number in (("VG_100K", 1), ("VG_100K_2", 3)):
         (root / folder).mkdir(exist_ok=True)
-        (root / folder / f"{number}.jpg").write_bytes(jpeg())
+        (root / folder / f"{number}.jpg").write_bytes(picture((200, 10, 10), (60, 40), "JPEG"))
     return root
 
 

@@ -1,11 +1,9 @@
 """CUB-200-2011 with captions, in its published layout; and what is refused."""
 
-import io
-
 import pytest
-from PIL import Image
 
 from probemb.data.captions.find import find_captions
+from tests.data.compositions.drawn import picture
 
 CLASSES = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross", "014.Indigo_Bunting"]
 TRAIN, TEST = CLASSES[:3], CLASSES[3:]
@@ -26,10 +24,8 @@ def write_cub(out, captions=10):
     """CUB_200_2011, and the captions with their lists of classes beside it; image i is of the colour (i, 0, 0)."""
     folder, texts = out / "CUB_200_2011", out / "cvpr2016_cub"
     for number, name in enumerate(names()):
-        picture = io.BytesIO()
-        Image.new("RGB", (16, 12), (number, 0, 0)).save(picture, "PNG")
         (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "images" / name).write_bytes(picture.getvalue())
+        (folder / "images" / name).write_bytes(picture((number, 0, 0), (16, 12)))
         lines = [f"bird {number}, caption {c} ." for c in range(captions)]
         save(texts / "text_c10" / name.replace(".jpg", ".txt"), "\n".join([*lines, "", ""]))
     save(folder / "images.txt", "".join(f"{number} {name}\n" for number, name in enumerate(names(), 1)))

@@ -1,14 +1,13 @@
 """Images with captions: Karpathy's json, precomp caption files, shards; and what is refused."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
+from tests.data.compositions.drawn import picture
 from tests.world import write_tar as write
 
 TRAIN, VAL = "COCO_train2014_{:012d}.jpg", "COCO_val2014_{:012d}.jpg"
@@ -21,9 +20,7 @@ COCO = [
 
 def shade(i):
     """A picture that says which one it is."""
-    data = io.BytesIO()
-    Image.new("RGB", (16, 12), (i % 256, i // 256 % 256, 0)).save(data, "PNG")
-    return data.getvalue()
+    return picture((i % 256, i // 256 % 256, 0), (16, 12))
 
 
 def which(image):

@@ -5,10 +5,8 @@ import random
 import pytest
 
 from probemb.data.failures import BadSample
-from probemb.data.images import decode_image
 from probemb.data.shards.samples import group_members, list_samples, parse_sample, read_sample
 from probemb.data.shards.tar import Member
-from tests.shards import iterate_samples
 
 
 def test_grouping_equals_webdataset():
@@ -67,10 +65,3 @@ def test_captions_by_source():
 def test_unusable_samples_are_refused_with_the_reason(parts, reason):
     with pytest.raises(BadSample, match=reason):
         parse_sample(parts)
-
-
-def test_real_photographs(shared_data):
-    samples = list(iterate_samples(shared_data("flickr8k") / "val-00000.tar"))
-    assert len(samples) == len({sample.key for sample in samples}) == 1_000
-    assert all(len(sample.captions) == 5 for sample in samples)
-    assert {decode_image(sample.image).size for sample in samples[:50]} == {(112, 112)}

@@ -41,12 +41,3 @@ def test_direction_is_that_of_a_loop(monkeypatch):
     few = direction(texts, match)
     assert (few["pairs"], few["found"]) == (50, len(pairs))
     assert few == direction(texts, match)
-
-
-def test_widths_that_follow_the_sets_or_run_against_them():
-    match, sizes = scenes()
-    for sign in (1, -1):
-        texts = Gaussian(torch.zeros(len(sizes), D), sign * 0.05 * sizes[:, None].expand(-1, D))
-        found = direction(texts, match)
-        assert found["lies_in"]["value"] == found["roc_auc"]["value"] == (sign > 0)
-    assert direction(texts, torch.eye(len(sizes), dtype=torch.bool)) is None

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.find import find_captions
 from probemb.data.scenes import match_matrix
 from probemb.evaluation.analyses.continuity import (
@@ -60,16 +59,6 @@ def test_neighbours_lie_between_random_and_the_most_similar():
     pairs = [1 - abs(i - j) / 6 for i in range(7) for j in range(7) if i != j]
     assert found["random"] == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
     assert of_neighbours(likeness, near.flip(0))["likeness"] < found["likeness"]
-
-
-def test_likeness_of_photographs_is_that_of_their_captions():
-    captions = [["a dog runs", "brown dog"], ["the dog runs fast"], ["two red cars", "cars"]]
-    data = CaptionDataset(captions, [0, 1, 2])
-    found = likeness_of(data, [0, 1, 2])
-    torch.testing.assert_close(found.diagonal(), torch.ones(3))
-    assert found[0, 1] > 0.2
-    assert found[0, 2] == found[1, 2] == 0
-    torch.testing.assert_close(likeness_of(data, [2, 0]), found[[2, 0]][:, [2, 0]], atol=0.3, rtol=0)
 
 
 def test_likeness_of_scenes_is_the_share_of_captions_that_are_true(captioned):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from probemb.cross_attention import CrossAttention
+from probemb.cross_attention import CrossAttention, attention_scores, unit_tokens
 from probemb.data.boxes import find_phrases
 from probemb.data.boxes.proposals import grid_proposals, read_region_proposals
 from probemb.distances import csd
@@ -81,8 +81,6 @@ def test_a_crop_covers_its_box():
     assert np.array_equal(np.asarray(crop(picture, (4, 6, 20, 30))), np.asarray(picture)[6:30, 4:20])
 
 
-# ----------------------------------------------------------------------------------------------------------- regions
-
 WORDS = ["a", "red", "blue", "green", "circle", "square", "large", "small", "the", "star"]
 
 
@@ -105,20 +103,6 @@ def region_embedder(name, size=3, **options):
     return Embedder(model, create_tokenizer(model), lambda regions: regions, batch_size=size)
 
 
-def plain_attention(regions_TD, words_LD, how):
-    """The score of an image with these regions, one number at a time."""
-    context, queries = (regions_TD, words_LD) if how.direction == "t2i" else (words_LD, regions_TD)
-    unit = [[x / x.norm() for x in side] for side in (context, queries)]
-    products = [[torch.nn.functional.leaky_relu(c @ q, 0.1) for q in unit[1]] for c in unit[0]]
-    length = [sum(x * x for x in row).sqrt() for row in products]
-    cosines = []
-    for q in range(len(queries)):
-        weight = [(how.lambda_softmax * row[q] / norm).exp() for row, norm in zip(products, length)]
-        attended = sum(w * c for w, c in zip(weight, unit[0])) / sum(weight)
-        cosines.append(attended @ unit[1][q] / attended.norm())
-    return (sum((how.lambda_lse * c).exp() for c in cosines)).log() / how.lambda_lse
-
-
 def test_a_scan_model_scores_phrases_with_each_region(entities, tmp_path):
     how = CrossAttention("i2t")
     embedder = region_embedder(
@@ -138,9 +122,10 @@ def test_a_scan_model_scores_phrases_with_each_region(entities, tmp_path):
                     model.image_tower.encode(torch.from_numpy(features[image, r])[None, None], want_tokens=True)
                     for r in proposals.rows[image]
                 ]
-            words = text.tokens[0, text.mask[0]]
+            words = unit_tokens(text.tokens, text.mask)
+            regions = [unit_tokens(one.tokens, one.mask) for one in of_region]
             scores = {
-                "attention": [float(plain_attention(one.tokens[0], words, how)) for one in of_region],
+                "attention": [float(attention_scores(one, words, how)) for one in regions],
                 "mean": [float(one.gaussian.mean[0] @ text.gaussian.mean[0]) for one in of_region],
             }
             for name, of in scores.items():

@@ -15,8 +15,9 @@ from probemb.errors import UserError
 from probemb.evaluation.scores import tolerance_scores
 from probemb.models import LoadedModel, create_model, create_tokenizer, create_transforms, load_model
 from probemb.models.word_tokenizer import WordTokenizer
+from tests.imagesite import bomb
 from tests.orientation import stored, upright
-from tests.searching import N, bomb, open_searcher
+from tests.searching import N, open_searcher
 from tools.build_index import main as build
 from tools.search.query import (
     MAX_TEXT,

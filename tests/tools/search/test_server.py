@@ -16,8 +16,9 @@ from PIL import Image
 
 from probemb.data.remote.sources import FetchPolicy
 from probemb.errors import UserError
+from tests.imagesite import bomb
 from tests.orientation import stored, upright
-from tests.searching import EVIL, MARKUP, N, bomb, open_searcher
+from tests.searching import EVIL, MARKUP, N, open_searcher
 from tests.searchpage import UPLOAD, post, request, serving
 from tests.webserver import serve as serve_folder
 from tools.build_index import main as build
