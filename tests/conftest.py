@@ -12,9 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 
-from tests.world import boxed_scenes, captioned, composed_scenes, embedded, names, pictures, run_folder, scenes, shards
+from tests.world import boxed_scenes, captioned, composed_scenes, names, pictures, run_folder, scenes, shards
 
-__all__ = ["boxed_scenes", "captioned", "composed_scenes", "embedded", "names", "pictures", "run_folder", "scenes"]
+__all__ = ["boxed_scenes", "captioned", "composed_scenes", "names", "pictures", "run_folder", "scenes"]
 __all__ += ["shards"]
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -1,4 +1,4 @@
-"""A tiny model, small pieces of the synthetic world and embeddings of one: session-scoped fixtures for every folder."""
+"""A tiny model and small pieces of the synthetic world: session-scoped fixtures for every folder."""
 
 import io
 import json
@@ -99,14 +99,4 @@ def make_scenes(tmp_path_factory, **plan):
 
     out = tmp_path_factory.mktemp("scenes") / "world"
     make(Plan(**plan), out, workers=1)
-    return out
-
-
-@pytest.fixture(scope="session")
-def embedded(tmp_path_factory, run_folder, scenes):
-    """The embeddings folder of `scenes/val` under the tiny model: 16 images and 80 captions."""
-    from tools.embed import main
-
-    out = tmp_path_factory.mktemp("embedded") / "out"
-    assert main(["--model", str(run_folder), "--data", str(scenes / "val"), "--out", str(out)]) == 0
     return out

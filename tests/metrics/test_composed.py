@@ -41,15 +41,6 @@ def test_metrics_equal_the_loop(monkeypatch, ties, elements):
     assert 0 < mean_metrics(found)["r@5"] <= 1
 
 
-def test_lists_of_all_queries(monkeypatch):
-    scores, _ = world(ties=True)
-    whole = composed.closest_items(lambda rows: scores[rows], *scores.shape, 12)
-    monkeypatch.setattr(composed, "BLOCK_ELEMENTS", 1)
-    assert torch.equal(whole, composed.closest_items(lambda rows: scores[rows], *scores.shape, 12))
-    for row, found in zip(scores, whole.tolist()):
-        assert found == sorted(range(len(row)), key=lambda j: (-float(row[j]), j))[:12]
-
-
 @pytest.mark.parametrize("levels", [5, 1000])
 def test_roc_auc_equals_the_loop(levels):
     g = torch.Generator().manual_seed(levels)

@@ -103,21 +103,10 @@ def certificate(tmp_path_factory):
     return folder / "pem", tls
 
 
-@pytest.fixture(params=["http", "https"])
-def scheme(request, monkeypatch):
-    """ "http", None, or "https" and what a server of it needs; clients trust it."""
-    if request.param == "http":
-        return "http", None
-    trusted, tls = request.getfixturevalue("certificate")
-    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
-    return "https", tls
-
-
 @pytest.mark.parametrize("drip", DRIPS)
-def test_an_answer_without_an_end(drip, scheme, tmp_path):
-    name, tls = scheme
-    with listening(lambda server, connection, head: server.drip(connection, *DRIPS[drip]), tls) as server:
-        address = f"{name}://127.0.0.1:{server.port}/a.tar"
+def test_an_answer_without_an_end(drip, tmp_path):
+    with listening(lambda server, connection, head: server.drip(connection, *DRIPS[drip])) as server:
+        address = f"http://127.0.0.1:{server.port}/a.tar"
         asking = [lambda: fetch_range(Remote(address), 0, 4, SHORT), lambda: got(address, tmp_path, SHORT)]
         for ask in asking:
             began = time.monotonic()

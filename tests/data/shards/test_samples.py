@@ -1,23 +1,25 @@
-"""From members to samples: webdataset's grouping rule, captions, classes, and sequential reading."""
+"""From members to samples: grouping, captions, classes; and what webdataset's and open_clip's own loaders read."""
 
 import random
 
 import pytest
+import webdataset as wds
+from open_clip_train.data import filter_no_caption_or_no_image
 
 from probemb.data.failures import BadSample
 from probemb.data.shards.samples import group_members, list_samples, parse_sample, read_sample
 from probemb.data.shards.tar import Member
+from probemb.data.shards.writer import encode_captions, tar_writer
 
 
 def test_grouping_equals_webdataset():
-    webdataset = pytest.importorskip("webdataset")
     draw = random.Random(0)
     stems = ["a", "b", "x/a", "x.y/a", "x/b.c"]
     names = list(dict.fromkeys(f"{draw.choice(stems)}.{draw.choice(['jpg', 'TXT', 'json'])}" for _ in range(60)))
     files = [{"fname": name, "data": str(i).encode(), "__url__": "a.tar"} for i, name in enumerate(names)]
     expected = [
         (sample["__key__"], {k: v for k, v in sample.items() if not k.startswith("__")})
-        for sample in webdataset.tariterators.group_by_keys(files)
+        for sample in wds.tariterators.group_by_keys(files)
     ]
     found = group_members(Member(name, i, 1) for i, name in enumerate(names))
     assert [(key, {ext: str(m.offset).encode() for ext, m in parts.items()}) for key, parts in found] == expected
@@ -65,3 +67,40 @@ def test_captions_by_source():
 def test_unusable_samples_are_refused_with_the_reason(parts, reason):
     with pytest.raises(BadSample, match=reason):
         parse_sample(parts)
+
+
+def ours(folder):
+    """Captions by key, read from KEY.txt alone."""
+    captions = {}
+    for path in sorted(folder.glob("*.tar")):
+        with open(path, "rb") as file:
+            for span in list_samples(file)[0]:
+                parts = read_sample(file.fileno(), span)
+                captions[span.key] = parse_sample({"jpg": b"-", "txt": parts["txt"]}).captions
+                assert parse_sample(parts).captions == captions[span.key]
+    return captions
+
+
+def test_open_clips_pipeline_keeps_every_sample(scenes):
+    folder, count = scenes / "train", 64
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList([str(path) for path in sorted(folder.glob("*.tar"))]),
+        wds.tarfile_to_samples(),
+        wds.select(filter_no_caption_or_no_image),
+        wds.decode("pilrgb"),
+        wds.rename(image="jpg;png;jpeg;webp", text="txt"),
+    )
+    samples = list(pipeline)
+    assert {sample["__key__"]: sample["text"].split("\n") for sample in samples} == ours(folder)
+    assert len(samples) == count
+    assert all(sample["image"].size[0] == 32 for sample in samples)
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path):
+    for name in ("a.tar", "b.tar"):
+        with open(tmp_path / name, "wb") as file, tar_writer(file) as tar:
+            tar.write({"__key__": "0", "jpg": b"image", "txt": encode_captions(["two\nlines", " ", "ä"])})
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+    ((_, parts),), others = list_samples(tmp_path / "a.tar")
+    assert list(parts) == ["jpg", "txt"]
+    assert others == 0

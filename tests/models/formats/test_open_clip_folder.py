@@ -64,16 +64,6 @@ def test_a_folder_is_a_point_model_with_open_clips_outputs(folder, form):
         assert loaded.model.logit_scale.item() == pytest.approx(theirs.logit_scale.item())
 
 
-def test_a_folder_is_a_start_as_its_file_is(folder):
-    expected = means(create_model(NAME, n_unc_layers=1, pretrained=str(folder / WEIGHTS[0])))
-    model = create_model(NAME, n_unc_layers=1, pretrained=str(folder))
-    assert torch.equal(means(model), expected)
-    assert model.config["preprocess"]["std"] == STD
-    larger = create_model(NAME, image_size=48, pretrained=str(folder))
-    assert len(larger.visual.positional_embedding) == 6 * 6 + 1
-    assert larger.config["preprocess"]["size"] == 48
-
-
 def test_damaged_and_hostile_weights_are_refused(folder):
     state = load_file(folder / WEIGHTS[0])
     state["visual.proj"][0, 0] += 1
