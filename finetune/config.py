@@ -47,16 +47,13 @@ class Data:
         format: karpathy, precomp, regions, cub or webdataset; empty to look.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none.
-        positives: image (captions match their own image) or class (all images of their class, of data with classes);
-            the validation counts the same matches.
+        positives: image (captions match their own image) or class (all images of it), in training and validation.
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
         exif: turn images as their EXIF orientation says; open_clip does not.
-        resize: backend that crops and resizes, also in validation: tensor (torch, fast) or pil (PIL, as open_clip; runs
-            before there was a choice).
+        resize: what crops and resizes, also in validation: tensor (torch, fast) or pil (as open_clip).
         cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
-        unpaired: additional images and texts, in any of the forms; their pairing is ignored, and the autoencoders of
-            mse, mmd-mse, jwae-mse, jwae-mh, jwae-scan and vae-mh train on them too. Their split `train` is used.
+        unpaired: additional images and texts, whose pairing is ignored, for the autoencoders; their split `train`.
         unpaired_images: folder of their images.
         unpaired_batch: number of their images, and of their texts, in a batch, over all ranks.
     """
@@ -84,7 +81,7 @@ class Mix:
     Args:
         mode: element (each image is mixed or not, independently) or batch (all images of a batch are mixed, or none).
         ratio: share of the images that are mixed with another one, in mode element; 0 for none, 1 for mode batch.
-        prob: probability that an image is mixed, on top of the ratio; in mode batch, that a batch is.
+        prob: probability that an image is mixed, beside the ratio; in mode batch, that a batch is.
         mixup: parameter of Mixup's Beta distribution; 0 for CutMix alone.
         cutmix: parameter of CutMix's; 0 for Mixup alone.
         switch: probability of CutMix rather than Mixup.
@@ -128,8 +125,8 @@ class Compose:
         seed: of drawn splits and combinations.
         repeats: examples of each combination in an epoch; more where that is less than a batch.
         queries: validation queries.
-        ranking: of the validation, which selects the epoch: cosine of the means (the paper's), or density, the expected
-            log-density of a target under the composition; empty for what the method's loss compares.
+        ranking: of the validation: cosine of the means, or density, a target's expected log-density under the
+            composition; empty for what the loss compares.
     """
 
     parts: Parts = 2
@@ -155,11 +152,11 @@ class Optimizer:
         layer_decay: further multiplier, per block from the last one down.
         decay_uncertainty: apply these multipliers to the uncertainty branch's blocks too.
         freeze_epochs: first epochs, in which the image tower is frozen.
-        freeze_text: freeze in these epochs what is pretrained of the text tower too: its trunk, or its word vectors.
+        freeze_text: freeze in these epochs the text tower's trunk, or its word vectors, too.
         warmup_epochs: epochs of linear warm-up after that.
         schedule: step (the last decay_epochs at a tenth) or cosine (down to 0 over the whole run).
-        decay_epochs: last epochs, in which every lr is a tenth; of schedule step. Of several numbers, each counts: with
-            [20, 10] of 30 epochs, epochs 11 to 20 have a tenth and the last ten a hundredth.
+        decay_epochs: last epochs, in which every lr is a tenth, of schedule step; [20, 10]: a tenth in the last 20, and
+            a hundredth in the last 10.
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
@@ -219,8 +216,8 @@ class Config:
         seed: of everything random.
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over all pairs.
-        ranking: of the validation, which selects the epoch: empty for the method's own, csd, mean, or tolerance, whose
-            weights are the validation split's best; see docs/concepts.md.
+        ranking: of the validation, which selects the epoch: empty for the method's own, csd, mean or tolerance
+            (docs/concepts.md).
         noise_ratio: share of the training captions that are moved to wrong images.
         size_augment: share of tokens that SizeAugment drops; 0 for none.
         swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.
@@ -277,9 +274,8 @@ def with_method_file(argv: Sequence[str]) -> list[str]:
 
 
 def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
-    """Shorten the phases of a recipe in proportion if there are fewer epochs than in the files and they do not all fit,
-    except for those set by options. Returns the configuration and a line that says so, or "".
-    """
+    """Shorten a recipe's phases in proportion to fewer epochs, if they do not all fit, except for those set by options.
+    Returns the configuration and a line that says so, or ""."""
     recipe, epochs, o = given("epochs", argv, options=False) or Config.epochs, config.epochs, config.optimizer
     if not 0 < epochs < recipe or max(o.freeze_epochs + 1, o.decaying + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
         return config, ""
@@ -301,9 +297,8 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
 
 
 def check(config: Config, world_size: int = 1) -> None:
-    """Refuse settings that cannot work, or have no effect, all at once, before anything is loaded or written. Raises
-    UserError."""
-    raise_together([*_impossible(config, world_size), *_without_effect(config), *_unmet_needs(config)])
+    """Refuse settings that cannot work, or have no effect, all at once, before anything is loaded or written."""
+    raise_together([*_impossible(config, world_size), *_without_effect(config)])
 
 
 def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
@@ -327,11 +322,6 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
         yield UserError(
             f"mix.mode batch mixes all images of a batch, or none, and mix.ratio is {mix.ratio}.",
             "Set mix.ratio to 1, and mix.prob to the share of batches that are mixed.",
-        )
-    low, high = config.augment.scale
-    if not low <= high <= 1:
-        yield UserError(
-            f"augment.scale is {low:g} to {high:g}.", "Give the smaller number first, and at most 1 as the second."
         )
     for name, size in (("batch_size", config.batch_size), ("data.unpaired_batch", config.data.unpaired_batch)):
         if size % world_size and (name == "batch_size" or config.data.unpaired):
@@ -396,17 +386,3 @@ def unused(config: Config, because: str, names: str) -> Iterator[UserError]:
             value, off = (list(one) if isinstance(one, tuple) else one for one in (value, off))
             remedy = f"Leave {name} out." if off == default else f"Set {name} to {off}."
             yield UserError(f"{name} is {value} and would have no effect: {because}.", remedy)
-
-
-def _unmet_needs(config: Config) -> Iterator[UserError]:
-    """For options of the method that have no effect without another one, see `Method.needs`."""
-    defaults = {field.name: field.default for field in fields(config.loss)}
-    for name, others in METHODS[config.method].needs.items():
-        value, met = getattr(config.loss, name), False
-        for other, _, wanted in (other.partition("=") for other in others):
-            met |= getattr(config.loss, other) == wanted if wanted else bool(getattr(config.loss, other))
-        if value != defaults[name] and not met:
-            options = " or ".join(f"loss.{other}" for other in others)
-            yield UserError(
-                f"loss.{name} is {value} and would have no effect without {options}.", f"Leave loss.{name} out."
-            )

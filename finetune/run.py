@@ -5,15 +5,13 @@
     python -m finetune.run --method vse --data.path data/scenes --out runs/vse \\
         --model.name scenes-cnn-gru --model.pretrained runs/scenes   # one process, no GPU needed, synthetic data
 
-The run folder holds config.yaml (resolved), metrics.jsonl, tensorboard/, checkpoints/, model/ (of the epoch with the
-best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights); methods with two
-networks also leave model-second/ and model-swa-second/.
 Add `--resume` to resume. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -38,7 +36,7 @@ def main() -> int:
     if told and os.environ.get("RANK", "0") == "0":
         print(told, flush=True)
     with Preemption() as preemption:
-        preemption.immediate = True  # until the first step: nothing would be saved
+        preemption.interrupting = (signal.SIGINT,)  # until the first step: nothing would be saved
         check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
         from finetune.train import train

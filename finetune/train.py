@@ -1,13 +1,13 @@
 """A finetuning run from its configuration to its summary.
 
-Everything that can be wrong with the command is found before anything is written. Until the first step, and while a
-model is validated, Ctrl-C ends what is computed at once: nothing of it would be saved.
+Everything that can be wrong with the command is found before anything is written. Until the first step Ctrl-C ends the
+run at once, and a request to stop ends a validation at once: nothing of it would be saved.
 """
 
 from __future__ import annotations
 
 import os
-import re
+import signal
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,7 @@ from probemb.runs.checkpoints import read_state
 from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_full_disk
 from probemb.runs.log import METRICS, count, headline
 from probemb.runs.output import take_lock
-from probemb.runs.preemption import Preemption
+from probemb.runs.preemption import SIGNALS, Preemption
 from probemb.runs.starts import refuse_endless_starts
 
 REMEDY = "Make room, or make the folder writable, and continue with --resume."
@@ -52,10 +52,6 @@ def train(config: Config, preemption: Preemption) -> int:
     )
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     task = (ComposedTask if method.composes else PairTask)(config)
-    if config.augment.hflip and task.train is not None:
-        texts = task.texts
-        if n := sum(bool(re.search(r"\b(left|right)\b", text, re.IGNORECASE)) for text in texts):
-            say(f"hflip   {n:,} of {len(texts):,} captions say left or right, which is wrong of a mirrored image")
     networks = make_networks(config, earlier, say, texts=task.texts if method.composes else None)
     objective = method(config.loss, networks[0], task.train, config.epochs)  # before features may draw random numbers
     task.prepare(networks, accelerator.device, accelerator.mixed_precision == "bf16")
@@ -73,7 +69,8 @@ def train(config: Config, preemption: Preemption) -> int:
         position = Position(**{field.name: saved[field.name] for field in fields(Position)})
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
     if position.epoch >= config.epochs:
-        end(accelerator)
+        settle()
+        accelerator.end_training()
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     # The average is in the checkpoint too.
@@ -92,7 +89,7 @@ def train(config: Config, preemption: Preemption) -> int:
         end_epoch=partial(end_epoch, config, state, folder, task, preemption), save=partial(folder.save, state),
         stop=lambda: preemption.asked() or folder.failed,
     )  # fmt: skip
-    preemption.immediate = False
+    preemption.interrupting = ()
     try:
         stopped = trainer.fit()
         folder.finish()
@@ -109,14 +106,17 @@ def train(config: Config, preemption: Preemption) -> int:
     for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
         say(line)
     if not stopped:
-        say(summary(config, state, task))
-    end(accelerator)
+        of = f"epoch {position.epoch}"
+        if position.best is not None:
+            of = f"epoch {position.best_epoch}, validation {METRICS[task.metric]} {position.best:.1f}"
+        say(f"model   {out / 'model'} is of {of}{', and so is model-second' if state.joint.second else ''}")
+    settle()
+    accelerator.end_training()
     return preemption.exit_code if stopped else 0
 
 
 def start_accelerator(config: Config) -> Accelerator:
-    """accelerate's process group, on the GPUs or the CPU. Raises UserError: an engine that would silently train
-    something else, and see `check`."""
+    """accelerate's process group, on the GPUs or the CPU. Raises UserError, see `check_engine` and `check`."""
     timeout = timedelta(minutes=config.engine.timeout)
     precision = training_precision(config.engine.precision, gpu_capability())
     accelerator = Accelerator(
@@ -150,20 +150,11 @@ def check_engine(accelerator: Accelerator) -> None:
             f"The launcher started {asked} processes, but each of them takes part in a run of {found}.",
             "Start with torchrun or `accelerate launch --multi_gpu`.",
         )
-    # `accelerate launch --cpu --num_processes 2` prepares an address for several processes and starts one.
-    if asked is None and "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        raise UserError(
-            "accelerate was asked for several processes, but it has started one.",
-            "Add --multi_gpu (also on CPUs), use torchrun, or unset MASTER_ADDR and MASTER_PORT for a single process.",
-        )
 
 
 def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | None = None) -> list:
-    """The method's networks as they start, or as a run that resumes fills them.
-
-    `texts`: whose words are the vocabulary, where no file is named; None to look beside the data.
-    Raises UserError: a model that the method, the data or the configuration cannot train.
-    """
+    """The method's networks as they start. `texts`: whose words are the vocabulary, where no file is named; None to
+    look beside the data. Raises UserError: a model that cannot be trained so."""
     torch.manual_seed(config.seed)
     method, networks = METHODS[config.method], []
     for _ in range(method.networks):
@@ -218,23 +209,23 @@ def measure_only(config: Config, model, task: Task, accelerator: Accelerator) ->
 
 def end_epoch(config: Config, state: State, folder: RunFolder, task: Task, preemption: Preemption, epoch, average):
     """Validate on the first process while the others wait; save the model of the best epoch, without validation the
-    newest one, and at the end the averaged one. Collective.
-
-    Returns True if Ctrl-C has ended the validation, and nothing is saved.
-    """
+    newest one, and at the end the averaged one. Collective. Returns whether a signal has ended the validation, and
+    nothing is saved."""
     folder.finish()  # validation forks workers: no thread may be writing
     position, networks, metric = state.position, state.joint.networks, task.metric
     averaged = list(average.module) if average is not None and epoch == config.epochs else None
     step = position.samples // config.batch_size
 
     def measure() -> tuple[dict, dict] | None:
-        preemption.immediate = True
+        if preemption.asked():  # since the last step
+            return None
+        preemption.interrupting = (*SIGNALS, signal.SIGINT)
         try:
             return task.measure(as_one(networks)), task.measure(as_one(averaged)) if averaged else {}
         except KeyboardInterrupt:
             return None
         finally:
-            preemption.immediate = False
+            preemption.interrupting = ()
 
     def save(values: dict, of_average: dict) -> None:
         best = not values or position.best is None or values[metric] > position.best
@@ -256,15 +247,6 @@ def end_epoch(config: Config, state: State, folder: RunFolder, task: Task, preem
         return True
     on_main(lambda: save(*measured), folder.path, REMEDY)
     return False
-
-
-def summary(config: Config, state: State, task: Task) -> str:
-    """The line on the saved model that ends a run."""
-    position, of = state.position, f"epoch {state.position.epoch}"
-    if position.best is not None:
-        of = f"epoch {position.best_epoch}, validation {METRICS[task.metric]} {position.best:.1f}"
-    both = ", and so is model-second" if state.joint.second else ""
-    return f"model   {Path(config.out) / 'model'} is of {of}{both}"
 
 
 def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps: int, step: int, earlier) -> str:
@@ -289,9 +271,3 @@ def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps
         engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
         f"{len(rows.share)}",
     )
-
-
-def end(accelerator: Accelerator) -> None:
-    """Wait for all ranks and end the process group."""
-    settle()
-    accelerator.end_training()

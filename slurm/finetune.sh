@@ -23,8 +23,7 @@
 ##SBATCH --exclusive
 #
 # Keep these: %j stays the same when a job is requeued, so its log stays in one file. The signal comes 300 s before the
-# time limit, only to this script (B:), which passes it on; raise it if a step (or the validation after an epoch) and a
-# checkpoint take longer.
+# time limit, only to this script (B:), which passes it on; raise it if a step and a checkpoint take longer.
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue

@@ -9,7 +9,7 @@ A loss is a sum of parts, {name: (weight, value)}: `supervision` by pairs, `reco
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -52,11 +52,6 @@ class MSE(Method):
         word_width: PositiveInt = 300
         hidden: PositiveInt = 512
 
-    needs: ClassVar = {
-        "image_norm": ("image_weight",),
-        "reduce": ("image_weight", "text_weight"),
-        **dict.fromkeys(("word_dropout", "word_width", "hidden"), ("text_weight",)),
-    }
     wants_features = True
     wants_words = True
     whole_items = True
@@ -138,8 +133,6 @@ class MMDMSE(MSE):
         mmd_weight: NonNegativeFloat = 0.2
         kernel: Literal["rbf", "imq"] = "rbf"
 
-    needs: ClassVar = MSE.needs | {"kernel": ("mmd_weight",)}
-
     def parts(self, batch: Batch, model) -> Parts:
         discrepancy = jwae.mmd(*self.codes(batch), self.options.kernel)
         return super().parts(batch, model) | {"mmd": (self.options.mmd_weight, discrepancy)}
@@ -163,10 +156,6 @@ class JWAEMSE(MSE):
         text_prior: NonNegativeFloat = 0.2
         discriminator_lr: PositiveFloat = 5e-5
         discriminator_hidden: PositiveInt = 256
-
-    needs: ClassVar = MSE.needs | dict.fromkeys(
-        ("discriminator_lr", "discriminator_hidden"), ("image_prior", "text_prior")
-    )
 
     def build(self, model, data) -> None:
         super().build(model, data)
@@ -279,8 +268,6 @@ class JWAESCAN(JWAEMH, SCAN):
         """
 
         published: bool = False
-
-    needs: ClassVar = SCAN.needs | JWAEMSE.needs
 
     def build(self, model, data) -> None:
         from probemb.models.autoencoder import FeatureDecoder, WordDecoder

@@ -85,7 +85,6 @@ class Method:
 
     Attributes:
         Options: frozen dataclass of what `loss` in the configuration takes; its values are the published ones.
-        needs: options without effect unless one of the named others is set: "mmd", or "aggregation=lse".
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
         wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`), or with "residuals"
             what a PIE head's attention adds to each embedding, with "trunk" the trunks' tokens.
@@ -113,7 +112,6 @@ class Method:
     class Options:
         """No options."""
 
-    needs: ClassVar[dict[str, tuple[str, ...]]] = {}
     probabilistic: ClassVar[bool] = False
     wants_tokens: bool | str = False
     wants_features: ClassVar[bool] = False

@@ -68,7 +68,6 @@ class MPC(Composed):
 
         similarity: Literal["sampled", "expected", "code"] = "sampled"
 
-    needs: ClassVar = {"samples": ("similarity=sampled", "similarity=code")}
     probabilistic = True
     composer = "product"
     composed_ranking = "density"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
@@ -190,7 +190,6 @@ class PVSE(VSE):
         gamma: PositiveFloat = 0.5
         kernel: Literal["rbf", "unsquared"] = "rbf"
 
-    needs: ClassVar = {"gamma": ("mmd",), "kernel": ("mmd",), "warmup_epochs": ("hardest",)}
     wants_tokens = "residuals"
     heads = ("pie",)
     ranking = "multi-instance"

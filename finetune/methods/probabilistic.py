@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
@@ -43,7 +43,6 @@ class PCME(Method):
         vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl"
         uniformity: NonNegativeFloat = 0.0
 
-    needs: ClassVar = {"vib_form": ("vib",)}
     note = "PCME's own recipe: --config finetune/recipes/pcme-coco.yaml or pcme-cub.yaml"
     probabilistic = True
     ranking = "match-probability"
@@ -84,7 +83,6 @@ class ProLIP(Method):
         logit_bias: float | None = -10.0
         log_var: float | None = -10.0
 
-    needs: ClassVar = {"inclusion_scale": ("inclusion",), "form": ("inclusion", "vib")}
     probabilistic = True
     trains = ("logit_scale", "logit_bias")
     match = "cosine"
@@ -133,7 +131,6 @@ class ProbVSEPlusPlus(Method):
         smallest: PositiveFloat = 0.1
         largest: PositiveFloat = 10.0
 
-    needs: ClassVar = {"warmup_epochs": ("negatives=hardest", "negatives=semi-hard")}
     probabilistic = True
 
     @classmethod

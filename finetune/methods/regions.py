@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ class SCAN(Method):
         hardest: bool = True
         warmup_epochs: NonNegativeInt = 0
 
-    needs: ClassVar = {"lambda_lse": ("aggregation=lse",), "warmup_epochs": ("hardest",)}
     wants_tokens = True
     whole_items = True
     heads = ("average",)  # others pool tokens by what would not be trained
@@ -129,8 +128,6 @@ class VSRN(Captioned, VSE):
 
         warmup_epochs: NonNegativeInt = 0
 
-    needs: ClassVar = {"word_width": ("caption_weight",), "hidden": ("caption_weight",)}
-
 
 class ProbVSRN(Captioned, ProbVSEPlusPlus):
     """VSRN with normals in place of points."""
@@ -145,8 +142,6 @@ class ProbVSRN(Captioned, ProbVSEPlusPlus):
 
         margin: PositiveFloat = 0.1
         caption_weight: NonNegativeFloat = 0.0
-
-    needs: ClassVar = VSRN.needs | ProbVSEPlusPlus.needs
 
 
 def own_rows(n: int) -> slice:

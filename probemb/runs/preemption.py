@@ -19,13 +19,13 @@ class Preemption:
 
     SIGHUP stays ignored under nohup, and SIGINT in a script's background. On leaving, the earlier handlers return, so
     that a launcher can end a run that fails or has saved. `name` is the first signal that came, such as "SIGTERM", or
-    None. While `immediate` is set, the first Ctrl-C raises KeyboardInterrupt: there is nothing to finish and save.
+    None. The first one among `interrupting` raises KeyboardInterrupt at once: what is computed would not be saved.
     """
 
     def __init__(self):
         self.name: str | None = None
         self._interrupted: float | None = None
-        self.immediate = False
+        self.interrupting: tuple[signal.Signals, ...] = ()
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Preemption:
@@ -40,10 +40,11 @@ class Preemption:
 
     def _remember(self, number: int, _frame) -> None:
         self.name = self.name or signal.Signals(number).name
+        if number in self.interrupting:
+            self.interrupting = ()
+            raise KeyboardInterrupt
         if number != signal.SIGINT:
             return
-        if self.immediate:
-            raise KeyboardInterrupt
         if self._interrupted is None:
             self._interrupted = time.monotonic()
             if os.environ.get("RANK", "0") == "0":

@@ -180,7 +180,6 @@ def test_networks_that_take_turns_learn_alike(cosine):
         (DistributedType.MULTI_CPU, 2, {"WORLD_SIZE": "2", "MASTER_PORT": "1"}, None),
         (DistributedType.FSDP, 2, {"WORLD_SIZE": "2"}, "AdamP needs whole weights, and FSDP cuts them"),
         (DistributedType.NO, 1, {"WORLD_SIZE": "2"}, "started 2 processes, but each of them takes part in a run of 1"),
-        (DistributedType.NO, 1, {"MASTER_PORT": "1", "ACCELERATE_MIXED_PRECISION": "no"}, "but it has started one"),
     ],
 )
 def test_engines_that_would_train_something_else_are_refused(kind, processes, environment, refused, monkeypatch):

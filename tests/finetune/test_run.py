@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -122,28 +121,35 @@ def _die_at_4(rank: int) -> None:
     PairTask.inputs = dying
 
 
-def test_ctrl_c_ends_a_preparation_at_once_and_a_validation_with_what_is_trained(scenes, tmp_path, monkeypatch):
-    """Neither counts as a start without progress: no scheduler starts the run again."""
+def test_a_preparation_ends_at_once_by_ctrl_c_and_a_validation_by_any_signal_with_what_is_trained(
+    scenes, tmp_path, monkeypatch
+):
     options = {"method": "vse", "data.path": scenes, "swa-epochs": 2}
     assert run_here({**options, "out": tmp_path / "whole"}) == 0
     out = tmp_path / "run"
-    for name, code in (("prepare", None), ("measure", 130)):
+
+    def interrupted(name, number):
         whole = getattr(PairTask, name)
 
-        def interrupted(*args, whole=whole):
-            os.kill(os.getpid(), signal.SIGINT)
+        def sending(*args):
+            os.kill(os.getpid(), number)
             return whole(*args)
 
-        for _ in range(3):
-            with monkeypatch.context() as patch:
-                patch.setattr(PairTask, name, interrupted)
-                if code is None:
-                    with pytest.raises(KeyboardInterrupt):
-                        run_here({**options, "out": out})
-                    assert not out.exists()
-                else:
-                    assert run_here({**options, "out": out}, "--resume") == code
-                    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-3"]
+        with monkeypatch.context() as patch:
+            patch.setattr(PairTask, name, sending)
+            return run_here({**options, "out": out}, "--resume")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted("prepare", signal.SIGINT)
+    assert not out.exists()
+    for number, code in (
+        (signal.SIGINT, 130),
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, REQUEUE),
+        (signal.SIGUSR1, REQUEUE),
+    ):
+        assert interrupted("measure", number) == code
+        assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-3"]
     assert run_here({**options, "out": out}, "--resume") == 0
     assert_same_run(out, tmp_path / "whole", 6)
 
@@ -293,7 +299,7 @@ def test_no_validation_keeps_the_last_epochs_model(scenes, tmp_path, capsys):
 
 def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys):
     out = tmp_path / "run"
-    options = {"data.path": scenes, "out": out, "data.workers": 1, "optimizer.scalars": 30, "augment.hflip": 1.0}
+    options = {"data.path": scenes, "out": out, "data.workers": 1, "optimizer.scalars": 30}
     assert run_here(options) == 0
     names = {p.name for p in out.iterdir()}
     assert names >= {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "model", "model-swa"}
@@ -314,7 +320,6 @@ def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys
         "step 3/6 | validation RSUM",
         "(best)",
         "model-swa: mean of 1 epoch, validation RSUM",
-        "captions say left or right, which is wrong of a mirrored image",
     ):
         assert word in told, told
     assert max(map(len, told.splitlines())) < 220
@@ -365,38 +370,15 @@ def test_pcmes_own_recipe_trains_the_heads_first(birds, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- wrong input
 
 
-class Trap:
-    def __reduce__(self):
-        return exec, ("raise RuntimeError('a pickle was executed')",)
-
-
-def pickled(folder):
-    (folder / "train_ims.npy").write_bytes(pickle.dumps(Trap()))
-
-
-def objects(folder):
-    np.save(folder / "train_ims.npy", np.array([[[Trap()]]], object), allow_pickle=True)
-
-
-def fewer_rows(folder):
-    np.save(folder / "train_ims.npy", np.load(folder / "train_ims.npy")[:-1])
-
-
 SCAN = {"method": "scan", "model.name": "scan-scenes-gru", "model.embed_dim": 8, "batch-size": 12}
 WRONG = {  # options, on scenes or (with damage) on regions; what is said, and the remedy
     "missing data": ({"data.path": "absent"}, None, "absent", ""),
     "no such split": ({"data.train": "trian"}, None, "no split 'trian', only train and val. Did you mean 'train'", ""),
     "large batch": ({"batch-size": 64}, None, "48 pairs", "from 1 to 48"),
-    "unknown model": ({"model.name": "ViT-B-61"}, None, "no model 'ViT-B-61'. Did you mean", ""),
     "unknown key": ({"optimizer.lrr": 1}, None, "no option --optimizer.lrr. Did you mean '--optimizer.lr'", "--help"),
-    "wrong type": ({"epochs": "many"}, None, "epochs", "--help"),
-    "out of range": ({"mix.smoothing": 0.5}, None, "mix.smoothing is 0.5", "below 0.5"),
     "blocks": ({"model.n_unc_layers": 9}, None, "n_unc_layers is 9", "from 0 to"),
     "pixels for regions": ({"method": "vsrn", "size-augment": 0, "model.head": "clip", "model.embed_dim": "null"},
                            None, "vsrn reasons over an image's regions, and ViT-Micro-32 reads none", "vsrn-regions"),
-    "rows": (SCAN, fewer_rows, "has 23 rows, but its captions are of 24 images", "one row for each image"),
-    "a pickle": (SCAN, pickled, "is no array of numpy", "np.save"),
-    "objects": (SCAN, objects, "holds Python objects", "float32 or float16"),
     "another shape": ({**SCAN, "model.name": "scan-regions-gru"}, lambda _: None, "36 regions of 2048 numbers", ""),
     "cutout of regions": ({**SCAN, "augment.cutout": 0.2}, lambda _: None, "augment.cutout is 0.2", "Leave"),
     "cache of regions": ({**SCAN, "model.lock_image": "true", "data.cache_features": "x", "optimizer.freeze-epochs": 0},
