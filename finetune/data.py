@@ -290,7 +290,7 @@ class Tuples(Rows):
         super().__init__(data, data.n_examples * repeats, *settings, **more)
 
     def read(self, epoch: int, number: int) -> tuple:
-        """Which example, the example, its target, and for each part pixels or tokens."""
+        """Index of the example, the example, its target, and for each part pixels or tokens."""
         which = number % self.data.n_examples
         example = self.data.draw(which, stream_of("example", self.seed, epoch, number))
         target = self.image(example.target, epoch, number, 0)

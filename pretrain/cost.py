@@ -130,7 +130,7 @@ class Step:
 
     @property
     def copies(self) -> bool:
-        """Whether items have masked copies."""
+        """True if items have masked copies."""
         return has_copies(self.objective.options)
 
 

@@ -104,7 +104,7 @@ def _choices(names: Any, classes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _texts(cls: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and its bases say of each field, up to the first semicolon."""
+    """Texts of the fields in the docstrings of a dataclass and its bases, up to the first semicolon."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         arguments = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2]

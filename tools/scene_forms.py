@@ -189,8 +189,8 @@ def _meant(scene: Scene, mention: Mention) -> tuple[int, ...]:
 
 
 def phrase_type(mention: Mention) -> str:
-    """What a phrase states: exact (shape, colour, and size or place), kind (shape and colour), shape, colour, object
-    (none of them), or scene (the picture itself, without a box)."""
+    """Type of a phrase: exact (shape, colour, and size or place), kind (shape and colour), shape, colour, object (none
+    of them), or scene (the picture itself, without a box)."""
     if not mention.things:
         return "scene"
     pattern = mention.pattern

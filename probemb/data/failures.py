@@ -54,7 +54,7 @@ class Tally:
         return self.too_many(self.read, self.failed)
 
     def too_many(self, read: int, failed: int) -> bool:
-        """Whether these numbers, perhaps of all processes, exceed the share."""
+        """True if these numbers, perhaps of all processes, exceed the share."""
         return read >= self.judged_from and failed > self.share * read
 
     def worst(self) -> list[tuple[str, Failure]]:

@@ -61,7 +61,7 @@ class Paths:
 
 @dataclass
 class State:
-    """What a folder was started with; `lists`: bytes, rows and dropped rows by cause, by the file's name."""
+    """Settings that a folder was started with; `lists`: bytes, rows and dropped rows by cause, by the file's name."""
 
     corpus: str
     settings: dict
