@@ -1,9 +1,7 @@
 """Augmentation of a batch: Mixup, CutMix and Cutout of its images, SizeAugment and dropped words of its texts.
 
-Drawing is separate from applying: the caller's generator draws a few numbers on the CPU for the batch of all ranks, so
-that no draw depends on their number and a step can be repeated; applying runs on any device without synchronising it.
-SizeAugment of images is `probemb.models.pooling.size_augment_mask`. timm's Mixup draws from numpy's global state, has
-no share of images that are mixed, and cuts other boxes than PCME++'s code.
+The caller's generator draws on the CPU for the batch of all ranks, so that no draw depends on their number; applying
+runs on any device without synchronising it. SizeAugment of images is `probemb.models.pooling.size_augment_mask`.
 
 Shapes: B images, L text positions.
 """

@@ -1,11 +1,5 @@
 """Training data: rows in an order that only the seed decides, read by worker processes; wrong captions on request.
 
-    pairs = Pairs(find_captions("data/flickr8k", "train"), transform, tokenizer, batch_size=128, seed=0)
-    loader = Loader(pairs, workers=4)
-    for epoch in range(25):
-        for batch in loader.epoch(epoch):
-            ...
-
 The global batches, the random crops and the replacements of unreadable images are functions of the seed, the epoch
 and the row alone: the same for every number of workers, and of processes that divides the batch.
 """
@@ -45,14 +39,10 @@ class Rows(ABC):
     (name, reason) of images that could not be used.
 
     Args:
-        data: one split; number: rows of an epoch. An incomplete last batch is left out of its epoch.
+        number: rows of an epoch. An incomplete last batch is left out of its epoch.
         transform: PIL image -> (3, H, W) uint8. It may draw from the global random numbers of torch, numpy and
             Python, which are seeded for every image and restored afterwards.
-        tokenizer: list of n texts -> (n, L) int64.
-        batch_size: the global batch, over all ranks; seed: any integer.
-        rank, world: of this process, which reads rows [rank·b, (rank+1)·b) of every global batch; `world` divides it.
-
-    Attributes: steps, the global batches in an epoch; share, this rank's rows of each.
+        batch_size: the global batch, over all ranks, of which this one reads rows [rank·b, (rank+1)·b).
     """
 
     what: ClassVar[str]  # the name of rows
@@ -66,7 +56,8 @@ class Rows(ABC):
                 f"Use a batch size from 1 to {number}.",
             )
         each = batch_size // world
-        self.steps, self.share = number // batch_size, range(rank * each, (rank + 1) * each)
+        self.steps = number // batch_size  # in an epoch
+        self.share = range(rank * each, (rank + 1) * each)
         self._epoch, self._order = -1, np.empty((0, 0), np.int64)
 
     @abstractmethod
@@ -148,12 +139,6 @@ def stacked(images: list[Tensor]) -> Tensor:
     memory at once."""
     whole = empty_stack(images[0], len(images))
     for i in range(len(images)):
-        if images[i].shape != whole.shape[1:]:
-            raise UserError(
-                f"The transform gave an image of shape {tuple(images[i].shape)} where others have "
-                f"{tuple(whole.shape[1:])}.",
-                "Use a transform that crops or resizes every image to the same size.",
-            )
         whole[i] = images[i]
         images[i] = images[i].new_empty(0)
     images.clear()
@@ -336,17 +321,10 @@ class Tuples(Rows):
 
 
 class Loader:
-    """Batches of one rank, which are prepared ahead.
+    """Batches of one rank, which are prepared ahead; `waited`, the seconds spent waiting for them so far.
 
-    Args:
-        workers: processes that prepare batches; 0 prepares them in this one.
-        pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
-        failure_share: the run stops when more than this share of this rank's rows cannot be used, once JUDGED_FROM of
-            them, or its part of a whole epoch, were read since the process started.
-
-    Attributes: steps, the global batches in an epoch; waited, the seconds spent waiting for data so far.
-
-    Raises UserError: while iterating, too many rows cannot be used, or a worker was killed.
+    Raises UserError: while iterating, more than `failure_share` of this rank's rows cannot be used, once JUDGED_FROM of
+    them, or its part of a whole epoch, were read; or a worker was killed.
     """
 
     def __init__(self, rows: Rows, workers: int = 0, *, pin_memory: bool = False, failure_share: float = 0.05):

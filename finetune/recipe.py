@@ -73,30 +73,19 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
 class Schedule:
     """Learning rate, freezing and averaging as functions of the samples seen. Source: PCME++ §B.2, §B.3.
 
-    Attributes:
-        epochs: of the training.
-        epoch_samples: samples of an epoch, over all networks.
-        networks: trained one after the other within an epoch, with the same learning rates.
-        lr_drop_epochs: from each of these epochs on all learning rates are multiplied by lr_drop (the last 10 of 25).
-        cosine: instead, all learning rates follow half a cosine from 1 to 0 over the training.
-        freeze_epochs: the image backbone is frozen in these first epochs.
-        locked: it is frozen in all epochs.
-        warmup_epochs: after freeze_epochs, learning rates rise linearly from 0 for that long. The public code scales
-            the loss instead, which Adam and AdamP largely undo; this is the paper's warm-up.
-        average_epochs: the weights at the ends of that many last epochs are averaged (the public code, with its
-            swa_start_epoch of 16, averages nine of 25; the paper says ten).
+    The public code scales the loss in the warm-up, which Adam and AdamP largely undo, and averages nine of 25 epochs;
+    these are the paper's.
     """
 
     epochs: int = 25
-    epoch_samples: int = 1
-    networks: int = 1
-    lr_drop_epochs: tuple[int, ...] = (15,)
-    lr_drop: float = 0.1
-    cosine: bool = False
-    freeze_epochs: int = 2
-    locked: bool = False
-    warmup_epochs: float = 1
-    average_epochs: int = 10
+    epoch_samples: int = 1  # over all networks
+    networks: int = 1  # trained one after the other within an epoch, with the same learning rates
+    lr_drop_epochs: tuple[int, ...] = (15,)  # from each of them on all learning rates are a tenth
+    cosine: bool = False  # instead, all learning rates follow half a cosine from 1 to 0
+    freeze_epochs: int = 2  # first epochs, in which the image backbone is frozen
+    locked: bool = False  # it is frozen in all epochs
+    warmup_epochs: float = 1  # after these, learning rates rise linearly from 0 for that long
+    average_epochs: int = 10  # last epochs, the weights at whose ends are averaged
 
     def factor(self, samples: int, image_backbone: bool = False) -> float:
         """Multiplier of a group's initial learning rate in the step that ends at `samples` samples seen, from 1 on."""
@@ -105,7 +94,7 @@ class Schedule:
             share = (epoch + (samples - 1) % turn / turn) / self.epochs  # of the network's own steps
             factor = 0.5 * (1 + math.cos(math.pi * share))
         else:
-            factor = self.lr_drop ** sum(epoch >= drop for drop in self.lr_drop_epochs)
+            factor = 0.1 ** sum(epoch >= drop for drop in self.lr_drop_epochs)
         if epoch < self.freeze_epochs:
             return 0.0 if image_backbone else factor
         if self.warmup_epochs:

@@ -53,17 +53,10 @@ class Moment(NamedTuple):
 
 
 class Task(ABC):
-    """One kind of training examples.
+    """One kind of training examples. `train` is None for a method that trains nothing, `validation` without any."""
 
-    Attributes:
-        metric: of the validation, which selects the epoch; what: the name of the examples.
-        train, validation: both splits; None for a method that trains nothing, and without validation.
-        texts: of the training split.
-        tokenizer, transforms, device: of the models, set by `prepare`.
-    """
-
-    metric: ClassVar[str]
-    what: ClassVar[str]
+    metric: ClassVar[str]  # of the validation, which selects the epoch
+    splits: ClassVar[tuple[str, ...]] = ("train", "validation")  # attributes
 
     def __init__(self, config: Config):
         """Find the data. Raises UserError: a split is missing, or too much of the validation split is unusable."""
@@ -79,12 +72,14 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def texts(self) -> list[str]: ...
+    def texts(self) -> list[str]:
+        """Of the training split."""
 
     def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
         """Fit the data to the models; with `data.cache_features`, read their features. Raises UserError."""
         data, engine = self.config.data, self.config.engine
-        for split in filter(None, self._splits()):
+        splits = {name: split for name in self.splits if (split := getattr(self, name)) is not None}
+        for split in splits.values():
             check_images(networks[0], split.images)
             if not self.method.composes:
                 check_words(networks[0], split)
@@ -96,16 +91,9 @@ class Task(ABC):
             return
         options = {"device": device, "batch_size": engine.eval_batch_size, "workers": data.workers}
         options["failure_share"] = data.failure_share
-        self._use(
-            *(s and cache_features(networks, s, data.cache_features, data.resize, **options) for s in self._splits())
-        )
+        for name, split in splits.items():
+            setattr(self, name, cache_features(networks, split, data.cache_features, data.resize, **options))
         self.transforms = Transforms(unchanged, unchanged)
-
-    def _splits(self) -> tuple:
-        return self.train, self.validation
-
-    def _use(self, train, validation) -> None:
-        self.train, self.validation = train, validation
 
     @abstractmethod
     def rows(self) -> Rows:
@@ -155,7 +143,7 @@ class PairTask(Task):
     With `data.positives` class, the captions of an image's class are its matches, in training and validation.
     """
 
-    metric, what = "rsum", "pairs"
+    metric, splits = "rsum", ("train", "validation", "unpaired")
     TEXT, IMAGE, MIX, LOSS, CUTOUT, WORDS = range(6)  # uses of random numbers
 
     def __init__(self, config: Config):
@@ -178,12 +166,6 @@ class PairTask(Task):
     @property
     def texts(self) -> list[str]:
         return self.train.flat()
-
-    def _splits(self) -> tuple:
-        return self.train, self.validation, self.unpaired
-
-    def _use(self, train, validation, unpaired) -> None:
-        self.train, self.validation, self.unpaired = train, validation, unpaired
 
     def rows(self) -> Pairs:
         config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None
@@ -284,7 +266,7 @@ class ComposedTask(Task):
     is of one shape everywhere: the target and the k parts of every row.
     """
 
-    metric, what = "r_precision", "queries"
+    metric = "r_precision"
     LOSS, CUTOUT, WORDS = range(3)  # uses of random numbers
 
     def find(self, split):

@@ -57,26 +57,17 @@ class Joint(nn.Module):
 
 @dataclass
 class Position:
-    """The position of a run, kept in its checkpoints.
+    """The position of a run, kept in its checkpoints."""
 
-    samples     seen; an epoch has those of the first network, then those of the second
-    epoch       epochs that have ended, validation included
-    best        best validation RSUM or R-Precision, of the epoch `best_epoch`
-    """
-
-    samples: int = 0
-    epoch: int = 0
-    best: float | None = None
+    samples: int = 0  # seen; an epoch has those of the first network, then those of the second
+    epoch: int = 0  # epochs that have ended, validation included
+    best: float | None = None  # validation RSUM or R-Precision
     best_epoch: int | None = None
 
 
 @dataclass
 class State:
-    """The training state, as checkpoints hold it.
-
-    `average` is the mean of the networks' weights over the last epochs (SWA, PCME++ §B.3), in evaluation mode; models
-    whose batch norms have statistics to recompute are refused.
-    """
+    """The training state, as checkpoints hold it. `average`: of the networks' weights (SWA, PCME++ §B.3)."""
 
     joint: Joint
     optimizer: torch.optim.Optimizer
@@ -104,10 +95,7 @@ class State:
 
 
 class Network(nn.Module):
-    """The module that DDP wraps, one model and the method's own: their gradients belong to one backward pass.
-
-    What stands in the method's `aside` has gradients and an optimizer of its own, and is not among them.
-    """
+    """The module that DDP wraps: one model and the method's own module, not its `aside`."""
 
     def __init__(self, model: DualEncoder, method: Method):
         super().__init__()
@@ -123,7 +111,7 @@ class Trainer:
     """Trains a `State` on the accelerator's device, epoch by epoch; `window` is of a checkpoint, see `Window.state`.
 
     report      (step, values) at every log step
-    end_epoch   (epochs that are done, the average) -> whether Ctrl-C has ended the validation
+    end_epoch   (epochs that are done, the average) -> whether a signal has ended the validation
     save        (the window's state) after `end_epoch`, every `config.save_every` steps, and when stopped
     stop        () -> whether this process was asked to stop
     """
@@ -164,9 +152,8 @@ class Trainer:
     def fit(self) -> bool:
         """Train to the end; returns whether it was asked to stop before, having finished its step and saved.
 
-        Raises:
-            UserError: the loss or its gradient is NaN or Inf, or data cannot be read; nothing is stepped. Nothing moved
-                for `engine.timeout` minutes, or a rank is gone: a `Watchdog` ends the process if it cannot raise.
+        Raises UserError: the loss or its gradient is NaN or Inf (nothing is stepped), or data cannot be read. A
+        `Watchdog` ends the process when nothing moves for `engine.timeout` minutes.
         """
         with Watchdog(self.progress, Path(self.config.out), self.config.engine.timeout):
             return self._fit()

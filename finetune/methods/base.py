@@ -80,58 +80,50 @@ class Hinge:
     warmup_epochs: NonNegativeInt = 1
 
 
-class Method:
-    """A finetuning method: its options, what it asks of the encoders, and its loss.
+@dataclass(frozen=True)
+class HardestHinge(Hinge):
+    """Options of a triplet loss with the hardest negatives from the first epoch, or with all of them.
 
-    Attributes:
-        Options: frozen dataclass of what `loss` in the configuration takes; its values are the published ones.
-        probabilistic: whether log-variances are trained; otherwise the model is a point model.
-        wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`), or with "residuals"
-            what a PIE head's attention adds to each embedding, with "trunk" the trunks' tokens.
-        wants_features: whether it reads the trunks' features and the codes (`Encoded.features`, `.codes`).
-        wants_words: whether it reads the captions' tokens (`Batch.words`).
-        whole_items: whether SizeAugment would change what it compares or reconstructs.
-        heads: the heads that it works with; all of them if empty.
-        over_regions: whether it reasons over an image's regions, and needs a model that reads them.
-        takes_unpaired: whether it learns from unpaired images and texts too (`Batch.everything`).
-        composes: whether it learns from composed queries and their targets (`Batch.parts`) instead of pairs.
-        ranking: by which its models are validated, and ranked wherever nothing else is asked for.
-        soft_labels: whether mixed images and label smoothing make sense.
-        trained: False only evaluates the pretrained model.
-        trains: the model's own scalars that the loss uses; the others stay constant.
-        match: by which scalars its models give a match probability, see `create_model`.
-        note: text after the method's name in a run's first lines, "" for none.
-        networks: number of models trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
-        options: this run's Options; epochs: of this run.
-        module: parameters and buffers of the method itself, saved in checkpoints; its parameters are trained.
-        aside: what `after_step` trains with `aside_optimizer`, such as a discriminator; saved in checkpoints too.
-        aside_optimizer: over the parameters of `aside`, at the same schedule; None without any.
+    Args:
+        hardest: the hardest negative's hinge rather than the sum of all.
     """
+
+    warmup_epochs: NonNegativeInt = 0
+    hardest: bool = True
+
+
+class Method:
+    """A finetuning method: its options, what it asks of the encoders, and its loss."""
 
     @dataclass(frozen=True)
     class Options:
         """No options."""
 
-    probabilistic: ClassVar[bool] = False
+    probabilistic: ClassVar[bool] = False  # log-variances are trained
+    # Which tokens the loss reads (`Encoded.tokens`): every one in the embedding space, what a PIE head's attention adds
+    # to each embedding ("residuals"), or the trunks' ("trunk").
     wants_tokens: bool | str = False
-    wants_features: ClassVar[bool] = False
-    wants_words: ClassVar[bool] = False
-    whole_items: ClassVar[bool] = False
-    heads: ClassVar[tuple[str, ...]] = ()
-    over_regions: ClassVar[bool] = False
-    takes_unpaired: ClassVar[bool] = False
-    composes: ClassVar[bool] = False
-    ranking: ClassVar[str] = "csd"
-    soft_labels: ClassVar[bool] = False
-    trained: ClassVar[bool] = True
-    trains: tuple[str, ...] = ()
+    wants_features: ClassVar[bool] = False  # the loss reads the trunks' features and the codes (`Encoded.features`)
+    wants_words: ClassVar[bool] = False  # it reads the captions' tokens (`Batch.words`)
+    whole_items: ClassVar[bool] = False  # SizeAugment would change what is compared or reconstructed
+    heads: ClassVar[tuple[str, ...]] = ()  # that it works with; all of them if empty
+    over_regions: ClassVar[bool] = False  # it needs a model that reads an image's regions
+    takes_unpaired: ClassVar[bool] = False  # it learns from unpaired images and texts too (`Batch.everything`)
+    composes: ClassVar[bool] = False  # it learns from composed queries and their targets (`Batch.parts`), not pairs
+    ranking: ClassVar[str] = "csd"  # by which its models are validated, and ranked unless something else is asked for
+    soft_labels: ClassVar[bool] = False  # mixed images and label smoothing make sense
+    trained: ClassVar[bool] = True  # False only evaluates the pretrained model
+    trains: tuple[str, ...] = ()  # the model's own scalars that the loss uses; the others stay constant
+    # By which scalars its models give a match probability, see `create_model`.
     match: ClassVar[Literal["distance", "samples", "cosine", "none"]] = "none"
-    note: ClassVar[str] = ""
-    networks: ClassVar[int] = 1
+    note: ClassVar[str] = ""  # text after the method's name in a run's first lines
+    networks: ClassVar[int] = 1  # models trained, 1 or 2: a whole epoch of the first, then one of the second
 
     def __init__(self, options: Any, model: DualEncoder, data: Any, epochs: int = 1):
         """`data`: the training split, a `CaptionDataset` or `Compositions`."""
         self.options, self.epochs = options, epochs
+        # What is saved in checkpoints: `module` is trained by the loss; `aside`, such as a discriminator, by
+        # `after_step` with an optimizer of its own, at the same schedule.
         self.module, self.aside = nn.Module(), nn.Module()
         self.aside_optimizer: torch.optim.Optimizer | None = None
         self.build(model, data)
@@ -154,8 +146,7 @@ class Method:
     def after_step(self, batch: Batch, model: DualEncoder) -> dict[str, Tensor]:
         """Train `aside` after the model's own step, with gradients that start from zero; returns terms for the log.
 
-        The batch is that of all ranks and the generator is seeded alike, so every rank computes the same gradient from
-        the detached embeddings, and nothing is reduced.
+        Every rank has the whole batch and the same generator, so that nothing is reduced.
         """
         return {}
 

@@ -13,6 +13,19 @@ from probemb.gaussian import Gaussian
 from probemb.losses import DECLLoss, LossOutput, NCRLoss, clean_probability, refine_labels, split_clean
 
 
+@dataclass(frozen=True)
+class Clean:
+    """Options of both.
+
+    Args:
+        margin: largest margin of the hinges, in units of the cosine.
+        warmup_epochs: first epochs, in which all pairs count as clean.
+    """
+
+    margin: PositiveFloat = 0.2
+    warmup_epochs: NonNegativeInt = 1
+
+
 class NCR(Method):
     """NCR: two networks; each one's losses of the last epoch classify pairs as clean for the other.
 
@@ -22,17 +35,13 @@ class NCR(Method):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Clean):
         """Triplet loss with a margin for each pair. Source: NCR.
 
         Args:
-            margin: largest margin of the hinges, in units of the cosine.
-            warmup_epochs: first epochs, in which all pairs count as clean.
             soft_margin: how the margin follows the estimated correctness of a pair.
         """
 
-        margin: PositiveFloat = 0.2
-        warmup_epochs: NonNegativeInt = 1
         soft_margin: Literal["linear", "exponential", "sin"] = "exponential"
 
     networks = 2
@@ -83,17 +92,13 @@ class DECL(Method):
     """DECL: evidential loss for all pairs, the dynamic hinge for those classified as clean in the last epoch."""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Clean):
         """Evidential loss and dynamic hinge. Source: DECL.
 
         Args:
-            margin: of the hinge, in units of the cosine.
-            warmup_epochs: first epochs, in which all pairs count as clean.
             tau: temperature of the evidence.
         """
 
-        margin: PositiveFloat = 0.2
-        warmup_epochs: NonNegativeInt = 1
         tau: PositiveFloat = 0.1
 
     def build(self, model, data) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from finetune.methods.base import Batch, Hinge, Method
+from finetune.methods.base import Batch, HardestHinge, Hinge, Method
 from probemb.losses import (
     CaptionSimilarity,
     DAALoss,
@@ -169,12 +169,11 @@ class PVSE(VSE):
     """PVSE: the closest ones of K embeddings of both, that differ, from one space."""
 
     @dataclass(frozen=True)
-    class Options(Hinge):
+    class Options(HardestHinge):
         """Multi-instance triplet loss, diversity and discrepancy. Source: PVSE, its public recipe for COCO.
 
         Args:
             embeddings: K of every item; 1, 2 and 4 in PCME's comparison. With 1 the triplet loss is alone.
-            hardest: the hardest negative alone.
             diversity: weight of the cosines of an item's residuals.
             mmd: weight of the discrepancy of images and captions.
             gamma: of its kernel exp(-gamma |x - y|^2).
@@ -183,8 +182,6 @@ class PVSE(VSE):
 
         embeddings: PositiveInt = 2
         margin: PositiveFloat = 0.1
-        hardest: bool = True
-        warmup_epochs: NonNegativeInt = 0
         diversity: NonNegativeFloat = 0.1
         mmd: NonNegativeFloat = 0.01
         gamma: PositiveFloat = 0.5

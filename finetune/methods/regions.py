@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import Tensor, nn
+from torch import nn
 
-from finetune.methods.base import Batch, Hinge, Method
+from finetune.methods.base import Batch, HardestHinge, Method
 from finetune.methods.points import VSE
 from finetune.methods.probabilistic import ProbVSEPlusPlus
 from probemb import distributed
@@ -23,7 +23,7 @@ class SCAN(Method):
     """Stacked cross attention: every token of one side attends to the other side's."""
 
     @dataclass(frozen=True)
-    class Options(Hinge):
+    class Options(HardestHinge):
         """Triplet loss of attention scores. Source: SCAN §3, §4.2.
 
         Args:
@@ -32,7 +32,6 @@ class SCAN(Method):
             norm: of the products over the tokens that attend.
             lambda_softmax: inverse temperature of the attention; empty for 9 (t2i) or 4 (i2t).
             lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
-            hardest: the hardest negative's hinge rather than the sum of all.
         """
 
         direction: Literal["t2i", "i2t"] = "t2i"
@@ -42,8 +41,6 @@ class SCAN(Method):
         )
         lambda_softmax: PositiveFloat | None = None
         lambda_lse: PositiveFloat | None = None
-        hardest: bool = True
-        warmup_epochs: NonNegativeInt = 0
 
     wants_tokens = True
     whole_items = True
@@ -72,7 +69,7 @@ class CaptionOptions:
     """Options of the decoder that generates captions from regions.
 
     Args:
-        caption_weight: of the captions' negative log-likelihood, a mean over captions; 0 for no decoder.
+        caption_weight: of the captions' negative log-likelihood, a mean over captions (VSRN: 1); 0 for no decoder.
         word_width: of the decoder's word embeddings.
         hidden: of the GRUs that read the regions and generate the words.
     """
@@ -106,17 +103,13 @@ class Captioned(Method):
         out = super().loss(batch, model)
         if not self.options.caption_weight:
             return out
-        caption = self.caption_loss(batch, model)
-        loss = out.loss + self.options.caption_weight * caption
-        return LossOutput(loss, {"triplet": out.loss.detach(), **out.terms, "caption": caption.detach()})
-
-    def caption_loss(self, batch: Batch, model) -> Tensor:
-        """Mean −log p of all ranks' captions, (); a rank decodes its own."""
         words = model.cut_padding(batch.words)
-        own = own_rows(len(words))
+        own = own_rows(len(words))  # a rank decodes its own
         regions = Tokens(batch.images.tokens[own], batch.images.mask[own])
         each = self.module.decoders["caption"].nll(regions, words[own], words[own])
-        return distributed.gather(each.mean()[None]).mean()
+        caption = distributed.gather(each.mean()[None]).mean()
+        loss = out.loss + self.options.caption_weight * caption
+        return LossOutput(loss, {"triplet": out.loss.detach(), **out.terms, "caption": caption.detach()})
 
 
 class VSRN(Captioned, VSE):
@@ -134,11 +127,7 @@ class ProbVSRN(Captioned, ProbVSEPlusPlus):
 
     @dataclass(frozen=True)
     class Options(CaptionOptions, ProbVSEPlusPlus.Options):
-        """Triplet loss of a similarity of normals; the paper names no other.
-
-        Args:
-            caption_weight: of the captions' negative log-likelihood (VSRN: 1); 0 for no decoder.
-        """
+        """Triplet loss of a similarity of normals; the paper names no other."""
 
         margin: PositiveFloat = 0.1
         caption_weight: NonNegativeFloat = 0.0
