@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -18,8 +17,7 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 
-KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38}
-KEYS |= {"ArrowRight": 39, "ArrowDown": 40, "v": 86, "/": 191}
+KEYS = {"Enter": 13, "ArrowDown": 40}
 
 
 class Navigated(Exception):
@@ -123,19 +121,11 @@ class Browser:
         """Into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str, **more) -> None:
-        text = {"Enter": "\r", "/": "/", " ": " "}.get(key)
+    def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
-            given = {"text": text} if text and kind == "keyDown" else {}
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], **given, **more
-            )
-
-    def drop(self, *paths: Path) -> None:
-        """Drag files into the page and drop them."""
-        data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
-        for kind in ("dragEnter", "dragOver", "drop"):
-            self.call("Input.dispatchDragEvent", type=kind, x=300, y=300, data=data)
+            given = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
+            number = KEYS[key]
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=number, **given)
 
     def choose_files(self, selector: str, *paths: Path) -> None:
         root = self.call("DOM.getDocument")["root"]["nodeId"]
@@ -146,10 +136,6 @@ class Browser:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
-
-    def screenshot(self, path: Path) -> None:
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
         try:

@@ -51,7 +51,6 @@ class ImageSite(ThreadingHTTPServer):
         super().__init__((host, 0), _Handler)
         self.host = host
         self.requests: Counter[str] = Counter()
-        self.agents: set[str] = set()
         self.broken: set[str] = set()
         self.pause = 0.0  # seconds before an image
         self.ended = threading.Event()
@@ -74,7 +73,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         site = self.server
         site.requests[self.path] += 1
-        site.agents.add(self.headers.get("User-Agent", ""))
         word, _, rest = self.path.lstrip("/").partition("/")
         if word in site.broken:
             return self.answer(b"", 503)

@@ -1,6 +1,5 @@
 """Configurations: dataclasses from YAML and options, ranges, and options of a chosen class."""
 
-import importlib
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -16,12 +15,6 @@ from probemb.errors import UserError
 
 @dataclass(frozen=True)
 class Part:
-    """A part.
-
-    Args:
-        rate: how fast.
-    """
-
     rate: float = 0.5
     sizes: tuple[int, int] = (1, 2)
 
@@ -29,12 +22,6 @@ class Part:
 class One:
     @dataclass(frozen=True)
     class Options:
-        """Options of one.
-
-        Args:
-            rate: how fast it is.
-        """
-
         rate: PositiveFloat = 1.0
 
 
@@ -52,8 +39,6 @@ class Bare:
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole."""
-
     name: str = "x"
     deep_switch: bool = False
     note: str | None = "n"
@@ -97,12 +82,8 @@ def test_the_resolved_configuration_reads_back(tmp_path):
     ("content", "message"),
     [
         ("part:\n  rates: 1\n", "unknown key part.rates. Did you mean 'part.rate'?"),
-        ("name: [", "not a YAML file"),
         ("name: a\npart: {rate: 1}\nname: b\n", "has the key name twice, in lines 1 and 3."),
-        ("part: null\n", "sets part to nothing, but it is a group of keys."),
-        ("part: &p {rate: 1}\nname: *p\n", "line 2 has the alias *p"),
         ("part: {rate: 1:20}\n", "part.rate is '1:20', which is not a number."),
-        ("part: fast\n", "sets part to 'fast', but it is a group of keys."),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
@@ -113,52 +94,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        ("pretrain.run", ["--data.train=x"]),
-        ("zeroshot.imagenet", ["--data=x"]),
-        ("zeroshot.retrieval", ["--data=x"]),
-    ],
-)
-def test_an_empty_name_is_no_folder(module, words, monkeypatch, tmp_path):
-    """It would be the working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [module, *words, "--out", " "])
-    with pytest.raises(UserError, match=r"^--out is empty"):
-        importlib.import_module(module).main()
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("argv", "what", "remedy"),
-    [
-        (["--share", "2"], "--share is 2.0.", "Set it to a number from 0 to 1."),
-        (["--seed=-1"], "--seed is -1.", "Set it to a whole number from 0 to 9,223,372,036,854,775,807."),
-        (["--distance=cds"], "--distance is 'cds'. Did you mean 'csd'?", "wasserstein2, elk, bhattacharyya or match"),
-        (["--options.size=1"], "The kind a does not use options.size.", "Leave it out, or choose one of b."),
-        (["--kind=d"], "There is no kind 'd'.", "Choose from a, b, c."),
-    ],
-)
-def test_values_out_of_range_are_named_with_the_range(argv, what, remedy):
+def test_values_out_of_range_are_named_with_the_range():
     with pytest.raises(UserError) as error:
-        parse(*argv)
-    assert error.value.what.startswith(what)
-    assert remedy in error.value.remedy
+        parse("--share", "2")
+    assert error.value.what.startswith("--share is 2.0.")
+    assert "Set it to a number from 0 to 1." in error.value.remedy
 
 
-def test_another_field_chooses_the_options(tmp_path, capsys):
+def test_another_field_chooses_the_options(tmp_path):
     assert parse().options == One.Options(1.0)
     assert parse("--options.size", "3", "--kind", "b").options == Other.Options(3)
     file = tmp_path / "c.yaml"
     for kind, options in {"a": One.Options(0.5), "b": Other.Options(5), "c": Bare.Options()}.items():
         file.write_text(to_yaml(Whole(kind=kind, options=options)))
         assert parse("--config", str(file)) == Whole(kind=kind, options=options)
-    with pytest.raises(SystemExit):
-        parse("--help", "--kind=b")
-    told = capsys.readouterr().out
-    assert "--options.size" in told
-    assert "--options.rate" not in told
 
 
 def test_options_of_another_class_come_from_no_file_that_names_that_class(tmp_path, capsys):
@@ -185,9 +134,6 @@ def test_a_file_builds_on_another(tmp_path):
     base.write_text("base: sub/last.yaml\n")
     with pytest.raises(UserError, match=r"file\.yaml is its own base, by way of .*last\.yaml"):
         parse("--config", str(file))
-    base.unlink()
-    with pytest.raises(UserError, match=r"base\.yaml does not exist\. Correct the base in .*file\.yaml"):
-        parse("--config", str(last))
 
 
 def test_distances_of_the_command_line_are_those_of_the_library():

@@ -1,29 +1,10 @@
 """Counts of processes and threads are bound by the machine, in every command that takes one."""
 
-import importlib
-
 import pytest
 
-from probemb.cli.device import precision_words, training_precision
-from probemb.cli.machine import COMPUTING, cores, machine_memory, memory_limits, refuse_crowd
+from probemb.cli.device import training_precision
+from probemb.cli.machine import COMPUTING, machine_memory, memory_limits, refuse_crowd
 from probemb.errors import UserError
-
-COUNTS = [  # command, arguments, the option, its bound
-    ("pretrain.run", ["--data.train=x"], "--data.workers", COMPUTING),
-    ("zeroshot.imagenet", ["--data=x"], "--workers", COMPUTING),
-    ("tools.make_scenes", ["x"], "--workers", COMPUTING),
-]
-
-
-@pytest.mark.parametrize(("module", "words", "option", "most"), COUNTS)
-def test_more_than_the_machine_can_use_is_refused_with_the_bound(module, words, option, most, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [module, *words, option, "100000"])
-    with pytest.raises(UserError) as error:
-        importlib.import_module(module).main()
-    assert f"{option} is 100000." in error.value.what
-    assert f"to {most:,} (this machine has {cores()} CPU core" in error.value.remedy
-    assert not any(tmp_path.iterdir())
 
 
 def test_ranks_of_a_machine_share_the_bound(monkeypatch):
@@ -43,10 +24,8 @@ def test_bf16_is_for_gpus_that_have_it():
     v100, a100, none = (7, 0), (8, 0), None
     assert [training_precision("auto", gpu) for gpu in (v100, a100, none)] == ["fp32", "bf16", "fp32"]
     assert [training_precision("bf16", gpu) for gpu in (a100, none)] == ["bf16", "bf16"]
-    with pytest.raises(UserError, match=r"compute capability 7\.0\) has no bf16"):
+    with pytest.raises(UserError, match="has no bf16"):
         training_precision("bf16", v100)
-    assert precision_words("fp32", v100) == "fp32 (this GPU has no bf16)"
-    assert [precision_words("fp32", gpu) for gpu in (a100, none)] == ["fp32", "fp32"]
 
 
 def test_a_container_has_the_memory_of_its_control_group(tmp_path):

@@ -1,13 +1,10 @@
 """Pages: everything is escaped, figures stand in the page and beside it, nothing of another origin is replaced."""
 
 import pytest
-import torch
-from PIL import Image
 
-from probemb.cli.results import claim_files
-from probemb.errors import UserError
 from probemb.reports.figures import Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, print_blocks, thumbnail, write_page
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, print_blocks, write_page
+from probemb.reports.text import web_link
 
 HOSTILE = "\"'><script>alert(1)</script>&\x00\u202e\ud800"
 
@@ -52,19 +49,16 @@ def test_figures_lie_beside_the_page_and_those_of_an_earlier_page_go(tmp_path):
         write_page(tmp_path / "twice.html", page(figure("a"), figure("a")), "g")
 
 
-def test_somebody_elses_figures_are_not_mixed_with_ours(tmp_path):
-    (tmp_path / "figures").mkdir()
-    claim_files(tmp_path, ["report.html"], "the command")
-    (tmp_path / "figures" / "x.pdf").write_text("")
-    with pytest.raises(UserError, match="figures holds files of another origin"):
-        claim_files(tmp_path, ["report.html"], "the command")
-    claim_files(tmp_path, ["results.json"], "the command")
-    write_page(tmp_path / "report.html", page(), "the command")
-    claim_files(tmp_path, ["report.html"], "the command")
-
-
-def test_thumbnails_are_small():
-    picture = Image.new("RGB", (4000, 1000), "red")
-    assert thumbnail(picture).startswith("data:image/jpeg;base64,")
-    assert picture.size == (208, 52)
-    assert thumbnail(torch.zeros(6, 5)) == ""
+@pytest.mark.parametrize(
+    ("address", "fine"),
+    [
+        ("https://photos.example/a.jpg?b=1&c=2#d", True), ("HTTP://photos.example:8080/ä.jpg", True),
+        ("javascript:alert(1)", False), ("data:text/html,x", False), ("//x.example/x", False), ("file:///etc", False),
+        ("https://bank.example@evil.example/", False), ("https://bank.example\\@evil.example/", False),
+        ("https://x.example/\u202egnp.exe", False), ("https://x.example/a b", False), ("https://", False), (7, False),
+        ("https://x.example/\"><script>", False), ("https://[::1", False), ("https://x:99999/", False), (None, False),
+        ("https://x.example/" + "a" * 2_000, False), ("https://x.example/\n", False),
+    ],
+)  # fmt: skip
+def test_addresses_that_may_become_links(address, fine):
+    assert web_link(address) == (address if fine else None)

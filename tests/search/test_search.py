@@ -6,7 +6,6 @@ from torch.nn import functional as F
 
 from probemb import Gaussian
 from probemb.distances import csd
-from probemb.errors import UserError
 from probemb.evaluation.scores import tolerance_scores
 from probemb.metrics import ranking
 from probemb.search import build_index, rerank, search, search_weighted
@@ -94,25 +93,3 @@ def test_an_index_that_finds_too_few_says_so():
     assert torch.equal(distance.isinf(), found == -1)
     _, again = rerank(build_index(gallery, "IVF40,Flat", form="mean"), queries, 5, 100)
     assert (again[:, 0] >= 0).all()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda g, q: search(build_index(g), q, 9), "9 neighbours are asked of a gallery of 8"),
-        (lambda g, q: search(build_index(g), q, 0), "0 neighbours"),
-        (lambda g, q: search(build_index(g), gaussians(3, dim=5), 1), "the gallery has 16 dimensions"),
-        (lambda g, q: build_index(g, tolerance=float("nan")), "The weight of the variances is nan"),
-        (lambda g, q: search_weighted(build_index(g, "HNSW4"), q, 1, -1.0), "only a Flat one on the CPU can"),
-        (lambda g, q: build_index(g, "Flt"), "FAISS makes no index of 'Flt'"),
-        (lambda g, q: build_index(g, "IVF100,Flat"), "cannot be made from 8 items"),
-        (lambda g, q: build_index(g[:0]), "The gallery has the shape"),
-        (lambda g, q: build_index(Gaussian(g.mean / 0, g.log_var)), "NaN or infinity"),
-        (lambda g, q: build_index(g, form="means"), "Did you mean 'mean'"),
-        (lambda g, q: rerank(build_index(g), q, 2), "nothing to re-rank"),
-        (lambda g, q: rerank(build_index(g, form="mean"), q, 5, 3), "5 items are asked of 3 candidates"),
-    ],
-)
-def test_bad_input(call, message):
-    with pytest.raises(UserError, match=message):
-        call(gaussians(8), gaussians(3, seed=1))

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.jobs import meeting_port
+
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 GPUS = 2  # that each node claims; Slurm counts them and hands them out, nothing can compute on them
@@ -41,14 +43,7 @@ def missing() -> str:
 
 
 class Cluster:
-    """Start with `Cluster(nodes)`, end with `stop()`.
-
-    Args:
-        nodes: how many virtual nodes, node1 to nodeN.
-
-    Attributes:
-        env: the environment in which Slurm's commands talk to this cluster.
-    """
+    """Virtual nodes, node1 to nodeN, until `stop()`; with the environment `env` Slurm's commands talk to them."""
 
     def __init__(self, nodes: int):
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: Unix sockets live in it
@@ -128,7 +123,7 @@ class Cluster:
 
     def _write_config(self) -> None:
         here = socket.gethostname().split(".")[0]
-        ports = _free_ports(len(self.nodes) + 1)
+        ports = [meeting_port() for _ in range(len(self.nodes) + 1)]
         for i in range(GPUS):
             (self.folder / "gpu" / f"gpu{i}").symlink_to("/dev/null")  # Slurm wants character devices
         names = f"node[1-{len(self.nodes)}]"
@@ -170,26 +165,15 @@ class Cluster:
         }
         lines = [f"{key}={value}" for key, value in settings.items()]
         for i, node in enumerate(self.nodes):
-            lines.append(
-                f"NodeName={node} NodeHostname={node} NodeAddr={self._address(i)} Port={ports[i + 1]} "
-                f"CPUs=16 RealMemory=64000 Gres=gpu:{GPUS} State=UNKNOWN"
-            )
+            place = f"NodeName={node} NodeHostname={node} NodeAddr={self._address(i)} Port={ports[i + 1]}"
+            lines.append(f"{place} CPUs=16 RealMemory=64000 Gres=gpu:{GPUS} State=UNKNOWN")
         lines.append("PartitionName=main Nodes=ALL Default=YES DefaultTime=60 MaxTime=INFINITE State=UP")
         self.config.write_text("\n".join(lines) + "\n")
 
     def _daemon(self, name: str, argv: list[str]) -> None:
         with (self.folder / "log" / name).open("ab") as log:
-            self.daemons.append(
-                subprocess.Popen(
-                    argv,
-                    env=self.env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent,
-                )
-            )
+            how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            self.daemons.append(subprocess.Popen(argv, env=self.env, preexec_fn=_end_with_parent, **how))
 
     def _idle(self) -> int:
         states = self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).stdout.split()
@@ -234,19 +218,3 @@ class Cluster:
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _free_ports(n: int) -> list[int]:
-    """Below the range that the system hands out by itself, where nobody takes one meanwhile."""
-    held: list[socket.socket] = []
-    while len(held) < n:
-        one = socket.socket()
-        try:
-            one.bind(("0.0.0.0", random.randrange(30001, 32000)))
-            held.append(one)
-        except OSError:
-            one.close()
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports

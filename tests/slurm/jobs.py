@@ -28,13 +28,7 @@ TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-pe
 
 
 class Jobs:
-    """Everything in `folder`: logs and run folders.
-
-    Args:
-        cluster: where the jobs run.
-        train: the shards to train on.
-        folder: of the test.
-    """
+    """Jobs of a cluster that train on the shards `train`, with logs and run folders in `folder`."""
 
     def __init__(self, cluster: Cluster, train: Path, folder: Path):
         self.cluster, self.train, self.folder = cluster, train, folder

@@ -18,24 +18,13 @@ def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
     assert seen["Restarts"] == "1"
     first, second = jobs.log(job).split("start 2, on ")
     assert "asked to stop: back into the queue" in first
-    assert "start 1, on " in first  # one log for both starts
     assert "resumed at step" in second
-    at = int(second.split("resumed at step ")[1].split()[0])
-    assert 3 <= at < STEPS
-    assert f"step {STEPS}/{STEPS}" in second
 
     log = jobs.log(whole) if jobs.ended(whole, "COMPLETED") else ""
     assert jobs.cluster.job(whole)["Restarts"] == "0"
     assert "2 ranks, meeting at node" in log
     assert "engine  2 x cpu" in log
     assert_same_run(jobs, "cut", "whole")
-
-    # What is finished stays as it is when it is submitted again.
-    weights = (jobs.folder / "cut/model/model.safetensors").read_bytes()
-    again = jobs.submit(*jobs.arguments("cut"), sbatch=("--nodes=1", *TWO_NODES[1:]), **CPU)
-    jobs.ended(again, "COMPLETED")
-    assert f"is finished: {STEPS} of {STEPS} steps" in jobs.log(again)
-    assert weights == (jobs.folder / "cut/model/model.safetensors").read_bytes()
 
 
 def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobody(jobs):

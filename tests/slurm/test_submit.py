@@ -26,33 +26,6 @@ def test_times_as_slurm_writes_them(text, expected):
     assert seconds(text) == expected
 
 
-REFUSALS = {
-    "another stage": (["pretain", *GPUS], "There is no stage pretain. Did you mean 'pretrain'?", "zeroshot"),
-    "another option": (
-        ["pretrain", *GPUS, "--node", "4"],
-        "There is no option --node. Did you mean '--nodes'?",
-        "--help",
-    ),
-    "no GPUs": (["pretrain", "--nodes", "4"], "The job asks for no GPUs.", "--cpu"),
-    "tasks share GPUs": (["pretrain", *GPUS, "--tasks-per-node", "4"], "4 tasks are to share 8 GPUs", "Leave"),
-    "no time to save": (["pretrain", *GPUS, "--time", "5"], "--time 5 is not longer than the 300 s", "--margin"),
-    "no Slurm": (["pretrain", *GPUS], "This machine has no sbatch.", "--local"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_run_is_refused_in_words(name, tmp_path, monkeypatch, capsys):
-    words, what, remedy = REFUSALS[name]
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.chdir(tmp_path)
-    assert ends(*words) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert what in said[0]
-    assert remedy in said[1]
-    assert not any(tmp_path.iterdir())
-
-
 def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
@@ -80,15 +53,9 @@ def test_methods_and_sweeps_become_an_array_of_argument_lists(tmp_path):
     lines = [["--optimizer.lr", "1e-3", "--out", "runs/lr 1"], ["--method=vse", "--out=runs/2"]]
     assert argument_lists("pretrain", given, sweep=str(sweep)) == [[*given, *line] for line in lines]
     assert argument_lists("zeroshot", given) == [given]
-    for text, what in (
-        ("--seed 1\n", "Line 1 of .* names no --out"),
-        ("--out a\n--out a\n", "Line 2 of .* has the --out of another line"),
-        ("--out 'a\n", "Line 1 of .* cannot be read"),
-        ("# none\n", "has no line of arguments"),
-    ):
-        sweep.write_text(text)
-        with pytest.raises(UserError, match=what):
-            argument_lists("pretrain", [], sweep=str(sweep))
+    sweep.write_text("--out a\n--out a\n")
+    with pytest.raises(UserError, match=r"Line 2 of .* has the --out of another line"):
+        argument_lists("pretrain", [], sweep=str(sweep))
 
 
 def test_parts_share_the_shards_of_an_embedding(tmp_path, monkeypatch, capsys):
@@ -98,12 +65,3 @@ def test_parts_share_the_shards_of_an_embedding(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "#SBATCH --array=0-15%16" in lines
     assert "#SBATCH --requeue" in lines
-
-
-@pytest.mark.slow
-def test_without_slurm_a_stage_that_fails_fails_the_command(here):
-    process, local = here(ranks=2, **{"model.name": "ViT-Mikro-32"})
-    assert process.wait(timeout=120) == 1
-    said = (local.folder / "output").read_text()
-    assert "ViT-Mikro-32" in said
-    assert "rank 0, 1 failed" in said

@@ -1,6 +1,5 @@
 """`make_scenes --boxes`: the published forms, and that what they say is true of the pictures."""
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -8,22 +7,11 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from probemb.data.scenes import boxes, render, sample_from_json, scene
 from probemb.data.scenes.world import COLOURS, SHAPES
-from tools.make_scenes import Plan, is_finished, make
 from tools.scene_forms import BACKGROUND, CROP, FEATURES, REGIONS, WHOLE
-
-PLAN = Plan(train=20, val=12, classes_images=70, size=48, shard_size=10, boxes=True)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    out = tmp_path_factory.mktemp("made") / "scenes"
-    assert make(PLAN, out, workers=1)
-    return out
 
 
 def known(file):
@@ -37,18 +25,18 @@ def share(box, other):
     return width * height / ((box[2] - box[0]) * (box[3] - box[1]))
 
 
-@pytest.mark.parametrize("split", ["train", "dev", "test"])
-def test_regions_are_crops_of_the_picture(made, split):
+def test_regions_are_crops_of_the_picture(boxed_scenes):
+    made, split = boxed_scenes, "dev"
     features = np.load(made / "regions" / f"{split}_ims.npy", allow_pickle=False)
     rows = known(made / "regions" / f"{split}_scenes.jsonl")
-    assert features.shape == (20 if split == "train" else 12, REGIONS, FEATURES)
+    assert features.shape == (8, REGIONS, FEATURES)
     assert features.dtype == np.float32
     assert len(rows) == len(features)
     assert (made / "regions" / f"{split}_ids.txt").read_text().split() == [str(i) for i in range(len(rows))]
     captions = (made / "regions" / f"{split}_caps.txt").read_text().splitlines()
     for i, row in enumerate(rows):
         found, stated = sample_from_json(row)
-        assert found == scene(f"0 {dict(dev='val').get(split, split)}", i)
+        assert found == scene("0 val", i)
         assert captions[5 * i : 5 * i + 5] == [caption.text for caption in stated]
         picture = render(found, 48)
         assert sorted(row["objects"]) == sorted([*range(len(found.things)), WHOLE] + [-2] * (5 - len(found.things)))
@@ -65,7 +53,8 @@ def test_regions_are_crops_of_the_picture(made, split):
                 assert sum(share(box, thing) for thing in row["boxes"]) < 0.6
 
 
-def test_phrases_are_marked_in_the_captions(made):
+def test_phrases_are_marked_in_the_captions(boxed_scenes):
+    made = boxed_scenes
     rows = {row["image_id"]: row for row in known(made / "entities" / "scenes.jsonl")}
     listed = [int(line) for split in ("val", "test") for line in (made / f"entities/{split}.txt").read_text().split()]
     assert listed == list(rows)
@@ -110,49 +99,6 @@ def check_phrase(kind, phrase, placed, row):
         assert not set(phrase.split()) & (set(COLOURS) - {colour})
 
 
-def test_regions_of_visual_genome_describe_their_object(made):
-    rows = json.loads((made / "visual_genome" / "region_descriptions.json").read_text())
-    sizes = json.loads((made / "visual_genome" / "image_data.json").read_text())
-    truth = {row["image_id"]: row for row in known(made / "visual_genome" / "scenes.jsonl")}
-    assert [row["id"] for row in rows] == [one["image_id"] for one in sizes] == list(range(1, 13))
-    ids = [region["region_id"] for row in rows for region in row["regions"]]
-    assert len(set(ids)) == len(ids)
-    for row in rows:
-        things = truth[row["id"]]["scene"]["things"]
-        assert 2 <= len(row["regions"]) == len(things)
-        assert Image.open(made / "visual_genome" / "VG_100K" / f"{row['id']}.jpg").size == (48, 48)
-        for region, (shape, colour, size, _), box in zip(row["regions"], things, truth[row["id"]]["boxes"]):
-            assert region["phrase"] == f"a {size} {colour} {shape}"
-            left, top = region["x"], region["y"]
-            found = [left, top, left + region["width"], top + region["height"]]
-            assert np.abs(np.array(found) - box).max() < 1.001
-
-
-def test_classes_in_the_form_of_cub(made):
-    folder = made / "cub"
-    lists = {name: dict(line.split(" ", 1) for line in (folder / f"{name}.txt").read_text().splitlines()) for name in
-             ("images", "classes", "image_class_labels", "bounding_boxes", "train_test_split")}  # fmt: skip
-    assert len(lists["images"]) == 70
-    assert len(lists["classes"]) == 64
-    trained, held = ((folder / f"{name}.txt").read_text().split() for name in ("trainvalclasses", "testclasses"))
-    assert sorted(trained + held) == list(lists["classes"].values())
-    assert len(held) == 16
-    for words in (SHAPES, COLOURS):  # nothing that a held-out class is made of is new
-        for word in words:
-            assert sum(word in name.split(".")[1].split("_") for name in held) == 2
-    for number, name in lists["images"].items():
-        kind = name.split("/")[0]
-        assert lists["classes"][lists["image_class_labels"][number]] == kind
-        assert lists["train_test_split"][number] == str(int(kind in trained))
-        assert (folder / "images" / name).is_file()
-        captions = (folder / "text_c10" / name.replace(".jpg", ".txt")).read_text().splitlines()
-        assert len(captions) == 10
-        colour, shape = kind.split(".")[1].split("_")
-        words = {word for caption in captions for word in re.findall(r"\w+", caption)}
-        assert {colour, shape} <= words
-        assert not words & (set(COLOURS) - {colour})
-
-
 def test_boxes_are_where_the_pixels_of_an_object_are():
     """A picture with the object in another colour differs in the box alone, up to its sides."""
     for i in range(12):
@@ -164,16 +110,3 @@ def test_boxes_are_where_the_pixels_of_an_object_are():
             rows, columns = np.nonzero(np.abs(pair[0] - pair[1]).max(axis=2) > 24)
             seen = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
             assert np.abs(np.array(boxes(one, 120)[number]) - seen).max() < 2.5
-
-
-def test_the_same_arguments_give_the_same_forms(made, tmp_path):
-    small = Plan(train=3, val=2, classes_images=2, size=24, boxes=True)
-    for name, workers in (("one", 1), ("two", 2)):
-        make(small, tmp_path / name, workers)
-    digests = []
-    for name in ("one", "two"):
-        files = sorted(file for file in (tmp_path / name).rglob("*") if file.is_file())
-        digests.append([(f.relative_to(tmp_path / name), hashlib.sha256(f.read_bytes()).digest()) for f in files])
-    assert digests[0] == digests[1]
-    assert is_finished(small, tmp_path / "one")
-    assert not is_finished(Plan(train=3, val=2, classes_images=2, size=24), tmp_path / "one")

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 
 import pandas as pd
 import pytest
@@ -39,18 +38,12 @@ def run(tmp_path, capsys):
     return call
 
 
-@pytest.mark.parametrize("n", [2, 3, 7])
-def test_paired_differences_have_students_interval_and_p(n):
-    a, b = scipy.stats.norm.rvs(size=(2, n), random_state=n)
+def test_paired_differences_have_students_interval_and_p():
+    a, b = scipy.stats.norm.rvs(size=(2, 7), random_state=7)
     found, truth = study.paired(list(a - b)), scipy.stats.ttest_rel(a, b)
     interval = truth.confidence_interval(0.95)
     assert found["mean"] == pytest.approx((a - b).mean())
     assert (found["low"], found["high"], found["p"]) == pytest.approx((interval.low, interval.high, truth.pvalue))
-
-
-def test_equal_differences_have_a_point_as_interval():
-    assert study.paired([2.0, 2.0]) == {"mean": 2.0, "low": 2.0, "high": 2.0, "p": 0.0}
-    assert study.paired([0.0, 0.0])["p"] == 1
 
 
 def test_holm_is_the_closed_test_of_bonferroni():
@@ -81,14 +74,6 @@ def test_finished_rows_are_kept_and_a_wider_study_runs_the_rest(run, tmp_path):
     assert results["rows"][0]["commands"][0].startswith("python -c")
 
 
-def test_a_table_is_read_back_with_the_same_comparisons(run, tmp_path):
-    text = run("--seeds", "3")
-    again = run("--table", str(tmp_path / "out/results.csv"))
-    assert again.strip() in text
-    table = pd.read_csv(tmp_path / "out/results.csv", comment="#")
-    assert list(table) == ["row", "seed", "x", "seconds"]
-
-
 def test_a_changed_command_line_is_refused_and_run_again_when_asked(run, tmp_path):
     run("--seeds", "1")
     changed = {"rows": {"a b": {"value": 1}, "c": {"value": 4}}}
@@ -97,38 +82,3 @@ def test_a_changed_command_line_is_refused_and_run_again_when_asked(run, tmp_pat
     run("--seeds", "1", "--rerun", **changed)
     table = pd.read_csv(tmp_path / "out/results.csv", comment="#").set_index("row")
     assert table.x.to_dict() == {"a b": 1, "c": 4}
-
-
-def test_a_failing_command_is_named_with_its_last_lines_and_the_others_go_on(run, capsys, tmp_path):
-    broken = "python -c \"print('halfway'); raise ValueError('broken')\""
-    rows = {"a b": {"command": broken}, "c": {"value": 3}}
-    with pytest.raises(UserError, match="1 of 2 failed: a-b-seed-0"):
-        run("--seeds", "1", rows=rows)
-    told = capsys.readouterr()
-    assert "a-b-seed-0 ended with code 1" in told.err
-    assert "ValueError: broken" in told.err
-    assert "30.0" in told.out
-    rows["a b"] = {"value": 1}
-    run("--seeds", "1", rows=rows)  # mended
-    assert len(pd.read_csv(tmp_path / "out/results.csv", comment="#")) == 2
-
-
-def test_a_variable_that_is_not_set_is_asked_for(run):
-    with pytest.raises(UserError, match="more is not set") as error:
-        run(variables={"factor": None, "more": None}, commands=[WRITE + " {more}"])
-    assert "--set more=VALUE" in str(error.value)
-
-
-def test_the_time_left_follows_what_rows_took(tmp_path):
-    rows, runner = (("a", 1), ("b", 3), ("c", 2)), study.Runner(2, False)
-    jobs = [study.Job(f"{row}-{seed}", tmp_path, [], row, seed, cost=cost) for seed in (0, 1) for row, cost in rows]
-    assert runner.seconds_left(jobs, jobs) is None
-    for job, seconds in zip(jobs[:2], (10.0, 50.0)):
-        job.file("finished", ".json").write_text(json.dumps({"seconds": seconds}))
-    # A unit of cost takes 15 s, so each c 30; a takes 10 and b 50, as before; two at a time: 30 + 30, and 10 + 50
-    assert runner.seconds_left(jobs[2:], jobs) == pytest.approx(60, abs=0.1)
-
-
-def test_python_is_the_running_one(run, tmp_path):
-    run("--seeds", "1", commands=[WRITE, 'python -c "import sys; print(sys.executable)"'])
-    assert (tmp_path / "out/logs/c-seed-0.log").read_text().splitlines()[-1] == sys.executable

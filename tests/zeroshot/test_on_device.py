@@ -47,11 +47,3 @@ def test_prompt_filters(run_folder, shards, tmp_path):
     options = ["--model", str(run_folder), "--data", str(shards), "--filter", "every", "--select-on", "folds:3"]
     found = run_ranks(1, evaluated, "imagenet", options, tmp_path)[0]
     compare(found[1], found[0])
-
-
-@pytest.mark.slow
-@needs_pretended_gpu
-def test_retrieval(run_folder, captioned, tmp_path):
-    options = ["--model", str(run_folder), "--data", str(captioned), "--no-split", "--erased", "4", "--samples", "2"]
-    found = run_ranks(1, evaluated, "retrieval", [*options, "--candidates", "12"], tmp_path)[0]
-    compare(found[1], found[0])

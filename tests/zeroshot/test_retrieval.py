@@ -12,7 +12,7 @@ from probemb.evaluation.embed_pairs import exact_match
 from probemb.evaluation.tolerance import GRID
 from probemb.models import load_model
 from tests.world import jpeg, write_tar
-from zeroshot.evaluations.judgements import SCORES, load_scores
+from zeroshot.evaluations.judgements import load_scores
 from zeroshot.retrieval import main
 
 sklearn = pytest.importorskip("sklearn.metrics")
@@ -63,40 +63,6 @@ def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, caption
                 assert searched == pytest.approx(expected, abs=0.03)  # float32 may swap two that nearly tie
 
 
-def test_what_uncertainty_knows(measured):
-    found = measured.json["uncertainty"]
-    assert "all true captions: mAP@R" in found["quality"]["images"]
-    ends = found["erased"]["ends"]
-    assert ends["uncertainty"][0] == pytest.approx(found["erased"]["words"]["uncertainty"][0])
-    assert ends["lies_in"][0] is None
-    for side in ("captions", "images"):
-        rows = {row["score"]: row for row in measured.json["predictors"][side]}
-        assert list(rows) == ["u", "expected-matches", "entropy", "spread", "distance", "margin"]
-        quality = found["quality"][side]["own captions: R@1"]
-        assert rows["u"]["r@1"]["value"] == pytest.approx(quality["bins"]["spearman"])
-    own, nested = measured.json["generality"]["own"], measured.json["generality"]["nested"]
-    assert own["pairs"] == measured.json["captions"]
-    assert nested["pairs"] == nested["found"] > 0
-
-
-def test_the_page_has_every_section_and_the_extremes(measured, captioned):
-    for heading in (
-        "Rankings", "Human judgements", "What u measures", "Uncertainty against recall", "Refusing", "what is erased",
-        "in a plane", "Most and least", "What each score of a query knows", "Variance as a tolerance",
-        "Image lies in its own caption".lower(), "tolerance, oracle", "1 judged pairs are not",
-    ):  # fmt: skip
-        assert heading in measured.page.text, heading
-    assert measured.page.count["svg"] == 11
-    assert measured.page.count["img"] == 16 + 3 * 16  # images as queries, and what captions retrieve
-    extremes = measured.json["uncertainty"]["extremes"]
-    texts = find_captions(captioned).flat()
-    for queries in extremes["captions"].values():  # the same text once
-        assert len({texts[query["row"]] for query in queries}) == 8
-    assert {len(query["retrieved"]) for side in extremes.values() for qs in side.values() for query in qs} == {3}
-    assert "Pearson" in measured.told
-    assert "human judgements" in measured.told
-
-
 def test_weights_chosen_on_the_evaluated_images_are_an_oracle(measured):
     (kind, found), *others = measured.json["tolerance"].items()
     assert (kind, others) == ("oracle", [])
@@ -110,17 +76,6 @@ def test_weights_chosen_on_the_evaluated_images_are_an_oracle(measured):
         assert at[found[way]] == max(at.values()) == pytest.approx(row[way]["map_at_r"], abs=0.02)
 
 
-def test_weights_that_are_given_are_no_oracle(run, run_folder, captioned):
-    options = (*FAST, "tolerance,csd,mean", "--tolerance.i2t=1", "--tolerance.t2i=1", "--uncertainty", "log-det")
-    result = run(main, run_folder, captioned, *options)
-    rows = {row["ranking"]: row for row in result.json["rows"] if row["positives"] == "own captions"}
-    assert rows["tolerance"]["rsum"] == pytest.approx(rows["csd"]["rsum"], abs=5)  # near ties
-    assert rows["tolerance"]["chosen"] == "given"
-    assert result.json["tolerance"]["given"]["curve"] is None
-    assert "Variance as a tolerance" not in result.page.text
-    assert "u is the log-det of an item" in result.page.text
-
-
 def test_weights_chosen_on_other_images_are_called_so(run, run_folder, captioned, tmp_path):
     members = []
     for i in range(12):
@@ -130,12 +85,8 @@ def test_weights_chosen_on_other_images_are_called_so(run, run_folder, captioned
     found = result.json["tolerance"]["chosen"]
     assert (found["chosen"], found["metric"], found["positives"]) == ("chosen on val", "recall", "own captions")
     assert "tolerance, chosen on val: u of captions times" in result.told
-    for options, message in (
-        (("--select-data", captioned, "--no-select-split"), r"24 of the images in .* are also evaluated"),
-        (("--select-data", other, "--select-metric", "map-at-r-true"), "needs data whose true captions are all known"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(main, run_folder, captioned, "--no-split", *options)
+    with pytest.raises(UserError, match=r"24 of the images in .* are also evaluated"):
+        run(main, run_folder, captioned, "--no-split", "--select-data", captioned, "--no-select-split")
 
 
 def test_judgements_are_scikit_learns(measured, run_folder, captioned, judged_pairs):
@@ -154,7 +105,6 @@ def test_judgements_are_scikit_learns(measured, run_folder, captioned, judged_pa
     precision = rows["mean"]["average_precision"]
     assert precision["value"] == pytest.approx(sklearn.average_precision_score(label, score), abs=1e-3)
     assert rows["mean"]["roc_auc"]["value"] == pytest.approx(sklearn.roc_auc_score(label, score), abs=1e-3)
-    assert set(found["calibration"]) == {"closed form", "sampled", "constant"}
     u = measured.json["predictors"]["captions"][0]
     assert u["accepted_share"]["value"] == pytest.approx(found["acceptance"]["spearman"]["value"])
     scores, _, models, _ = load_scores(measured.out)
@@ -167,9 +117,6 @@ def test_another_model_is_compared_and_a_point_model_has_no_uncertainty(
 ):
     options = (*FAST, "csd,mean", "--judgements", judged_pairs, "--compare", measured.out)
     result = run(main, point_model, captioned, *options)
-    assert "difference from" in result.told
-    assert "The model predicts no uncertainty." in result.told
-    assert "Refusing" not in result.page.text
     assert (result.json["uncertainty"], result.json["judgements"]["calibration"]) == ({}, None)
     before = {row["ranking"]: row for row in measured.json["judgements"]["rows"]}
     after = {row["ranking"]: row for row in result.json["judgements"]["rows"]}
@@ -195,42 +142,3 @@ def test_markup_in_captions_and_unreadable_images(run, run_folder, tmp_path):
     assert (result.json["images"], result.json["captions"]) == (9, 18)
     assert [row["name"] for row in result.json["images_left_out"]] == ["<i>4"]
     assert "1 image left out" in result.told
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--benchmarks", "coco"), "no COCO ids of its captions|are not in the data"),
-        (("--benchmarks", "ecv"), "no benchmark 'ecv'. Did you mean 'eccv'"),
-        (("--benchmarks", "pmrp"), "the objects that the images show"),
-        (("--rankings", "cds"), "no ranking 'cds'. Did you mean 'csd'"),
-        (("--tolerance.i2t", "-1"), "given without the other"),
-        (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--select-data", "x"), "so none is chosen"),
-        (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--rankings", "csd"), "the rankings are csd"),
-        (("--select-split", "test"), "--select-split has no effect"),
-        (("--images", "nowhere"), "image folder nowhere would not be used"),
-        (("--second", "nowhere/at/all"), "There is no model at nowhere/at/all"),
-        (("--factory", "Flatt"), "FAISS makes no index of 'Flatt'"),
-        (("--factory", "IVF4096,Flat"), r"'IVF4096,Flat' cannot be made from .* items: it needs at least 4,096"),
-        (("--compare", "x"), "--compare is given without --judgements"),
-        (("--judgements", "nowhere.tsv"), "nowhere.tsv does not exist"),
-    ],
-)
-def test_bad_input(options, message, run, run_folder, captioned):
-    with pytest.raises(UserError, match=message):
-        run(main, run_folder, captioned, "--no-split", *options)
-
-
-def test_judgements_that_do_not_fit_are_refused(measured, run, run_folder, captioned, judged_pairs, tmp_path):
-    first = judged_pairs.read_text().splitlines(keepends=True)
-    (tmp_path / "few.tsv").write_text("".join(first[:400]))
-    (tmp_path / "agreed.tsv").write_text(first[0] + "001\t000\t0\t1\t2\n")
-    (tmp_path / SCORES).write_bytes((measured.out / SCORES).read_bytes()[:-8])
-    for options, message in (
-        (("--judgements", tmp_path / "agreed.tsv"), "people accept none"),
-        (("--judgements", judged_pairs, "--compare", "nowhere"), "nowhere holds no scores of judged pairs"),
-        (("--judgements", judged_pairs, "--compare", tmp_path), "holds no scores of judged pairs: "),
-        (("--judgements", tmp_path / "few.tsv", "--compare", measured.out), "scores other judged pairs"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(main, run_folder, captioned, *FAST, "csd,mean", *options)

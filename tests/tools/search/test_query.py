@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from tests.orientation import stored, upright
 from tests.searching import N, open_searcher
 from tools.build_index import main as build
 from tools.search.query import (
-    MAX_TEXT,
     QueryEncoder,
     QueryImage,
     Searcher,
@@ -83,43 +81,8 @@ def test_parts_are_one_query(weights, gallery, searcher):
     )
     assert answer["query"]["log_normaliser"] == pytest.approx(float(product.log_normaliser), rel=1e-5)
     assert answer["query"]["uncertainty"] == pytest.approx(float(query.uncertainty()))
-    if weights is None:
-        assert answer["query"]["uncertainty"] < min(part["uncertainty"] for part in answer["query"]["parts"])
-
-
-@pytest.mark.parametrize(
-    ("weights", "what"),
-    [
-        ([1, -3], "Taking away part 2 of the query leaves no density"),
-        ([1, -1, 1], "2 parts and 3 weights"),
-        ([-1, -1], "only what to leave out"),
-        ([1, 1e-44], "weight of a part is 1e-44"),
-        ([1, float("nan")], "is nan"),
-        ([1, -11], "is -11"),
-    ],
-)
-def test_weights_that_are_refused(searcher, weights, what):
-    with pytest.raises(UserError, match=what):
-        searcher.answer(SearchRequest(TEXTS, weights=weights))
-
-
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [
-        ({}, "The query is empty"),
-        ({"texts": ["a", " "]}, "One of the texts is empty"),
-        ({"texts": ["bad \udcff text"]}, "is not UTF-8"),
-        ({"texts": ["a" * (MAX_TEXT + 1)]}, "2,001 characters"),
-        ({"texts": ["a"] * 9}, "9 parts"),
-        ({"texts": ["a"], "top": 0}, "0 results"),
-        ({"texts": ["a"], "top": 1_000_000}, "1000000 results"),
-        ({"texts": ["a"], "max_uncertainty": float("nan")}, "of the query is nan"),
-        ({"texts": ["a"], "max_item_uncertainty": -1.0}, "of a result is -1"),
-    ],
-)
-def test_requests_that_are_refused(given, what):
-    with pytest.raises(UserError, match=what):
-        SearchRequest(**given)
+    with pytest.raises(UserError, match="Taking away part 2 of the query leaves no density"):
+        searcher.answer(SearchRequest(TEXTS, weights=[1, -3]))
 
 
 def test_a_trained_composer_composes(searcher):
@@ -134,8 +97,6 @@ def test_a_trained_composer_composes(searcher):
     assert (answer["query"]["composer"], encoder.weighs) == ("tirg", False)
     assert answer["query"]["uncertainty"] < 1e-9  # points
     assert {one["match"] for one in answer["results"]} == {None}
-    with pytest.raises(UserError, match="no weights and no parts to take away"):
-        encoder.compose(parts, [1, -1])
 
 
 def test_every_index_ranks_by_the_weight(gallery, searcher, indexes):
@@ -151,15 +112,6 @@ def test_every_index_ranks_by_the_weight(gallery, searcher, indexes):
         assert (rows(answer), answer["weight"]) == (order[weight][:10], weight), (folder, options)
     with pytest.raises(UserError, match="variances times 1, and cannot with -1"):
         open_searcher(indexes / "graph", "--tolerance", "-1")
-    means = (gallery.embedded.mean - query.mean).square().sum(1).argsort().tolist()
-    k = next(k for k in range(1, 10) if set(means[:k]) != set(order[1][:k]))
-    few = open_searcher(indexes / "mean", "--rerank", str(k), "--top", str(k)).answer(SearchRequest(TEXTS[:1], top=k))
-    assert set(rows(few)) == set(means[:k])  # it finds no others than the means bring
-
-
-def test_an_index_of_captions(gallery):
-    answer = open_searcher(gallery.texts).answer(SearchRequest(images=[picture(gallery.jpegs[0])], top=3 * N))
-    assert sorted(one["captions"][0] for one in answer["results"]) == sorted(chain(*gallery.captions))
 
 
 @pytest.mark.parametrize("name", ["Flat", "ivf", "mean", "fits"])
@@ -218,9 +170,8 @@ def test_a_query_that_is_no_image(gallery, searcher, tmp_path, data):
         read_image(tmp_path / "x.jpg")
 
 
-@pytest.mark.parametrize("orientation", [1, 3, 6])
-def test_a_picture_is_asked_with_as_it_is_seen(orientation):
-    found = decode_query("upload", stored(upright(), orientation))
+def test_a_picture_is_asked_with_as_it_is_seen():
+    found = decode_query("upload", stored(upright(), 6))
     assert np.abs(np.asarray(found, int) - np.asarray(upright(), int)).mean() < 3
 
 

@@ -1,0 +1,97 @@
+"""The scripts on a real Slurm: a node lost, cancelled, a sweep, finetuning preempted, an array that downloads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from probemb.data.shards.index import read_index
+from tests.imagesite import serve_images
+from tests.slurm.jobs import CPU, STEPS, TWO_NODES
+
+FINETUNING = {
+    "model.name": "ViT-Micro-32",
+    "model.pretrained": "null",
+    "model.embed_dim": 32,
+    "batch_size": 16,
+    "epochs": 2,
+    "log_every": 1,
+    "swa_epochs": 1,
+    "data.workers": 0,
+    "optimizer.freeze_epochs": 1,
+    "optimizer.warmup_epochs": 0,
+    "optimizer.decay_epochs": 1,
+}
+
+
+def test_finetuning_is_preempted_requeued_and_finished(jobs):
+    """USR1 to the batch script is what --signal=B:USR1@300 sends before the time limit."""
+    given = {**FINETUNING, "data.path": jobs.train.parent, "out": jobs.folder / "run"}
+    job = jobs.submit(*(f"--{key}={value}" for key, value in given.items()), script="finetune.sh", **CPU)
+    jobs.until_step(job, "run", 3)
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert jobs.ended(job, "COMPLETED")["Restarts"] == "1"
+    assert "resumed at step" in jobs.log(job)
+    losses = [m["step"] for m in jobs.metrics("run") if "loss" in m]
+    assert losses == list(range(1, STEPS + 1))  # 64 images with five captions each, twice
+
+
+def test_an_array_downloads_and_another_job_finishes(jobs):
+    one_core, out = ("--cpus-per-task=1", "--mem=0", "--time=10"), jobs.folder / "out"
+    with serve_images() as site:
+        path = jobs.folder / "list.tsv"
+        path.write_text("".join(f"picture {i}\t{site.address}/ok/{i}\n" for i in range(58)))
+        words = ["cc3m", str(path), "--out", str(out), "--shard-size=10", "--private-hosts", "--threads=2"]
+        array = jobs.submit(*words, script="download.sh", sbatch=(*one_core, "--array=1-2"))
+        last = jobs.submit(*words, script="download.sh", sbatch=(*one_core, f"--dependency=afterany:{array}"))
+        jobs.ended(last, "COMPLETED")
+        assert set(site.requests.values()) == {1}  # neither task asked for what was the other's
+    assert sum(shard.samples for shard in read_index(out)) == 58
+    assert json.loads((out / "download" / "report.json").read_text())["got"] == 58
+
+
+def test_a_failed_node_leads_to_a_requeue_and_a_finished_run(jobs):
+    job = jobs.submit(*jobs.arguments("run", **{"save-every": 10}), **CPU)
+    jobs.until_step(job, "run", 11)
+    nodes = jobs.cluster.run("scontrol", "show", "hostnames", jobs.cluster.job(job)["NodeList"]).stdout.split()
+    assert len(nodes) == 2
+    lost = nodes[1]
+    jobs.cluster.run("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    try:
+        seen = jobs.ended(job, "COMPLETED")
+        used = jobs.cluster.run("scontrol", "show", "hostnames", seen["NodeList"]).stdout.split()
+    finally:
+        jobs.cluster.run("scontrol", "update", f"nodename={lost}", "state=resume")
+    assert seen["Restarts"] == "1"
+    assert lost not in used
+    assert "resumed at step" in jobs.log(job)
+    assert [m["step"] for m in jobs.metrics("run")] == list(range(1, STEPS + 1))
+
+
+def test_scancel_ends_everything_and_brings_nothing_back(jobs):
+    """The ranks save when they are told to end, as before a requeue: the script must not requeue then."""
+    job = jobs.submit(*jobs.arguments("run", samples=16 * 10_000), **CPU)
+    jobs.until_step(job, "run", 2)
+    assert jobs.cluster.leftovers(job)
+    jobs.cluster.run("scancel", job)
+    seen = jobs.ended(job, "CANCELLED")
+    jobs.cluster.until("all processes have ended", lambda: not jobs.cluster.leftovers(job))
+    assert seen["Restarts"] == "0"
+    assert "stopped by SIGTERM" in jobs.log(job)
+    assert "ended by Slurm" in jobs.log(job)
+    assert jobs.cluster.job(job)["JobState"] == "CANCELLED"
+
+
+def test_a_sweep_gives_each_array_task_its_line(jobs):
+    sweep = jobs.folder / "sweep.txt"
+    lines = [f"--optimizer.lr={lr} --out='{jobs.folder}/run {lr}'" for lr in ("1e-3", "2e-3")]
+    sweep.write_text("# learning rates\n\n" + "\n".join(lines) + "\n")
+    common = jobs.arguments("unused", samples=32)
+    where = ("--array=1-3", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
+    job = jobs.submit(f"--sweep={sweep}", *common, sbatch=where, **CPU)
+    jobs.cluster.until("the array's end", lambda: not jobs.cluster.run("squeue", "-h", "-j", job).stdout)
+    rates = [{m["lr"] for m in jobs.metrics(f"run {lr}")} for lr in ("1e-3", "2e-3")]
+    assert max(rates[1]) == pytest.approx(2 * max(rates[0]))
+    assert not (jobs.folder / "unused").exists()
+    assert "has no line 3" in jobs.log("3")
