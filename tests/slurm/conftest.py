@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -23,15 +22,9 @@ def cluster():
     cluster.stop()
 
 
-@pytest.fixture(scope="session")
-def train(scenes) -> Path:
-    """64 captioned images in two shards."""
-    return scenes / "train"
-
-
 @pytest.fixture
-def jobs(cluster, train, tmp_path):
+def jobs(cluster, scenes, tmp_path):
     """Submits and watches; cancels at the end what still runs, and shows the logs of a test that failed."""
-    jobs = Jobs(cluster, train, tmp_path)
+    jobs = Jobs(cluster, scenes / "train", tmp_path)
     yield jobs
     jobs.end()
