@@ -44,7 +44,7 @@ class Data:
     Args:
         path: Karpathy's json, a folder of precomp caption files (with regions or without), CUB's, or webdataset shards.
         images: folder of the images that these name.
-        format: karpathy, precomp, regions, cub or webdataset; empty to look.
+        format: karpathy, precomp, regions, cub, hierarcaps or webdataset; empty to look.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none.
         positives: image (captions match their own image) or class (all images of it), in training and validation.

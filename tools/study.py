@@ -87,6 +87,8 @@ class Study:
 
 def read_study(path: Path, settings: Sequence[str]) -> Study:
     """A study with its variables set, NAME=VALUE. Raises UserError: the file is no study, or lacks a variable."""
+    if not path.is_file():
+        raise UserError(f"There is no study {path}.", "Name one of tools/studies, or a file of your own.")
     try:
         study = Study(**yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, TypeError) as error:

@@ -47,7 +47,7 @@ def find_captions(
         raise UserError("The data path is empty.", "Name shards with captions, a Karpathy json or a *_caps.txt.")
     split = None if split is None else split_name(split)
     format = format or _recognise(data, images)
-    is_text = format != "webdataset" or (images is not None and str(data).endswith((".json", ".txt")))
+    is_text = format != "webdataset" or (images is not None and str(data).endswith((".json", ".txt", ".csv")))
     if is_text and not Path(data).exists():
         raise UserError(f"The data path {data} does not exist.", "Check the spelling.")
     if images is not None:
