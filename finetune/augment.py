@@ -65,16 +65,12 @@ def draw_mix(
 ) -> Mix:
     """Mixup and CutMix for a batch of images. Source: PCME++ §2.4, §B.2, Table C.4.
 
-    Image i is mixed with image B−1−i, with probability ratio · prob. CutMix's box has sides √(1 − λ) of the image's
-    around a random centre, cropped to the image; λ is then the share of area that is left.
+    Image i is mixed with image B−1−i, with probability ratio · prob, in mode "batch" all alike or none. CutMix's
+    box has sides √(1 − λ) of the image's around a random centre, cropped to the image; λ ~ Beta(α, α) is then the share
+    of area that is left, and α 0 turns a kind off.
 
-    The order of the draws is part of the interface: for all images CutMix or Mixup, λ of CutMix, λ of Mixup, [mixed or
-    not, if ratio < 1], mixed or not by prob; then, for each image with a box, its centre's row and column. With one
-    kind alone neither the choice nor the other λ is drawn. With a RandomState these are the numbers of PCME++'s public
-    code, except that it ignores the ratio if only one kind is on.
-
-    λ ~ Beta(α, α), and α 0 turns a kind off; `switch` is the probability of CutMix rather than Mixup. Mode "batch" has
-    one draw for all images, which are mixed with probability `prob`.
+    With a RandomState the draws and their order are those of PCME++'s public code, except that it ignores the ratio if
+    only one kind is on.
     """
     draw = _draw_batch if mode == "batch" else _draw_elements
     lam, use_cutmix = draw(batch, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob)
@@ -151,11 +147,10 @@ def _inside(images: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Te
 
 
 def cut_out(images: Tensor, share: float, place_B2: Tensor) -> Tensor:
-    """Normalised (B, C, H, W), on any device, with a grey square over a share of each, wholly inside it. Grey is 0, the
-    mean colour.
+    """Normalised (B, C, H, W) with a grey square (0, the mean colour) over a share of each, wholly inside it.
 
     Source: Cutout (DeVries and Taylor 2017); PCME §4.1, whose erasing ratio 0.2 is taken as the share of the area.
-    `place_B2` in [0, 1), on the CPU, says where the square lies, downwards and to the right, of what is possible.
+    `place_B2` in [0, 1), on the CPU: where the square lies, downwards and to the right, of what is possible.
     """
     height, width = images.shape[-2:]
     h, w = round(height * share**0.5), round(width * share**0.5)
@@ -173,14 +168,11 @@ def size_augment_text(
     generator: torch.Generator | None = None,
     ids: TextIds = TextIds(),  # noqa: B008 - frozen
 ) -> Tensor:
-    """SizeAugment of texts: a share of the tokens is masked, replaced or left out, (B, L) int64 -> (B, L) int64.
+    """SizeAugment of texts, (B, L) int64 -> (B, L) int64, on the CPU.
 
     A token is chosen with probability `ratio`; a chosen one is masked with probability `masking`, replaced by a random
     one with probability `replacing`, and otherwise removed. Start and end token stay.
-    Source: VSE∞ and PCME++'s public code (0.2, 0.5, 0.1), which masks with MASK_TOKEN and replaces with one of the
-    first 30,522 tokens (as many as BERT has); here with any of CLIP's words and parts of words.
-
-    `tokens_BL` and `generator`, the source of all draws, are on the CPU.
+    Source: VSE∞ and PCME++'s public code, which replaces with one of BERT's first 30,522 ids; here any of CLIP's words.
     """
     draw_BL = torch.rand(tokens_BL.shape, generator=generator)
     random_BL = torch.randint(1, ids.stop, tokens_BL.shape, generator=generator)

@@ -149,20 +149,12 @@ def stacked(images: list[Tensor]) -> Tensor:
 
 
 class PairBatch(NamedTuple):
-    """This rank's rows of one global batch, b = batch_size / world.
+    """This rank's rows of a global batch, b = batch_size / world; behind them perhaps unpaired images and tokens."""
 
-    Images and tokens may have more rows, unpaired ones, behind those of the pairs.
-
-    images       (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
-    tokens       (b, L) int64
-    image_index  (b,) int64: which image of the `CaptionDataset`; rows with the same one match each other
-    pair_index   (b,) int64: which caption, counted image after image, as in `CaptionDataset.flat`
-    """
-
-    images: Tensor
-    tokens: Tensor
-    image_index: Tensor
-    pair_index: Tensor
+    images: Tensor  # (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
+    tokens: Tensor  # (b, L) int64
+    image_index: Tensor  # (b,) int64: which image of the `CaptionDataset`; rows with the same one match each other
+    pair_index: Tensor  # (b,) int64: which caption, in the order of `CaptionDataset.flat`
 
 
 class Pairs(Rows):
@@ -242,25 +234,16 @@ def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> tuple[
 class TupleBatch(NamedTuple):
     """This rank's b rows of one global batch, each a query of k parts and its target.
 
-    images        (b + m, 3, H, W) uint8: the b targets, then the m parts that are images
-    tokens        (t, L) int64: the parts that are texts; one unused row where no part is a text, so that the text
-                  tower takes part in the gradients of every rank
-    part_rows     (b, k) int64: r >= 0 is images[b + r], r < 0 is tokens[-r - 1]
-    text_used     (t,) bool: False for the unused row
-    target_index  (b,) int64: which image of `Compositions` the target is
-    concepts      (b, c) int64: what a correct target has; c = k but for changes of attributes, where it is 1
-    example_index (b,) int64: which combination, or which source image of changes
-
-    m and t differ from rank to rank and from step to step.
+    m and t, the numbers of parts that are images and texts, differ from rank to rank and from step to step.
     """
 
-    images: Tensor
-    tokens: Tensor
-    part_rows: Tensor
-    text_used: Tensor
-    target_index: Tensor
-    concepts: Tensor
-    example_index: Tensor
+    images: Tensor  # (b + m, 3, H, W) uint8: the b targets, then the m parts
+    tokens: Tensor  # (t, L) int64; one unused row where no part is a text, for the text tower's gradients
+    part_rows: Tensor  # (b, k) int64: r >= 0 is images[b + r], r < 0 is tokens[-r - 1]
+    text_used: Tensor  # (t,) bool: False for the unused row
+    target_index: Tensor  # (b,) int64: which image of `Compositions` the target is
+    concepts: Tensor  # (b, c) int64: what a correct target has; c = k but for changes of attributes, where it is 1
+    example_index: Tensor  # (b,) int64: which combination, or which source image of changes
 
 
 class Tuples(Rows):

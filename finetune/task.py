@@ -137,11 +137,7 @@ def of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
 
 
 class PairTask(Task):
-    """Images with one of their captions; retrieval on the validation split, ranked by `config.ranking`, or by default
-    as the method compares.
-
-    With `data.positives` class, the captions of an image's class are its matches, in training and validation.
-    """
+    """Images with one of their captions."""
 
     metric, splits = "rsum", ("train", "validation", "unpaired")
     TEXT, IMAGE, MIX, LOSS, CUTOUT, WORDS = range(6)  # uses of random numbers
@@ -259,8 +255,7 @@ def _places(pairs: PairBatch, rank: int) -> Tensor:
 
 
 class ComposedTask(Task):
-    """Composed queries and their targets; `compose.queries` queries of all mixtures on the validation split, ranked by
-    `compose.ranking`, or by default as the method's loss compares.
+    """Composed queries and their targets.
 
     Every rank embeds its targets and those parts that are images or texts in its rows, however many; what is gathered
     is of one shape everywhere: the target and the k parts of every row.

@@ -38,8 +38,7 @@ class MSE(Method):
             image_norm: of the image features' error, l1 or l2.
             reduce: of both errors: sum (Eq. 6; the codes' distance of Eq. 7 is a mean), or mean (public code).
                 With the mean and norm l2 the distance outweighs them, and all codes become one.
-            word_dropout: share of the words that the text decoder does not see (public code). Mean word vectors are
-                reconstructed by two layers, which none of these three options concerns.
+            word_dropout: share of the words that the text decoder does not see (public code).
             word_width: of the text decoder's word embeddings.
             hidden: of the text decoder's GRU.
         """
@@ -87,7 +86,6 @@ class MSE(Method):
         return self.supervision(batch, model) | reconstruction
 
     def supervision(self, batch: Batch, model) -> Parts:
-        """Loss terms that pull the codes of a pair together."""
         return {"mse": (1.0, jwae.code_mse(batch.images.codes, batch.texts.codes))}
 
     def decoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -199,8 +197,7 @@ class Weights:
     Args:
         image_prior: weight of the images' divergence from the prior.
         text_prior: weight of the captions'.
-        reduce: of the reconstructions' errors: mean (public code, with weight 0.05 of the images' l1 error), or
-            sum (Eq. 6).
+        reduce: of the reconstructions' errors: mean (public code) or sum (Eq. 6).
     """
 
     reduce: Literal["sum", "mean"] = "mean"
@@ -314,7 +311,7 @@ class JWAESCAN(JWAEMH, SCAN):
         return jwae.encoder_loss(self.aside.discriminator(codes))
 
     def keep_gradients(self) -> None:
-        """Published: the gradients become the sum over all steps, of the encoders' loss and of its own."""
+        """Published: they become the sum over all steps, of the encoders' loss and of its own."""
         for i, parameter in enumerate(self.aside.discriminator.parameters() if self.options.published else ()):
             held = getattr(self.aside, f"gradient_{i}")
             held += parameter.grad

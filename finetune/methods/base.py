@@ -19,40 +19,25 @@ if TYPE_CHECKING:  # `--help` reads the options of a method, and loads no towers
 
 @dataclass
 class Batch:
-    """One step's pairs, of all ranks.
+    """One step's pairs, of all ranks. Of methods that compose queries, images are the targets and texts None."""
 
-    images, texts Encoded (N, D), with tokens if the method wants them; `image` and `text` are their Gaussians
-    match         (N, N) in [0, 1], images in rows: same image, mixed and smoothed
-    image_index   (N,) on the CPU: which image of the training data
-    pair_index    (N,) on the CPU: which caption of the training data
-    epoch         from 0
-    step          since the start of the run
-    generator     on the embeddings' device, seeded alike on every rank
-    network       which of the method's networks embedded them, from 0
-    by_other      () -> images, texts: the same pairs, embedded by the other network without gradient; None if alone
-    words         (N, L) int64, the captions' tokens before augmentation, if the method wants them, else None
-    parts         Gaussian (N, k, D), of methods that compose queries: then images are the targets, texts None, match
-                  says which targets have all concepts of a query, and pair_index which combination was asked for
-    everything    the same with unpaired images and texts behind the pairs (`data.unpaired`); match and indices are of
-                  the pairs alone; the batch itself without any
-    """
-
-    images: Encoded
+    images: Encoded  # (N, D), with tokens if the method wants them
     texts: Encoded | None
-    match: Tensor
-    image_index: Tensor
-    pair_index: Tensor
-    epoch: int
-    step: int
-    generator: torch.Generator
-    network: int = 0
-    by_other: Callable[[], tuple[Encoded, Encoded]] | None = None
-    words: Tensor | None = None
-    parts: Gaussian | None = None
+    match: Tensor  # (N, N) in [0, 1], images in rows: same image, mixed and smoothed; which targets have all concepts
+    image_index: Tensor  # (N,) on the CPU: which image of the training data
+    pair_index: Tensor  # (N,) on the CPU: which caption of the training data, or which combination was asked for
+    epoch: int  # from 0
+    step: int  # since the start of the run
+    generator: torch.Generator  # on the embeddings' device, seeded alike on every rank
+    network: int = 0  # which of the method's networks embedded them
+    by_other: Callable[[], tuple[Encoded, Encoded]] | None = None  # the same pairs by the other one, without gradient
+    words: Tensor | None = None  # (N, L) int64, the captions' tokens before augmentation, if the method wants them
+    parts: Gaussian | None = None  # (N, k, D), of composed queries
     with_unpaired: Batch | None = None
 
     @property
     def everything(self) -> Batch:
+        """With unpaired images and texts behind the pairs; match and indices are of the pairs alone."""
         return self.with_unpaired or self
 
     @property

@@ -58,7 +58,6 @@ class SCAN(Method):
 
 
 def cross_attention(options: SCAN.Options) -> CrossAttention:
-    """The options with the direction's own lambdas where none are given."""
     softmax, lse = LAMBDAS[options.direction]
     lambdas = options.lambda_softmax or softmax, options.lambda_lse or lse
     return CrossAttention(options.direction, options.aggregation, options.norm, *lambdas)

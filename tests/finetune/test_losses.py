@@ -12,22 +12,15 @@ import probemb.losses.jwae
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from finetune.methods.regions import cross_attention
-from finetune.recipe import parameter_groups
 from probemb import Gaussian
-from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
-from probemb.errors import UserError
+from probemb.cross_attention import CrossAttention, Tokens
 from probemb.losses import (
     NCRLoss,
     clean_probability,
-    diversity,
-    mmd,
-    multi_instance_similarity,
-    order_similarity,
     prob_triplet_loss,
-    scan_loss,
     triplet_loss,
 )
-from probemb.losses.jwae import code_mse, drop_words, vae_kl
+from probemb.losses.jwae import code_mse, drop_words
 from probemb.models import Encoded, create_model
 from tests.finetune.conftest import WORDS
 from tests.finetune.trainers import configured
@@ -42,65 +35,27 @@ def method_of(name: str, *words: str, model=None):
     return METHODS[name](options, model, SimpleNamespace(n_captions=12), 4)
 
 
-def points(k: int = 0, d: int = 5) -> Batch:
-    """Pairs of which the first two are of one image; with k, of k embeddings and as many residuals."""
+def points(d: int = 5) -> Batch:
+    """Pairs of which the first two are of one image."""
     g = torch.Generator().manual_seed(0)
-    shape = (N, k, d) if k else (N, d)
-    means = [F.normalize(torch.randn(shape, generator=g), dim=-1) for _ in range(2)]
-    residuals = [torch.rand(shape, generator=g) if k else None for _ in range(2)]
-    image, text = (Encoded(Gaussian(m, torch.full_like(m, -30.0)), r) for m, r in zip(means, residuals))
+    means = [F.normalize(torch.randn(N, d, generator=g), dim=-1) for _ in range(2)]
+    image, text = (Encoded(Gaussian(m, torch.full_like(m, -30.0))) for m in means)
     match, index = torch.eye(N), torch.arange(N)
     match[0, 1] = match[1, 0] = 1
     return Batch(image, text, match, index, index, 5, 0, g)
 
 
-def test_vse0_is_the_sum_of_all_hinges():
-    b = points()
-    expected = triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2, False).loss
-    torch.testing.assert_close(method_of("vse0").loss(b, None).loss, expected)
-
-
-@pytest.mark.parametrize("hardest", [True, False])
-@pytest.mark.parametrize("squared", [True, False])
-def test_order_is_the_triplet_loss_of_what_a_caption_exceeds_its_image_by(hardest, squared):
-    b = points()
-    made = method_of("order", f"--loss.hardest={hardest}", f"--loss.squared={squared}")
-    expected = triplet_loss(order_similarity(b.image.mean, b.text.mean, True, squared), b.match, 0.05, hardest).loss
-    torch.testing.assert_close(made.loss(b, None).loss, expected)
-
-
-@pytest.mark.parametrize("kernel", ["rbf", "unsquared"])
-def test_pvse_is_its_three_parts(kernel):
-    b = points(k=2)
-    similarity = multi_instance_similarity(b.image.mean, b.text.mean)
-    expected = triplet_loss(similarity, b.match, 0.1, reduce="mean").loss
-    expected = expected + 0.1 * sum(diversity(one.tokens) for one in (b.images, b.texts))
-    expected = expected + 0.01 * mmd(*(g.mean.flatten(0, 1) for g in (b.image, b.text)), 0.5, kernel)
-    torch.testing.assert_close(method_of("pvse", f"--loss.kernel={kernel}").loss(b, None).loss, expected)
-
-
-@pytest.mark.parametrize("name", ["vsepp", "pvse", "scan", "prob-vsepp"])
+@pytest.mark.parametrize("name", ["vse", "vsepp", "prob-vsepp"])
 def test_the_first_epochs_have_all_negatives_where_asked(name):
-    b, g, mask = points(k=2 if name == "pvse" else 0), torch.Generator().manual_seed(1), torch.ones(N, 3).bool()
-    words = ["--loss.warmup_epochs=2", *(["--loss.diversity=0", "--loss.mmd=0"] if name == "pvse" else [])]
-    if name == "scan":
-        sides = (replace(side, tokens=torch.randn(N, 3, 5, generator=g), mask=mask) for side in (b.images, b.texts))
-        b.images, b.texts = sides
-        tokens = [unit_tokens(side.tokens, side.mask) for side in (b.images, b.texts)]
-    made = method_of(name, *words)
+    b = points()
+    made = method_of(name, "--loss.warmup_epochs=2")
     for epoch, hardest in ((1, False), (2, True)):
         b.epoch = epoch
-        if name == "vsepp":
-            expected = triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2, hardest)
-        elif name == "pvse":
-            similarity = multi_instance_similarity(b.image.mean, b.text.mean)
-            expected = triplet_loss(similarity, b.match, 0.1, hardest, "mean")
-        elif name == "scan":
-            how = CrossAttention("t2i", lambda_softmax=9.0, lambda_lse=6.0)
-            expected = scan_loss(*tokens, b.match, how, 0.2, hardest)
-        else:
+        if name == "prob-vsepp":
             negatives = "hardest" if hardest else "all"
             expected = prob_triplet_loss(b.image, b.text, b.match, "wasserstein2", 0.2, negatives)
+        else:
+            expected = triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2, hardest)
         torch.testing.assert_close(made.loss(b, None).loss, expected.loss)
 
 
@@ -110,12 +65,7 @@ def test_lambdas_are_the_directions_own_unless_given():
     assert cross_attention(make(direction="i2t", lambda_softmax=7.0)).lambda_softmax == 7.0
 
 
-def test_bounds_of_variances_that_leave_none_are_refused():
-    with pytest.raises(UserError, match=r"between loss\.smallest 2 and loss\.largest 1"):
-        METHODS["prob-vsepp"].model_options(METHODS["prob-vsepp"].Options(smallest=2, largest=1))
-
-
-@pytest.mark.parametrize("name", ["pcmepp", "pcmepp-clip", "pcmepp-mu"])
+@pytest.mark.parametrize("name", ["pcmepp", "pcmepp-mu"])
 def test_the_clip_loss_beside_pcmepp(name):
     """Its weight, the model's own temperature, and labels with two captions of one image."""
     b = points(d=8)
@@ -131,10 +81,6 @@ def test_the_clip_loss_beside_pcmepp(name):
     torch.testing.assert_close(terms(0.5).loss, terms(0).loss + 0.5 * expected)
     torch.testing.assert_close(terms(0.5).terms["clip"], expected)
     assert "clip" not in terms(0).terms
-    with torch.no_grad():
-        model.logit_scale.fill_(math.log(100))  # CLIP's ceiling, at which published weights stand
-    (slope,) = torch.autograd.grad(terms(0.5).loss, [model.logit_scale])
-    assert slope > 0.1  # descent lowers it
 
 
 # --------------------------------------------------------------------------------------------------------------- NCR
@@ -286,23 +232,6 @@ def test_unpaired_items_are_reconstructed_and_held_to_the_prior_but_not_matched(
         close(told, autoencoder(name)[0].after_step(codes(model), model)["js"])
 
 
-def test_the_variational_loss_is_of_samples():
-    method, model = autoencoder("vae-mh")
-    b, g = codes(model), torch.Generator().manual_seed(9)
-    z = [
-        e.codes + (0.5 * e.gaussian.log_var).exp() * torch.randn(N, 4, generator=g, dtype=torch.float64)
-        for e in (b.images, b.texts)
-    ]
-    unit = [F.normalize(x, dim=1) for x in z]
-    words = b.words[:, : int((b.words != 0).sum(1).max())]
-    nll = method.module.decoders["text"].nll(z[1], words, drop_words(words, 0.2, g)).mean()
-    kl = [vae_kl(Gaussian(e.codes, e.gaussian.log_var)) for e in (b.images, b.texts)]
-    of_images = (b.images.features - method.module.decoders["image"](z[0])).norm(dim=1).mean()
-    expected = triplet_loss(unit[0] @ unit[1].T, b.match, 0.2).loss
-    expected = expected + 0.5 * of_images + 0.005 * nll + 0.01 * (kl[0] + kl[1])
-    close(method.loss(b, model).loss, expected.detach())
-
-
 def test_mean_word_vectors_are_reconstructed_as_vectors():
     method, model = autoencoder("jwae-mse", "resnet-words-small")
     b = codes(model)
@@ -318,7 +247,7 @@ def test_the_discriminator_learns_from_its_own_loss_alone():
     for code in (b.images.codes, b.texts.codes):
         code.grad = None
     before = [p.clone() for p in method.aside.parameters()]
-    first = method.after_step(b, model)
+    method.after_step(b, model)
     found = [p.clone() for p in method.aside.parameters()]
     assert all(not torch.equal(p, old) for p, old in zip(found, before))
     assert b.images.codes.grad is None
@@ -328,14 +257,6 @@ def test_the_discriminator_learns_from_its_own_loss_alone():
     again.after_step(other, model)
     for one, two in zip(found, again.aside.parameters()):
         assert torch.equal(one, two)  # the encoders' backward pass has left nothing
-    for _ in range(150):
-        last = method.after_step(b, model)
-    assert last["discriminator"] < 0.8 * first["discriminator"]
-    assert 0.1 < last["js"] < math.log(2)
-    rates = configured("jwae-mh", "x", "--size-augment=0", "--optimizer.lr=1e-3", "--optimizer.scalars=30").optimizer
-    groups = {group["name"]: group for group in parameter_groups(model, method.module, rates)}
-    assert groups["decoders"]["lr"] == groups["image.head.0"]["lr"] == 1e-3
-    assert len(groups["decoders"]["params"]) == len(list(method.module.parameters()))
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What a step sees: mixed images and labels on any number of ranks, pixels, and composed queries."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from finetune.augment import draw_mix
 from finetune.data import Loader, Pairs
 from finetune.task import Moment, PairTask
-from finetune.trainer import Network
 from probemb.data.captions.find import find_captions
 from probemb.models import create_model, create_tokenizer, create_transforms
 from tests.finetune.trainers import BATCH, configured, make_trainer
@@ -48,15 +46,6 @@ def test_ranks_mix_images_and_labels_as_one_process(world, words, few):
     same = index[:, None] == index
     expected = lam[:, None] * same + (1 - lam[:, None]) * same[partner]
     np.testing.assert_allclose(match, expected * 0.98 + 0.01, atol=1e-6)
-
-
-def test_a_batch_is_mixed_with_the_probability(few):
-    words = "--mix.mode=batch", "--mix.ratio=1", "--mix.prob=0.25", "--size-augment=0"
-    trainer = make_trainer(configured("pcmepp", few, *words))
-    pairs = next(trainer.loader.epoch(0))
-    drawn = [trainer.task.inputs(pairs, trainer.model, step)[1].lam for step in range(80)]
-    assert 10 < sum(bool((lam < 1).all()) for lam in drawn) < 30
-    assert all(len(set(lam.tolist())) == 1 for lam in drawn)
 
 
 def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
@@ -176,20 +165,6 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(queries):
             assert bool(batch.match[row, column]) == has_all
     assert batch.match.diagonal().all()
     assert batch.match.sum() > n  # some other target of the batch is correct too
-
-
-def test_mpc_learns_a_batch_at_its_default_temperature(queries):
-    trainer = composed(queries, "--augment.cutout=0", "--augment.word_dropping=0")
-    given = next(trainer.loader.epoch(0))
-    network = Network(trainer.model, trainer.objective)
-    optimizer = torch.optim.Adam(trainer.model.parameters(), 3e-3)
-    for step in range(30):
-        inputs, _ = trainer.task.inputs(given, trainer.model, step)
-        out = trainer.objective.loss(trainer.task.gather(network(*inputs), given, None, Moment(0, step)), trainer.model)
-        optimizer.zero_grad()
-        out.loss.backward()
-        optimizer.step()
-    assert out.terms["query_to_target"].item() < 0.5 * math.log(len(given.part_rows))
 
 
 def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):

@@ -1,4 +1,4 @@
-"""The loop itself: ranks against one process, turns of two networks, freezing, NaN, and Ctrl-C in a validation."""
+"""The loop itself: ranks against one process, turns of two networks, freezing, and NaN."""
 
 import json
 from functools import cache
@@ -234,18 +234,6 @@ def test_the_backbone_is_frozen_first_and_the_average_is_of_the_last_epochs(meth
     for value, first, second in zip(average.module.parameters(), *ends[2:], strict=True):
         torch.testing.assert_close(value, (first + second) / 2, rtol=0, atol=1e-12)
     assert sum(not torch.equal(*pair) for pair in zip(average.module.parameters(), ends[3])) > 20
-
-
-def test_a_validation_that_is_interrupted_has_not_ended_its_epoch(few):
-    """What is saved then goes on as if it had never begun."""
-    trainer = make_trainer(configured("vse", few, "--swa_epochs=2"))
-    interrupted, saves = iter([True, False, False]), []
-    trainer.end_epoch = lambda epoch, average: next(interrupted)
-    trainer.save = lambda window: saves.append((trainer.position.epoch, int(trainer.state.average.n_averaged)))
-    assert trainer.fit()
-    assert (trainer.position.epoch, trainer.step, saves) == (0, 1, [(0, 0)])
-    assert not trainer.fit()
-    assert (trainer.step, saves[1:]) == (2, [(1, 1), (2, 2)])
 
 
 def test_two_networks_take_turns(few):
