@@ -80,7 +80,7 @@ class Mix:
 
     Args:
         mode: element (each image is mixed or not, independently) or batch (all images of a batch are mixed, or none).
-        ratio: share of the images that are mixed with another one, in mode element; 0 for none, 1 for mode batch.
+        ratio: share of the images that are mixed with another one, in mode element; 0 for none, in both modes.
         prob: probability that an image is mixed, beside the ratio; in mode batch, that a batch is.
         mixup: parameter of Mixup's Beta distribution; 0 for CutMix alone.
         cutmix: parameter of CutMix's; 0 for Mixup alone.
@@ -291,8 +291,7 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
         (now["decay_epochs"],) = now["decay_epochs"]
     now = {name: value for name, value in now.items() if given(f"optimizer.{name}", argv, files=False) is None}
     told = ", ".join(f"{name} {phases[name]} -> {value}" for name, value in now.items() if value != phases[name])
-    freeze_text = o.freeze_text and now.get("freeze_epochs", o.freeze_epochs) > 0
-    config = replace(config, optimizer=replace(o, **now, freeze_text=freeze_text))
+    config = replace(config, optimizer=replace(o, **now))
     return config, f"recipe  of {recipe} epochs, shortened to {epochs}: {told}" if told else ""
 
 
@@ -317,11 +316,6 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
     if mix.ratio and not mix.mixup and not mix.cutmix:
         yield UserError(
             "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
-        )
-    if mix.mode == "batch" and mix.ratio != 1:
-        yield UserError(
-            f"mix.mode batch mixes all images of a batch, or none, and mix.ratio is {mix.ratio}.",
-            "Set mix.ratio to 1, and mix.prob to the share of batches that are mixed.",
         )
     for name, size in (("batch_size", config.batch_size), ("data.unpaired_batch", config.data.unpaired_batch)):
         if size % world_size and (name == "batch_size" or config.data.unpaired):
@@ -367,10 +361,8 @@ def _without_effect(config: Config) -> Iterator[UserError]:
         (not method.soft_labels, f"{name} needs pairs that match or do not", "mix.ratio mix.smoothing"),
         (not method.probabilistic, f"{name} predicts no variances", "ranking model.n_unc_layers compose.ranking"),
         (not method.takes_unpaired, f"{name} learns from pairs alone", "data.unpaired"),
-        (not config.data.unpaired, "data.unpaired names no data", "data.unpaired_images data.unpaired_batch"),
         (method.whole_items, f"{name} is of whole images and captions", "size_augment"),
         (head in ("clip", "mlp"), f"head {head} pools a single token", "size_augment"),
-        (not config.optimizer.freeze_epochs, "there are no freeze_epochs", "optimizer.freeze_text"),
         (config.data.cache_features, "data.cache_features has no pixels to change", PIXELS),
     ):
         if condition:

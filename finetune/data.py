@@ -65,8 +65,7 @@ class Rows(ABC):
         """One row, a function of the seed and the arguments. Raises Unusable."""
 
     @abstractmethod
-    def collate(self, rows: list) -> NamedTuple:
-        """A batch of rows."""
+    def collate(self, rows: list) -> NamedTuple: ...
 
     @property
     @abstractmethod
@@ -158,10 +157,7 @@ class PairBatch(NamedTuple):
 
 
 class Pairs(Rows):
-    """Images with one of their captions; a row's number is that of its caption, in the order of `CaptionDataset.flat`.
-
-    With `unpaired`, batches of these stand behind every batch's own, epoch after epoch.
-    """
+    """Images with one of their captions, in the order of `CaptionDataset.flat`; batches of `unpaired` stand behind."""
 
     what = "pairs"
 
@@ -214,18 +210,9 @@ def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> tuple[
     cuts = np.cumsum([len(texts) for texts in dataset.captions])[:-1]
     groups = np.split(np.argsort(image_of, kind="stable"), cuts)
 
-    def move(rows: list) -> list[list]:
-        flat = [item for row in rows for item in row]
-        return [[flat[caption] for caption in group] for group in groups]
-
-    scenes, ids = dataset.scenes, dataset.caption_ids
-    if scenes is not None:
-        moved = move([captions for _, captions in scenes])
-        scenes = [(scene, captions) for (scene, _), captions in zip(scenes, moved)]
-    noisy = replace(
-        dataset, captions=move(dataset.captions), caption_ids=None if ids is None else move(ids), scenes=scenes
-    )
-    return noisy, image_of
+    flat = dataset.flat()
+    moved = [[flat[caption] for caption in group] for group in groups]
+    return replace(dataset, captions=moved, caption_ids=None, scenes=None), image_of
 
 
 # -------------------------------------------------------------------------------------------------- composed queries
@@ -363,7 +350,7 @@ class Loader:
         return self._tally.failures
 
     def waiting_for(self) -> str:
-        """The workers that prepare batches, with what keeps them from it; for another thread."""
+        """The workers that prepare batches, with what keeps them from it."""
         workers = enumerate(getattr(self._batches, "_workers", ()))
         named = (f"data-worker-{i} ({describe_process(worker.pid)})" for i, worker in workers)
         return ", ".join(["waiting for data", *named])

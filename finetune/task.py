@@ -67,8 +67,7 @@ class Task(ABC):
         self.train = self.find(config.data.train) if self.method.trained else None
 
     @abstractmethod
-    def find(self, split: str | None):
-        """A split of the data."""
+    def find(self, split: str | None): ...
 
     @property
     @abstractmethod

@@ -251,20 +251,20 @@ def end_epoch(config: Config, state: State, folder: RunFolder, task: Task, preem
 
 def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps: int, step: int, earlier) -> str:
     """The summary printed before the first step."""
-    gpu, method = gpu_capability(), METHODS[config.method]
+    gpu = gpu_capability()
     precision = precision_words(training_precision(config.engine.precision, gpu), gpu)
     world, millions = accelerator.num_processes, sum(p.numel() for p in joint.parameters()) / 1e6
     two = joint.second is not None
-    told = (x for x in (getattr(config.loss, "distance", None), method.note) if x)
+    distance = f" ({config.loss.distance})" if hasattr(config.loss, "distance") else ""
     return headline(
         config.out,
         f"{count(config.epochs, 'epoch')}, {count(steps, 'step')}",
         step,
         earlier,
-        method=config.method + "".join(f" ({x})" for x in told),
+        method=config.method + distance,
         model=f"{config.model.name}, {'2 networks of together ' if two else ''}{millions:.1f} M parameters, "
         f"head {config.model.head}, from {config.model.origin}",
-        data=f"{rows.number:,} {'queries' if method.composes else 'pairs'} of {config.data.path} "
+        data=f"{rows.number:,} {'queries' if METHODS[config.method].composes else 'pairs'} of {config.data.path} "
         f"({config.data.train or 'all'}), {rows.steps} steps an epoch"
         + (" of each network" if two else "")
         + (f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""),

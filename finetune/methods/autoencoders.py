@@ -101,13 +101,13 @@ class MSE(Method):
         return {side: (weights[side], distributed.gather(error[None]).mean()) for side, error in errors.items()}
 
     def image_error(self, batch: Batch, image: Tensor, own: slice) -> Tensor:
-        """Mean over a rank's own images, (); codes of all ranks' images."""
+        """Mean over a rank's own images, ()."""
         mask = None if batch.images.mask is None else batch.images.mask[own]
         decoded = self.module.decoders["image"](image[own])
         return jwae.reconstruction(batch.images.features[own], decoded, self.options.image_norm, mask)
 
     def text_error(self, batch: Batch, model, text: Tensor, own: slice) -> Tensor:
-        """Mean over a rank's own captions, (); codes of all ranks' captions."""
+        """Mean over a rank's own captions, ()."""
         decoder = self.module.decoders["text"]
         if not self.generates_words:
             return jwae.reconstruction(batch.texts.features[own], decoder(text[own]), "squared")

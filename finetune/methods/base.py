@@ -101,7 +101,6 @@ class Method:
     trains: tuple[str, ...] = ()  # the model's own scalars that the loss uses; the others stay constant
     # By which scalars its models give a match probability, see `create_model`.
     match: ClassVar[Literal["distance", "samples", "cosine", "none"]] = "none"
-    note: ClassVar[str] = ""  # text after the method's name in a run's first lines
     networks: ClassVar[int] = 1  # models trained, 1 or 2: a whole epoch of the first, then one of the second
 
     def __init__(self, options: Any, model: DualEncoder, data: Any, epochs: int = 1):

@@ -17,8 +17,7 @@ from probemb.losses import LossOutput, ProLIPLoss, pcme_loss, prob_triplet_loss
 class PCME(Method):
     """PCME: soft contrastive loss of sampled embeddings, information bottleneck, uniformity.
 
-    finetune/recipes/pcme-cub.yaml and pcme-coco.yaml are the paper's own recipe; the defaults are those of PCME++'s
-    comparison, on CLIP's towers.
+    The defaults are those of PCME++'s comparison; finetune/recipes has the paper's own for COCO and CUB.
     """
 
     @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class PCME(Method):
             shift: initial b.
             samples: drawn of each item.
             vib: weight beta of the information bottleneck.
-            vib_form: kl (mean over items and dimensions), sum (their sum, as PCME weighs it), or pcme and pcmepp, the
-                authors' codes, which take log sigma for log sigma^2.
+            vib_form: kl (mean over items and dimensions), sum (PCME's weight), or pcme and pcmepp, the authors' codes.
             uniformity: weight of the uniformity loss of all samples.
         """
 
@@ -43,7 +41,6 @@ class PCME(Method):
         vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl"
         uniformity: NonNegativeFloat = 0.0
 
-    note = "PCME's own recipe: --config finetune/recipes/pcme-coco.yaml or pcme-cub.yaml"
     probabilistic = True
     ranking = "match-probability"
     soft_labels = True

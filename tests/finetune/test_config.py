@@ -120,17 +120,14 @@ def test_a_recipe_is_shortened_to_fewer_epochs(words, freeze, warmup, decay, mon
 REFUSED = {  # words -> what is said of them
     "--optimizer.warmup_epochs=46": "longer than the 23 that follow the frozen ones: .* at 50% of its peak",
     "--optimizer.freeze_epochs=25": "freeze_epochs is 25 of 25 epochs: .* less than 25",
-    "--mix.mode=batch": "mixes all images of a batch, or none, .* mix.prob",
     "--mix.mixup=0 --mix.cutmix=0": "are both 0",
     "--data.cache_features=x": "the tower is trained",
     "--method=scan --model.head=gpo": "scan works with head average alone. Set model.head to average",
     "--epochs=0": "epochs is 0: nothing would be trained",
     "--method=vse --mix.ratio=0.25": "mix.ratio is 0.25 and would have no effect: vse needs pairs that match or do not",
-    "--data.unpaired_batch=64": "data.unpaired_batch is 64 .* data.unpaired names no data",
     "--method=infonce --compose.parts=3": "compose.parts is 3 .* infonce trains on pairs",
     "--method=mpc --size_augment=0.2": "size_augment is 0.2 .* Set size_augment to 0.0",
     "--model.head=clip": "size_augment is 0.2 .* head clip pools a single token. Set size_augment to 0.0",
-    "--optimizer.freeze_text --optimizer.freeze_epochs=0": "freeze_text is True .* there are no freeze_epochs",
     "--model.lock_image --data.cache_features=x": "mix.ratio is 0.25 .* no pixels to change",
     "--method=clip-zs --epochs=2": "epochs is 2 .* clip-zs trains nothing. Set epochs to 0",
 }
