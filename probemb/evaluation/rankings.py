@@ -28,27 +28,31 @@ from probemb.search import build_index, rerank, search
 from probemb.search.index import new_index, width_of
 
 KS = (1, 5, 10)
-TITLES = {
-    "csd": "CSD",
-    "mean": "mean only",
-    "wasserstein2": "2-Wasserstein",
-    "match-probability": "match probability",
-    "tolerance": "tolerance",
-    "faiss-mean": "FAISS on the means",
-    "faiss-rerank": "FAISS, re-ranked",
-    "faiss-csd": "FAISS on CSD, D + 1",
-    "log-likelihood": "log-likelihood",
-    "inclusion": "inclusion",
-    "kl": "KL(image || caption)",
-    "reverse-kl": "KL(caption || image)",
-    "min-kl": "smaller KL",
-    "symmetric-kl": "symmetric KL",
-    "bhattacharyya": "Bhattacharyya",
-    "average-l2": "average L2",
-    "multi-instance": "closest of the embeddings",
-    "attention": "cross attention",
-    "order": "order",
+RANKINGS = {  # title, and how it is computed: see describe_ranking
+    "csd": ("CSD", "closed form"),
+    "mean": ("mean only", "cosine of the means"),
+    "wasserstein2": ("2-Wasserstein", "closed form"),
+    "match-probability": ("match probability", "sampled, {samples} x {samples} samples a pair"),
+    "tolerance": ("tolerance", "CSD with the captions' u times {i2t:g} and the images' u times {t2i:g}"),
+    "faiss-mean": ("FAISS on the means", "{factory}, no re-ranking"),
+    "faiss-rerank": ("FAISS, re-ranked", "{factory}, {candidates} candidates re-ranked by adding their uncertainty"),
+    "faiss-csd": ("FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself"),
+    "log-likelihood": ("log-likelihood", "log of the expected likelihood kernel, closed form"),
+    "inclusion": ("inclusion", "of the image in the caption, closed form"),
+    "kl": ("KL(image || caption)", "closed form, from the image to the caption"),
+    "reverse-kl": ("KL(caption || image)", "closed form, from the caption to the image"),
+    "min-kl": ("smaller KL", "closed form, the smaller one of both directions"),
+    "symmetric-kl": ("symmetric KL", "closed form, the mean of both directions"),
+    "bhattacharyya": ("Bhattacharyya", "closed form"),
+    "average-l2": ("average L2", "sampled, {samples} x {samples} samples a pair"),
+    "multi-instance": (
+        "closest of the embeddings",
+        "largest cosine of any of the image's embeddings with any of the caption's",
+    ),
+    "attention": ("cross attention", "tokens attend to tokens, {direction}"),
+    "order": ("order", "what the caption exceeds the image by, squared"),
 }
+TITLES = {name: title for name, (title, _) in RANKINGS.items()}
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 # They do not separate: some hundred times the work of CSD.
 SLOW = ("log-likelihood", "bhattacharyya", "inclusion", "order")
@@ -209,28 +213,9 @@ def title_of(row: dict) -> str:
 
 def describe_ranking(name: str, options: RankingOptions) -> str:
     """Short description of a ranking's computation."""
-    weights = options.tolerance
-    return {
-        "csd": "closed form",
-        "mean": "cosine of the means",
-        "wasserstein2": "closed form",
-        "match-probability": f"sampled, {options.samples} x {options.samples} samples a pair",
-        "tolerance": f"CSD with the captions' u times {weights.i2t:g} and the images' u times {weights.t2i:g}",
-        "log-likelihood": "log of the expected likelihood kernel, closed form",
-        "kl": "closed form, from the image to the caption",
-        "reverse-kl": "closed form, from the caption to the image",
-        "min-kl": "closed form, the smaller one of both directions",
-        "attention": f"tokens attend to tokens, {options.attention.direction if options.attention else ''}",
-        "multi-instance": "largest cosine of any of the image's embeddings with any of the caption's",
-        "symmetric-kl": "closed form, the mean of both directions",
-        "bhattacharyya": "closed form",
-        "average-l2": f"sampled, {options.samples} x {options.samples} samples a pair",
-        "inclusion": "of the image in the caption, closed form",
-        "order": "what the caption exceeds the image by, squared",
-        "faiss-mean": f"{options.factory}, no re-ranking",
-        "faiss-rerank": f"{options.factory}, {options.candidates} candidates re-ranked by adding their uncertainty",
-        "faiss-csd": f"{options.factory} in D + 1 dimensions, which is CSD itself",
-    }[name]
+    values = {"samples": options.samples, "factory": options.factory, "candidates": options.candidates}
+    values |= {"i2t": options.tolerance.i2t, "t2i": options.tolerance.t2i}
+    return RANKINGS[name][1].format(direction=options.attention.direction if options.attention else "", **values)
 
 
 def numbers_per_item(name: str, embedding: Gaussian, options: RankingOptions) -> int:

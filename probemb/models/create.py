@@ -279,7 +279,7 @@ def _starting_point(
     preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
     if o.pretrained and not is_open_clip(config):
         raise UserError(
-            f"'{name}' is an architecture of this project, and '{o.pretrained}' is no model of this project.",
+            f"'{o.pretrained}' is no run and no folder with a model, which '{name}' starts from.",
             "Give a run or a folder that save_model wrote, or leave pretrained out.",
         )
     weights, wanted = None, {}
