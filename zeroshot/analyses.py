@@ -5,13 +5,8 @@
     python -m zeroshot.analyses ellipses --model runs/pcme-cub --data data/cub --generic "this bird has unk unk unk"
     python -m zeroshot.analyses continuity --model runs/jwae --data data/flickr8k --split test
 
-union: crops A and B of an image and C, the box around both, with the caption "a and b": does uncertainty know what fits
-more, and are queries told from parts of them? Source: Probabilistic VSE++/VSRN §4.6, Fig. 2, Table 4.
-set-algebra: does the embedding of a mixed image cover the intersection of the two images', and does an image lie in the
-same image with a part erased? Source: PCME §4.4, Figures 7 and 8.
-ellipses: images and captions of some classes, or of some images where the data has no classes, in a plane, each as the
-ellipse that holds half of its mass. Source: PCME §4.4, Figure 5.
-continuity: do neighbours among the codes, and what lies between two, mean something similar? Source: jWAE, Fig. 2.
+Sources: union: Probabilistic VSE++ and VSRN, Fig. 2, Table 4; set-algebra: PCME Figures 7, 8; ellipses: PCME Fig. 5;
+continuity: jWAE Fig. 2.
 """
 
 import sys

@@ -5,7 +5,6 @@
     python -m zeroshot.imagenet --model runs/x --data imagenet=imagenet/val imagenet-r cifar-10-batches-bin  # one table
 
 Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
-A number with anything chosen on the scored images is labelled "oracle", on other labelled images "few-shot".
 """
 
 from collections.abc import Sequence

@@ -57,19 +57,16 @@ class RetrievalConfig(CaptionConfig):
             on these images, an oracle.
         select_data: other images with captions, to choose the weights of tolerance on.
         select_split: their split; --no-select-split: all of them.
-        select_metric: what the weights are chosen by: map-at-r-true (of all true captions), map-at-r or recall (mean of
-            R@1, R@5 and R@10; both of own captions); auto: the first where all true captions are known, else recall.
         factory: the FAISS index of the faiss rankings, such as Flat, HNSW32 or IVF256,Flat.
         candidates: how many neighbours of the means faiss-rerank re-ranks.
         samples: samples of each item for match-probability.
         judgements: a file of human judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
-        compare: results of another model with the same --judgements (a folder), to be compared with.
         uncertainty: sum (of the variances), log-det (of the covariance) or geometric-mean (of the standard deviations).
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
     """
 
     COMMON: ClassVar = (
-        *SHARED, "split", "benchmarks", "rankings", "tolerance", "select_data", "factory", "judgements", "compare",
+        *SHARED, "split", "benchmarks", "rankings", "tolerance", "select_data", "factory", "judgements",
     )  # fmt: skip
 
     second: str | None = "auto"
@@ -79,12 +76,10 @@ class RetrievalConfig(CaptionConfig):
     tolerance: ToleranceWeights = field(default_factory=ToleranceWeights)
     select_data: str | None = None
     select_split: str | None = "val"
-    select_metric: Literal["auto", "map-at-r-true", "map-at-r", "recall"] = "auto"
     factory: str = "Flat"
     candidates: Count = 100
     samples: Count = 8
     judgements: str | None = None
-    compare: str | None = None
     uncertainty: Literal["sum", "log-det", "geometric-mean"] = "sum"
     erased: NonNegativeInt = 200
 
@@ -95,12 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = (config.tolerance.i2t, config.tolerance.t2i)
     if weights.count(None) == 1:
         raise UserError("One weight of tolerance is given without the other.", "Give both, or none to choose them.")
-    if None not in weights and (config.select_data is not None or config.select_metric != "auto"):
+    if None not in weights and config.select_data is not None:
         raise UserError("The weights of tolerance are given, so none is chosen.", "Leave --select-... out.")
-    if config.select_data is None and config.select_split != "val":
-        raise UserError("--select-split has no effect without --select-data.", "Leave it out, or name the data.")
-    if config.compare is not None and config.judgements is None:
-        raise UserError("--compare is given without --judgements.", "Name the judgements to compare on as well.")
     from zeroshot.evaluations.retrieval import evaluate
 
     evaluate(config)

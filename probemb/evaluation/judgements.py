@@ -1,4 +1,4 @@
-"""Scores of models against people's judgements of single pairs, and comparisons of two models' scores.
+"""Scores of models against people's judgements of single pairs.
 
 The judged pairs are an image and a caption of another image; the label is the majority vote. Intervals resample images
 and captions (see `probemb.metrics.judged`). What is chosen or fitted on judgements is cross-fitted: the judged images
@@ -72,11 +72,6 @@ class JudgedPairs:
         keep = slice(None if resamples is None else resamples + 1)
         return pair_metrics(scores[rows], self.label[rows], *((place[rows], w[keep]) for place, w in self.clusters))
 
-    def digest(self) -> str:
-        """Hash of the pairs, their labels and their order: scores of equal digests can be compared."""
-        rows = (f"{name}\t{share}\n" for name, share in zip(self.names, self.share.tolist()))
-        return hashlib.sha256("".join(rows).encode("utf-8", "replace")).hexdigest()
-
 
 def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> JudgedPairs:
     """The pairs whose caption belongs to another image.
@@ -132,22 +127,8 @@ def judged_metrics(scores: Tensor, judged: JudgedPairs) -> Resampled:
     return found | {f"{name}_halves": (a + b) / 2 for name, a, b in zip(METRICS, *halves)}
 
 
-def compare_judged(scores_a: Tensor, scores_b: Tensor, judged: JudgedPairs) -> dict[str, dict[str, float]]:
-    """Differences a - b of every metric of `judged_metrics`, by the paired bootstrap.
-
-    Both scores are measured on the same resamples. A difference is significant if its interval leaves out 0.
-
-    Args:
-        scores_a, scores_b: (P,), or (S, P) of several seeds, of any two models or rankings.
-
-    Returns:
-        metric -> {"value", "low", "high"}. For cross-fitted scores only the metrics "…_halves" mean anything.
-    """
-    return differences(judged_metrics(scores_a, judged), judged_metrics(scores_b, judged))
-
-
 def differences(a: Resampled, b: Resampled) -> dict[str, dict[str, float]]:
-    """`compare_judged` from both sides' metrics, of those that both have."""
+    """a - b of every metric that both have, by the paired bootstrap: metric -> {"value", "low", "high"}."""
     return {name: estimate(a[name] - b[name]) for name in a if name in b}
 
 
@@ -159,7 +140,7 @@ def ranking_metrics(ranking: str, scores: Tensor, judged: JudgedPairs) -> Resamp
 
 def evaluate_rankings_of_pairs(
     pairs: EmbeddedPairs, judged: JudgedPairs, rankings: Sequence[str], options: RankingOptions
-) -> tuple[dict, dict[str, Tensor], dict[str, Resampled]]:
+) -> tuple[dict, dict[str, Tensor]]:
     """Average precision and ROC AUC of every ranking that scores pairs.
 
     "tolerance" has the weights of `options`; beside it stands CROSS_FITTED, with weights chosen by judgements.
@@ -168,7 +149,6 @@ def evaluate_rankings_of_pairs(
         results: "rows": {"ranking", "title", metric -> {"value", "low", "high"}, "difference": metric -> the same, to
             "reference"}; "tolerance": of `cross_fitted`, or None.
         scores: ranking -> (P,).
-        metrics: ranking -> `ranking_metrics`, for differences.
     """
     names = [name for name in rankings if name in SCORES] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}
@@ -186,7 +166,7 @@ def evaluate_rankings_of_pairs(
         }
         for name, mine in metrics.items()
     ]
-    return {"rows": rows, "reference": reference, "tolerance": found}, scores, metrics
+    return {"rows": rows, "reference": reference, "tolerance": found}, scores
 
 
 def _title(ranking: str, options: RankingOptions) -> str:

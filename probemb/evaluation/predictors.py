@@ -34,15 +34,6 @@ TITLES = {
     "distance": "distance of closest",
     "margin": "lead of closest, negated",
 }
-ABOUT = {
-    "u": "sum of the query's variances",
-    "expected-matches": "sum of the match probabilities over the gallery",
-    "entropy": "in nats, of the match probabilities over the gallery divided by their sum; of a point model, of the "
-    "softmax of its cosines",
-    "spread": f"mean squared distance of the {NEIGHBOURS} closest items' means from their centre",
-    "distance": "squared distance of the means of the query and the closest item; needs no variance",
-    "margin": "how much farther the second closest mean is than the closest, negated; needs no variance",
-}
 
 
 def candidate_scores(distance_QK: Tensor, log_p_QK: Tensor | None, model: MatchModel) -> dict[str, Tensor]:

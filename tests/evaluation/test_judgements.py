@@ -71,7 +71,7 @@ def test_scores_are_those_of_the_matrix(world, monkeypatch):
 def test_rankings(world):
     pairs, judged = world
     names = ["csd", "mean", "faiss-csd", "tolerance", "match-probability"]
-    found, scores, metrics = evaluate_rankings_of_pairs(pairs, judged, names, RankingOptions())
+    found, scores = evaluate_rankings_of_pairs(pairs, judged, names, RankingOptions())
     rows = {row["ranking"]: row for row in found["rows"]}
     expected = ["csd", "mean", "tolerance", "match-probability", "tolerance-cross-fitted"]
     assert list(rows) == list(scores) == list(metrics) == expected

@@ -107,9 +107,6 @@ def test_judgements_are_scikit_learns(measured, run_folder, captioned, judged_pa
     assert rows["mean"]["roc_auc"]["value"] == pytest.approx(sklearn.roc_auc_score(label, score), abs=1e-3)
     u = measured.json["predictors"]["captions"][0]
     assert u["accepted_share"]["value"] == pytest.approx(found["acceptance"]["spearman"]["value"])
-    scores, _, models, _ = load_scores(measured.out)
-    assert set(scores) == set(rows)
-    assert models == [str(run_folder)]
 
 
 def test_another_model_is_compared_and_a_point_model_has_no_uncertainty(
@@ -118,14 +115,6 @@ def test_another_model_is_compared_and_a_point_model_has_no_uncertainty(
     options = (*FAST, "csd,mean", "--judgements", judged_pairs, "--compare", measured.out)
     result = run(main, point_model, captioned, *options)
     assert (result.json["uncertainty"], result.json["judgements"]["calibration"]) == ({}, None)
-    before = {row["ranking"]: row for row in measured.json["judgements"]["rows"]}
-    after = {row["ranking"]: row for row in result.json["judgements"]["rows"]}
-    for mine, row in result.json["judgements"]["compared"]["differences"].items():
-        assert set(row) == set(before)
-        for theirs, one in row.items():
-            metric = "roc_auc_halves" if "tolerance-cross-fitted" in (mine, theirs) else "roc_auc"
-            expected = after[mine][metric]["value"] - before[theirs][metric]["value"]
-            assert one[metric]["value"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_markup_in_captions_and_unreadable_images(run, run_folder, tmp_path):

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemb.data.boxes import PhraseDataset
 from probemb.data.boxes.find import find_phrases
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
@@ -23,28 +22,26 @@ from probemb.evaluation.analyses.continuity import (
 )
 from probemb.evaluation.analyses.continuity import walk as walk_between
 from probemb.evaluation.analyses.hierarchy import including_roots, level_correlation, score, walk, within_radius
-from probemb.evaluation.analyses.localisation import crop
-from probemb.evaluation.analyses.plane import Ellipses, plane_of
+from probemb.evaluation.analyses.plane import Ellipses, Plane, plane_of
 from probemb.evaluation.analyses.plane import ellipses as ellipses_of
-from probemb.evaluation.analyses.set_algebra import erasing, geometric_sigma, mixing, nested
+from probemb.evaluation.analyses.set_algebra import erasing, geometric_sigma, mixing
 from probemb.evaluation.analyses.unions import (
     ITEMS,
     SIDES,
     TASKS,
-    EmbeddedTriplets,
     binary_selection,
     embed_triplets,
     union_uncertainty,
 )
-from probemb.evaluation.embed_pairs import EmbeddedPairs, embed_pairs, exact_match
+from probemb.evaluation.embed_pairs import embed_pairs
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import TITLES, fitting
-from probemb.evaluation.uncertainty import MEASURES, erase_pixels, erase_regions, erase_words, evenly
+from probemb.evaluation.uncertainty import MEASURES, erase_pixels, erase_regions, erase_words
 from probemb.gaussian import Gaussian
 from probemb.models import check_images, networks_of
 from probemb.models.architectures import reads_regions
-from probemb.reports.figures import BLUE, GREEN, ORANGE, PALETTE, PURPLE, RED, Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, thumbnail
+from probemb.reports.figures import PALETTE, RED, Chart
+from probemb.reports.pages import Card, Cell, Figure, Page, Table, line_figure, picture_of
 from probemb.reports.text import number, percent, plus_minus
 from zeroshot.analyses import AlgebraConfig, ContinuityConfig, EllipsesConfig, UnionConfig
 from zeroshot.command import CaptionConfig
@@ -65,13 +62,11 @@ WALKS = {
     "walk-inclusion": "to a root between that and the caption that includes the image the most",
     "radius": "the closest within each radius around the embedding of an empty text",
 }
-TRIPLETS = 12  # that are shown
 LEVEL, GENERIC_LEVEL = 0.5, 0.99  # mass in an ellipse
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 ERASED_EXAMPLE = 0.3  # share erased of the examples
 MIXES = {"pixels": ("cutmix", "mixup"), "regions": ("cutmix",)}  # the first is drawn
 MOST_CODES = 5000  # images between which walks lead
-MOST_NESTED = 600  # captions that are compared with each other
 MIXED = {
     "covers": "covers its own",
     "covers_other": "covers another's",
@@ -87,7 +82,6 @@ ERASED = {
     "covered": "is covered by it",
     "covers_other": "covers another",
 }
-SHAPES = {"first": BLUE, "second": ORANGE, "mixed": GREEN, "erased": PURPLE}
 
 
 # -------------------------------------------------------------------------------------------------------- hierarchy
@@ -189,26 +183,16 @@ def union(config: UnionConfig) -> None:
         ],
     }
     tables = union_tables(results)
-    largest = list(found.values())[-1]
-    cards = [triplet_card(data, largest, row, model.probabilistic) for row in evenly(len(largest.triplets), TRIPLETS)]
     figures = [union_figure(results["areas"], side) for side in SIDES] if model.probabilistic else []
     page = Page(
         "Crops and their union",
         f"{config.model} on {config.data}: crops A and B of an image, and C, the box around both, whose caption joins "
         "both with “and”",
         [
-            ("Uncertainty", [
-                "A union shows more, so more captions fit it: as an image it should be more uncertain than its parts. "
-                "Its caption says more, so fewer images fit it: as a caption it should be less uncertain.",
-                figures, *tables[:-1],
-            ] if figures else []),
-            ("Binary selection", [
-                "A crop is given the captions of A and of C, a caption the crops A and C; it is right if its own "
-                "one is closer.", tables[-1],
-            ]),
-            ("Triplets", [[one for one in cards if one]]),
+            ("Uncertainty", [figures, *tables[:-1]]),
+            ("Binary selection", ["Right: the own one of A and C is closer than the other.", tables[-1]]),
         ],
-    )  # fmt: skip
+    )
     finish(out, "union", results, page, tables)
 
 
@@ -246,22 +230,6 @@ def union_figure(areas: list[dict], side: str) -> Figure:
     return line_figure(side, "largest area of a crop, % of the image", "log det Σ, mean", curves, f"As {side}")
 
 
-def triplet_card(data: PhraseDataset, found: EmbeddedTriplets, row: int, probabilistic: bool) -> Card | None:
-    """Pictures, captions and uncertainty of A, B and C; None if the file has changed."""
-    triplet = found.triplets[row]
-    try:
-        picture = data.images.open(triplet.image)
-    except BadSample:
-        return None
-    scale = tuple(a / b for a, b in zip(picture.size, data.sizes[triplet.image]))
-    pictures, lines = [], []
-    for item, box, caption in zip(ITEMS, triplet.boxes, triplet.captions):
-        pictures.append(Picture(thumbnail(crop(picture, box, scale), 150), f"{item}: {caption}"))
-        u = [number(float(getattr(found, side)[item][row].log_det().mean())) for side in SIDES] if probabilistic else []
-        lines.append(Cell(f"{item}: {caption}" + (f" (log det: image {u[0]}, caption {u[1]})" if u else "")))
-    return Card("", pictures, lines)
-
-
 # ------------------------------------------------------------------------------------------------------ set algebra
 
 
@@ -292,41 +260,34 @@ def set_algebra(config: AlgebraConfig) -> None:
         "mixing": {name: mixing(g, whole, whole[partner]) for name, g in mixed.items()},
         "erasing": {side: erasing(whole, gone, SHARES), "words": erasing(written, unsaid, SHARES)},
         "whole": {what: float(geometric_sigma(g).mean()) for what, g in ((side, whole), ("words", written))},
-        "nested": nested_captions(embedder, captions, rows),
-        "examples": mixed_examples(
-            config.examples, names, whole, partner, mixed["cutmix"], gone[SHARES.index(ERASED_EXAMPLE)]
-        ),
     }
     tables = algebra_tables(results)
-    said = []
-    if one := results["nested"]:
-        said = [
-            f"{one['pairs']:,} pairs of nested captions: the smaller set lies in the larger for {one['lies_in']:.1%}, "
-            f"the larger has the larger σ for {one['wider']:.1%} (50 % by chance)"
-        ]
+    n = min(config.examples, len(rows))
+    plane, erased = plane_of(whole.mean), gone[SHARES.index(ERASED_EXAMPLE)]
+    drawn = [
+        example_figure(
+            f"example-{i + 1}", f"{names[i]} and {names[j]}", plane,
+            {"first": whole[[i]], "second": whole[[j]], "mixed": mixed["cutmix"][[i]], "erased": erased[[i]]},
+        )
+        for i, j in enumerate(partner[:n].tolist())
+    ]  # fmt: skip
     page = Page(
         "Mixing and erasing as operations on sets",
         f"{config.model} on {config.data}: {len(rows)} images and captions",
         [
             ("Mixed images", [
-                "The intersection of two images is the normalised product of their densities. A mixed image covers a "
-                "density by the share of its mass that lies in the central 90 % of the mixed image's own, a mean over "
-                "the dimensions; it covers 90 % of itself. Its own intersection is the closest of all by chance for "
+                "Whether a mixed image covers the intersection (the normalised product) of both: the share of its mass "
+                "in the central 90 % of the mixed image's own. Its own is the closest of all by chance for "
                 f"{percent(results['mixing']['cutmix']['chance'])} %.", tables[0],
             ]),
             ("A part erased", [
-                "σ is the geometric mean. Where erasing is inclusion, the erased item is wider, the whole lies in it, "
-                "and it covers the whole more than the whole covers it, and more than it covers an unrelated item.",
-                [one for what in results["erasing"] for one in erased_figures(what, results)], *tables[1:], *said,
+                "Where erasing is inclusion, the erased item is wider, the whole lies in it, and it covers the whole.",
+                [one for what in results["erasing"] for one in erased_figures(what, results)], *tables[1:],
             ]),
-            ("Examples", [
-                "Two images, left and right halves of them mixed, and the first one with 30 % erased, as ellipses of "
-                "50 % of the mass in the plane of the two largest principal components of all images.",
-                [example_figure(i, one) for i, one in enumerate(results["examples"])],
-            ]),
+            ("Examples", ["Halves mixed, and 30 % erased; ellipses of 50 % of the mass.", drawn]),
         ],
     )  # fmt: skip
-    finish(out, "set_algebra", results, page, [*tables, *said])
+    finish(out, "set_algebra", results, page, tables)
 
 
 def read_pixels(embedder: Embedder, captions: CaptionDataset, wanted: int, seed: int) -> tuple[list[int], list]:
@@ -364,36 +325,6 @@ def mix(first: Tensor, second: Tensor, how: str) -> Tensor:
     return out
 
 
-def nested_captions(embedder: Embedder, captions: CaptionDataset, rows: Sequence[int]) -> dict | None:
-    """`nested` of scenes' captions; None for other data."""
-    if captions.scenes is None:
-        return None
-    texts = [(text, row) for row in rows for text in captions.captions[row]][:MOST_NESTED]
-    few = captions.only(list(dict.fromkeys(row for _, row in texts)))
-    match = exact_match(few, range(len(few)))[:, : len(texts)]
-    return nested(embedder.texts([text for text, _ in texts], "nested captions"), match)
-
-
-def mixed_examples(
-    n: int, names: Sequence[str], whole: Gaussian, partner: Tensor, mixed: Gaussian, erased: Gaussian
-) -> list[dict]:
-    """The first pairs and what became of them, as ellipses of 50 % in the plane of the whole images."""
-    plane, found = plane_of(whole.mean), []
-    for i in range(min(n, len(names))):
-        j = int(partner[i])
-        shapes = {"first": whole[[i]], "second": whole[[j]], "mixed": mixed[[i]], "erased": erased[[i]]}
-        drawn = {name: ellipses_of(g, plane) for name, g in shapes.items()}
-        found.append({
-            "names": [names[i], names[j]],
-            "variance_in_plane": plane.share,
-            **{
-                name: {"centre": one.centre[0].tolist(), "radii": one.radii[0].tolist(), "angle": float(one.angle[0])}
-                for name, one in drawn.items()
-            },
-        })  # fmt: skip
-    return found
-
-
 def algebra_tables(results: dict) -> list[Table]:
     """Mixing and erasing, in percent but for σ."""
 
@@ -428,22 +359,19 @@ def erased_figures(what: str, results: dict) -> list[Figure]:
     ]
 
 
-def example_figure(i: int, one: dict) -> Figure:
+def example_figure(slug: str, title: str, plane: Plane, items: dict[str, Gaussian]) -> Figure:
     """Two images, their mix, and the first one with a part erased, as ellipses of 50 %."""
-    chart = Chart(f"example-{i + 1}", x_label="first direction", y_label="second direction")
-    for name, colour in SHAPES.items():
-        row = (*one[name]["centre"], *one[name]["radii"], one[name]["angle"], name)
-        chart.ellipses([row], name, colour, dashed=name in ("mixed", "erased"))
-    return Figure(chart, " and ".join(one["names"]))
+    chart = Chart(slug, x_label="first direction", y_label="second direction")
+    for (name, one), colour in zip(items.items(), PALETTE):
+        chart.ellipses(ellipse_rows(ellipses_of(one, plane), [name]), name, colour, dashed=name in ("mixed", "erased"))
+    return Figure(chart, title)
 
 
 # --------------------------------------------------------------------------------------------------------- ellipses
 
 
 def ellipses(config: EllipsesConfig) -> None:
-    """Some groups of images and captions in two dimensions: the space itself, else the plane of the means' two largest
-    principal components, with projected covariances. Raises UserError.
-    """
+    """Some groups of images and captions in a plane, with projected covariances. Raises UserError."""
     embedder, captions, out = open_analysis(config, "ellipses")
     groups = choose_groups(config, captions)
     rows = [row for some in groups.values() for row in some]
@@ -456,6 +384,7 @@ def ellipses(config: EllipsesConfig) -> None:
         "images": (pairs.images, [data.images.places[i].name for i in pairs.kept], [group_of[i] for i in pairs.kept]),
         "captions": (pairs.texts, texts, [group_of[pairs.kept[i]] for i in pairs.owner.tolist()]),
     }
+    shapes = {side: ellipses_of(g, plane, LEVEL) for side, (g, _, _) in sides.items()}
     results = {
         **settings(config, embedder, data.split),
         "groups": list(groups),
@@ -463,35 +392,40 @@ def ellipses(config: EllipsesConfig) -> None:
         "variance_in_plane": plane.share,
         "level": LEVEL,
         **{
-            side: {
-                "labels": labels, "groups": names, "sigma": geometric_sigma(g), **shapes(ellipses_of(g, plane, LEVEL)),
-            }
+            side: {"labels": labels, "groups": names, "sigma": geometric_sigma(g), **vars(shapes[side])}
             for side, (g, labels, names) in sides.items()
         },
-        "generic": None if config.generic is None else generic_caption(config.generic, embedder, plane, pairs),
-    }  # fmt: skip
-    lines = []
-    if one := results["generic"]:
+        "generic": None,
+    }
+    lines: list[str] = []
+    drawn = {side: ellipse_figure(side, results, shapes[side]) for side in SIDES}
+    if config.generic is not None:
+        one = embedder.tokens(embedder.tokenizer([config.generic]))
+        shape, sigma = ellipses_of(one, plane, GENERIC_LEVEL), geometric_sigma(one)
+        inside = {
+            side: float(shape.holds((g.mean.double() - plane.origin) @ plane.axes).double().mean())
+            for side, (g, _, _) in sides.items()
+        }
+        wider = float((sigma > geometric_sigma(pairs.texts)).double().mean())
+        results["generic"] = {
+            "text": config.generic, "level": GENERIC_LEVEL, "sigma": sigma, "wider_than_captions": wider,
+            "captions_inside": inside["captions"], "images_inside": inside["images"], **vars(shape),
+        }  # fmt: skip
+        for figure in drawn.values():
+            rows = ellipse_rows(shape, [config.generic[:120]])
+            figure.chart.ellipses(rows, "generic caption, 99 %", RED, wide=True)
         lines = [
-            f"generic caption: σ {number(float(one['sigma'][0]))}, larger than {one['wider_than_captions']:.0%} of the "
-            f"captions have; in its {one['level']:.0%} region lie {one['captions_inside']:.0%} of the captions' means "
-            f"and {one['images_inside']:.0%} of the images'"
+            f"generic caption: σ {number(float(sigma[0]))}, larger than {wider:.0%} of the captions have; in its "
+            f"{GENERIC_LEVEL:.0%} region lie {inside['captions']:.0%} of the captions' means and "
+            f"{inside['images']:.0%} of the images'"
         ]
     table = sigma_table(results)
     page = Page(
         "Embeddings in a plane",
         f"{config.model} on {config.data}: {len(groups)} groups, each item as the ellipse that holds "
-        f"{percent(LEVEL)} % of its mass",
-        [
-            ("Ellipses", [
-                "The embedding has two dimensions; this is the space itself." if results["dimensions"] == 2 else
-                "The plane of the two largest principal components of the means; "
-                f"{percent(plane.share)} % of their variance lies in it. Covariances are projected.",
-                [ellipse_figure(side, results) for side in SIDES], *lines,
-            ]),
-            ("Geometric mean of σ", [table]),
-        ],
-    )  # fmt: skip
+        f"{percent(LEVEL)} % of its mass, in the plane of the means' two largest principal components",
+        [("Ellipses", [list(drawn.values()), *lines]), ("Geometric mean of σ", [table])],
+    )
     finish(out, "ellipses", results, page, [table, *lines])
 
 
@@ -508,26 +442,6 @@ def choose_groups(config: EllipsesConfig, captions: CaptionDataset) -> dict[str,
     return {name: draw.sample(of[name], min(config.per_group, len(of[name]))) for name in sorted(chosen)}
 
 
-def generic_caption(text: str, embedder: Embedder, plane, pairs: EmbeddedPairs) -> dict:
-    """The generic caption's ellipse, how many captions and images have their mean in it, and how wide it is."""
-    one = embedder.tokens(embedder.tokenizer([text]))
-    shape = ellipses_of(one, plane, GENERIC_LEVEL)
-    inside = {
-        f"{side}_inside": float(shape.holds((g.mean.double() - plane.origin) @ plane.axes).double().mean())
-        for side, g in (("captions", pairs.texts), ("images", pairs.images))
-    }
-    wider = float((geometric_sigma(one) > geometric_sigma(pairs.texts)).double().mean())
-    return {
-        "text": text, "level": GENERIC_LEVEL, "sigma": geometric_sigma(one), "wider_than_captions": wider, **inside,
-        **shapes(shape),
-    }  # fmt: skip
-
-
-def shapes(found: Ellipses) -> dict:
-    """For JSON."""
-    return {"centre": found.centre, "radii": found.radii, "angle": found.angle}
-
-
 def sigma_table(results: dict) -> Table:
     """Numbers and mean σ of every group."""
     rows = []
@@ -541,22 +455,19 @@ def sigma_table(results: dict) -> Table:
     return Table(("group", "images", "σ of images", "captions", "σ of captions"), rows, title)
 
 
-def ellipse_figure(side: str, results: dict) -> Figure:
-    """Every item's ellipse in the colour of its group, and the generic caption's."""
-    of = results[side]
+def ellipse_rows(found: Ellipses, notes: Sequence[str]) -> list[tuple]:
+    """What `Chart.ellipses` draws."""
+    columns = found.centre.tolist(), found.radii.tolist(), found.angle.tolist()
+    return [(*centre, *radii, angle, note) for centre, radii, angle, note in zip(*columns, notes)]
+
+
+def ellipse_figure(side: str, results: dict, shapes: Ellipses) -> Figure:
+    """Every item's ellipse in the colour of its group."""
+    groups, labels = results[side]["groups"], results[side]["labels"]
     chart = Chart(f"ellipses-of-{side}", x_label="first direction", y_label="second direction")
-    items = list(zip(of["centre"].tolist(), of["radii"].tolist(), of["angle"].tolist(), of["labels"], of["groups"]))
     for name, colour in zip(results["groups"], PALETTE):
-        rows = [
-            (*centre, *radii, angle, f"{name}: {label[:120]}")
-            for centre, radii, angle, label, group in items
-            if group == name
-        ]
-        if rows:
-            chart.ellipses(rows, name[:24], colour)
-    if one := results["generic"]:
-        centre, radii, angle = (one[key].tolist()[0] for key in ("centre", "radii", "angle"))
-        chart.ellipses([(*centre, *radii, angle, one["text"][:120])], "generic caption, 99 %", RED, wide=True)
+        if mine := [i for i, group in enumerate(groups) if group == name]:
+            chart.ellipses(ellipse_rows(shapes[mine], [f"{name}: {labels[i][:120]}" for i in mine]), name[:24], colour)
     return Figure(chart, side.capitalize())
 
 
@@ -609,9 +520,7 @@ def continuity(config: ContinuityConfig) -> None:
         f"{config.model} on {config.data}, {len(likeness):,} images",
         [
             ("Likeness", [
-                "Likeness of two images is that of their captions, which the codes were not measured by: of an image "
-                "to its nearest ones, beside random images and the most similar ones; of images in a row on a walk. "
-                "Half-way: cosine of the nearest image.", table, [figure],
+                "Likeness of images is that of their captions. Half-way: cosine of the nearest image.", table, [figure],
             ]),
             ("Walks", [[card(one.images, [texts[i] for i in one.captions]) for one in walks[: config.shown]]]),
             ("Images and their neighbours", [[card([row, *near[row].tolist()]) for row in some]]),

@@ -3,11 +3,10 @@
 FILTERS is the table. C classes, P prompts of a class, K prompts kept, G settings of a filter, N images, D dimensions.
 Source: PCME++ §3.5, Table 5 and §C.6; thresholds and re-weighting: ProLIP (Chun et al., ICLR 2025).
 
-Choice of K: with a common K all classes keep their K most certain prompts; acc_c(K) is the accuracy of the images of
-class c, acc(K) that of all images. `topk` takes the K with the best acc(K), `best-topk` for each class the K with the
-best acc_c(K); ties go to the largest K. The paper leaves open how many prompts the other classes keep meanwhile; here
-the same K. So `best-topk` has two numbers: the accuracy of the classifier with a K for each class, and the mean over
-classes of max_K acc_c(K), an upper bound. Chosen on the scored images, all of these are oracles.
+acc_c(K) is the accuracy of the images of class c with a common K: all classes keep their K most certain prompts. `topk`
+takes the K with the best acc(K), `best-topk` for each class that with the best acc_c(K); ties go to the largest K. The
+paper leaves open how many prompts the other classes keep meanwhile, so `best-topk` has two numbers: the accuracy of the
+classifier with a K for each class, and the mean over classes of max_K acc_c(K), an upper bound.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ def topk(u: Tensor, k: int) -> Tensor:
 
 
 def weighted(u: Tensor, temperature: float) -> Tensor:
-    """Soft weights: softmax of -z / temperature, z the uncertainty standardised within its class.
-
-    Standardising makes the weights independent of the scale of u, which differs between models and classes.
-    """
+    """Soft weights: softmax of -z / temperature, z the uncertainty standardised within its class."""
     spread = u.std(dim=1, keepdim=True, correction=0)
     z = torch.where(spread > 0, (u - u.mean(dim=1, keepdim=True)) / spread, 0.0)
     return torch.softmax(-z / temperature, dim=1)
@@ -113,16 +109,10 @@ def _limits(u: Tensor) -> list[float]:
 
 
 class Filter(NamedTuple):
-    """A row of the table.
+    """A row of the table: `weights` from u and the option `setting`, None where they are fitted to images.
 
-    Attributes:
-        weights: of the prompts, from u and the setting, if it has one; None where they are fitted to images.
-        setting: the option that is the setting.
-        candidates: the settings to choose from where the option is not given, ascending, a function of u.
-        options: further options that have an effect.
-        soft: no prompt is dropped.
-        reads_u: whether a point model, without uncertainties, cannot have it.
-        title: of a setting in the table; by default the filter's name.
+    `candidates`: of u, the settings to choose from where none is given; `options`: others with an effect; `soft`: no
+    prompt is dropped; `reads_u`: a point model cannot have it; `title`: of a setting in the table.
     """
 
     weights: Callable[..., Tensor] | None = None
@@ -207,35 +197,20 @@ def fold_count(select_on: str) -> int:
 def stratified_folds(
     labels: Sequence[int], names: Sequence[str], n_folds: int, groups: Sequence[int] | None = None
 ) -> Tensor:
-    """Distribute the images of each class over folds, as a function of labels and names in any order.
+    """(N,) fold of each image, a function of labels and names in any order; images of one group share theirs.
 
-    Within a class, images are ordered by the hash of their name and dealt round-robin; each class continues where the
-    last one stopped, so that fold sizes differ by at most one image. Images of one group go where its first one in that
-    order goes, so that no picture is both chosen on and scored.
-
-    Args:
-        groups: for each image a number that images of the same picture share; None: all differ.
-
-    Returns:
-        (N,) int64 fold of each image.
-
-    Raises:
-        UserError: no class has two images, so no image could be scored with a K chosen on its own class.
+    Within a class, images are dealt round-robin in the order of their names' hashes; each class continues where the
+    last one stopped. Raises UserError: no class has two images.
     """
     labels = [int(label) for label in labels]
     groups = range(len(labels)) if groups is None else groups
     counts = Counter(label for label, _ in set(zip(labels, groups)))
     if max(counts.values(), default=0) < 2:
-        raise UserError(
-            f"--select-on folds:{n_folds} is not possible here: no class has more than one image, "
-            "so nothing is left to choose K on.",
-            "Use data with several images a class, or --select-on train with --select-data PATH.",
-        )
+        what = f"--select-on folds:{n_folds} is not possible: no class has more than one image to choose K on."
+        raise UserError(what, "Use data with several images a class, or --select-on train with --select-data PATH.")
     if (distinct := len(set(groups))) < n_folds:
-        raise UserError(
-            f"--select-on folds:{n_folds} needs at least {n_folds} images and there are {distinct}.",
-            "Ask for fewer folds.",
-        )
+        what = f"--select-on folds:{n_folds} needs at least {n_folds} images and there are {distinct}."
+        raise UserError(what, "Ask for fewer folds.")
     rank = {name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names}
     order = sorted(range(len(labels)), key=lambda i: (labels[i], rank[names[i]], names[i]))
     turn: dict[int, int] = {}
@@ -259,9 +234,7 @@ def fold_splits(images: LabelledMeans, n_folds: int, groups: Sequence[int] | Non
 
 
 class Classifier(NamedTuple):
-    """A filter with its setting: class vectors (C, D), their ranks of the images (N,) where they are known, prompts
-    kept (C,) where it drops any, and what EM found.
-    """
+    """A filter with its setting: class vectors (C, D), ranks of the images (N,), prompts kept (C,), if any drop."""
 
     vectors: Tensor
     ranks: Tensor | None = None
@@ -284,17 +257,14 @@ class Evaluation:
     `splits`. Ranks of the true class under every classifier are computed once.
 
     Args:
-        prompts: Gaussian (C, P, D).
         options: settings of the filters by name, as in ImagenetConfig; "single": index of the prompt `single` keeps.
-        splits: other images to choose on, or parts of these; source: their name in the notes.
+        source: name of the splits in the notes.
 
     Attributes:
         rows: of the table; shares in [0, 1]. "k": prompts kept, the mean over classes (and folds) where it varies; None
-            for soft weights. "gain": top-1 minus that of `all`, its error paired over images. "note": what was chosen,
-            or fitted, on which images. "intervals": 95 %, by bootstrap over the images.
-        all: the classifier of `all`; oracle: that of best-topk with each class' K chosen on the images, or None.
+            for soft weights. "gain": top-1 minus that of `all`, its error paired over images.
+        oracle: the classifier of best-topk with each class' K chosen on the images, or None.
         kept: filter -> (C,) prompts that each class keeps, and "oracle" if their number was chosen on the images.
-        reweighted: what EM found, by filter and note.
     """
 
     def __init__(
@@ -338,12 +308,9 @@ class Evaluation:
         """(N,) probability of the class that `all` says, under a softmax of the temperature times the cosines."""
         return confidences(self.images.mean, self.all.vectors, temperature)
 
-    def _ranks(self, vectors: Tensor, scored: Tensor | None = None) -> Tensor:
-        """Ranks of the evaluated images, or of some (N,) bool, under (C, D) or (G, C, D) class vectors."""
-        mean, labels = self.images.mean, self.images.labels
-        if scored is not None:
-            mean, labels = mean[scored.to(mean.device)], labels[scored]
-        return true_ranks(mean, vectors, labels).cpu()
+    def _ranks(self, vectors: Tensor) -> Tensor:
+        """Ranks of the evaluated images under (C, D) or (G, C, D) class vectors."""
+        return true_ranks(self.images.mean, vectors, self.images.labels).cpu()
 
     def _candidates(self, name: str) -> Candidates:
         if FILTERS[name].weights is topk:
@@ -420,13 +387,12 @@ class Evaluation:
         if learned:
             ranked = torch.empty_like(own.ranks)
             for (_, scored), best in zip(self.splits, learned):
-                known = best.ranks
-                ranked[scored] = self._ranks(best.vectors, scored) if known is None else known[scored]
+                ranked[scored] = (self._ranks(best.vectors) if best.ranks is None else best.ranks)[scored]
             self._add(name, ranked, learned, other)
 
     def _add(self, name: str, ranks: Tensor, found: Sequence[Classifier], note: str, title: str | None = None) -> None:
         """Add a row, but for its intervals; `found`: the classifiers that scored the images, of several folds."""
-        right, base, setting, shots = ranks < 1, self.all.ranks, None, None
+        right, base, setting = ranks < 1, self.all.ranks, None
         k = None if found[0].kept is None else torch.cat([one.kept for one in found])
         title = title or name
         if found[0].setting is not None:
@@ -435,8 +401,9 @@ class Evaluation:
             comma = "," if mean or name == "class-deviation" else ""
             title = f"{name}{comma}{mean}{FILTERS[name].title.format(setting)}"
         if name == "reweighted":
-            shots = count_shots(self.options["shots"], [one.fit.counts for one in found])
-            title = f"{name}, {shots_text(shots)}"
+            asked, counts = self.options["shots"], torch.stack([one.fit.counts for one in found])
+            fewer = f"up to {asked} shots (mean {counts.double().mean():.1f})"
+            title = f"{name}, {asked} shots" if int(counts.min()) == asked else f"{name}, {fewer}"
         top1 = float(accuracy(ranks))
         self._row_ranks.append(ranks)
         self.rows.append({
@@ -444,7 +411,7 @@ class Evaluation:
             "top5": float(accuracy(ranks, 5)), "top1_se": standard_error(right.double()),
             "mean_per_class_recall": float(self.by_class(ranks).nanmean()), "gain": top1 - float(accuracy(base)),
             "gain_se": standard_error(right.double() - (base < 1).double()), "note": note, "setting": setting,
-            "intervals": {}, "k_varies": k is not None and len(k.unique()) > 1, "shots": shots,
+            "intervals": {}, "k_varies": k is not None and len(k.unique()) > 1,
         })  # fmt: skip
 
     def _add_intervals(self) -> None:
@@ -471,11 +438,7 @@ def best_common_k(ranks: Tensor) -> int:
 
 
 def best_class_k(per_class: Tensor) -> Tensor:
-    """K of each class from acc_c(K) (C, P); ties go to the largest K, and so does a class without images (NaN).
-
-    Returns:
-        (C,) int64 in 1..P.
-    """
+    """(C,) K in 1..P from acc_c(K) (C, P); ties go to the largest K, and so does a class without images (NaN)."""
     return _last_best(per_class.nan_to_num(nan=-1.0))
 
 
@@ -483,22 +446,3 @@ def _last_best(score: Tensor) -> Tensor:
     # 1e-9 absorbs the rounding of means; images count in steps of 1 / N
     best = score >= score.max(dim=1, keepdim=True).values - 1e-9
     return (best * torch.arange(1, score.shape[1] + 1, device=score.device)).max(dim=1).values
-
-
-def count_shots(asked: int, counts: Sequence[Tensor]) -> dict[str, float]:
-    """Labelled images of a class that `reweighted` had: asked for, mean, fewest and most, and the classes without any.
-
-    `counts`: (C,) of each fit, several where folds were.
-    """
-    of_class = torch.stack(list(counts))
-    return {
-        "asked": asked, "mean": float(of_class.double().mean()), "fewest": int(of_class.min()),
-        "most": int(of_class.max()), "classes_without": float((of_class == 0).sum(1).double().mean()),
-    }  # fmt: skip
-
-
-def shots_text(shots: dict[str, float]) -> str:
-    """ "16 shots", or "up to 16 shots (mean 2.5)" where a class had fewer."""
-    if shots["fewest"] == shots["asked"]:
-        return f"{shots['asked']} shots"
-    return f"up to {shots['asked']} shots (mean {shots['mean']:.1f})"

@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import random
-import re
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -21,7 +16,7 @@ from torch import Tensor
 
 from probemb.cli.configuration import to_dict
 from probemb.cli.device import loader_workers
-from probemb.cli.named_paths import NamedPath, refuse_same_names, split_name
+from probemb.cli.named_paths import named_paths
 from probemb.cli.results import claim_files
 from probemb.data.labelled.classes import Classes, read_text
 from probemb.data.labelled.images import LabelledImages, assign_labels, find_images, remarks, resolve_classes
@@ -48,29 +43,17 @@ from zeroshot.evaluations.filters import (
     stratified_folds,
 )
 from zeroshot.evaluations.runner import ABOUT_U, OUTPUTS, claim, finish, left_out, open_model, settings, unseen_rows
-from zeroshot.imagenet import DEFAULT_MODEL, ImagenetConfig
+from zeroshot.imagenet import ImagenetConfig
 
 UNKNOWN = 20  # unknown words that are named
 SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
-IMAGES_A_CLASS, CLASSES_A_GROUP = 6, 3
-SPLITS = ("val", "validation", "test", "train")
+IMAGES_A_CLASS, CLASSES_A_GROUP = 6, 4
 KINDS = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")  # of a row's note, the best to show first
-TILES = {  # (filter, kind) -> title; the first four that were evaluated
-    ("single", "zero-shot"): "single prompt",
-    ("all", "zero-shot"): "all prompts",
-    ("best-topk", "few-shot"): "best-topk, few-shot",
-    ("topk", "few-shot"): "topk, few-shot",
-    ("best-topk", "oracle"): "best-topk, oracle",
-    ("topk", "oracle"): "topk, oracle",
-}
 NOTES = (
-    "In percent, top-1 with its standard error and its 95 % interval by bootstrap over the images; per class is the "
-    "mean over classes of each one's top-1 (mean per-class recall). Gain over all prompts in points, with its standard "
-    f"error (paired over images), coloured beyond {SIGNIFICANT} standard errors. Oracle: K, a threshold or the weights "
-    "were chosen on the images that are scored and their labels, so this is not a zero-shot result. Few-shot: they "
-    "were chosen on other images and their labels. Unlabelled: the weights were fitted to other images without their "
-    "labels, transductive: to the scored images without theirs. Only a row called zero-shot is zero-shot. "
-    "docs/evaluate.md defines the filters."
+    "In percent; per class is the mean over classes of each one's top-1. Gain over all prompts in points, paired over "
+    f"images, coloured beyond {SIGNIFICANT} standard errors. Oracle: chosen on the images that are scored, with their "
+    "labels; few-shot: on other images with labels; unlabelled: on others without; transductive: on the scored ones "
+    "without. Only a row called zero-shot is zero-shot."
 )
 
 
@@ -85,7 +68,6 @@ class Task:
     templates: Templates
     other: tuple[LabelledImages, list[int]] | None = None
     notices: list[str] = field(default_factory=list)  # on pictures that occur twice, and classes with few images
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------- the command
@@ -99,25 +81,12 @@ def evaluate(config: ImagenetConfig) -> None:
     tasks = [prepare(one, folds) for one in one_by_one(config, out)]
     for task in tasks:
         claim_files(Path(task.config.out), OUTPUTS, "probemb zeroshot")
-    try:
-        embedder = open_model(config)
-    except UserError as error:
-        if config.model != DEFAULT_MODEL:
-            raise
-        raise UserError(
-            f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
-            "Check the network, or pass --model RUN, after `python -m pretrain.run --config "
-            "pretrain/configs/scenes.yaml` for instance.",
-        ) from error
+    embedder = open_model(config)
     check_single_embeddings(embedder.model, config.model)
     if not embedder.model.probabilistic:
-        if any(name in FILTERS and FILTERS[name].reads_u for name in config.filter.split(",")):
-            check_variances(
-                embedder.model,
-                config.model,
-                f"--filter {config.filter} reads it",
-                "Say --filter all, single, or every.",
-            )
+        if config.filter != "every" and any(FILTERS[name].reads_u for name in filters):
+            why = f"--filter {config.filter} reads it"
+            check_variances(embedder.model, config.model, why, "Say --filter all, single, or every.")
         filters = [name for name in filters if not FILTERS[name].reads_u]
         print("The model predicts no uncertainty: no filter by it, and nothing about it in the results.", flush=True)
     found = [evaluate_task(task, filters, folds, embedder) for task in tasks]
@@ -142,22 +111,17 @@ def check_options(config: ImagenetConfig, filters: Sequence[str]) -> None:
                 f"Say --filter {owners[one.name]}, or leave it out.",
             )
     if config.select_on != "oracle" and not any(chooses(name, vars(config)) for name in filters):
-        raise UserError(
-            f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses nothing.",
-            "Say --filter topk, best-topk, class-deviation, threshold or quantile without a value, reweighted or "
-            "every, or leave --select-on out.",
-        )
+        what = f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses nothing."
+        raise UserError(what, "Say --filter topk or best-topk, or leave --select-on out.")
 
 
 def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
     """The configuration of each data set of --data, with a folder in `out` where they are several."""
-    named = [split_name(one) for one in ([config.data] if isinstance(config.data, str) else config.data)]
+    named = named_paths(config.data, "data")
     data = [one.path for one in named]
     select = config.select_data if isinstance(config.select_data, list) else [config.select_data]
     if len(data) == 1 and len(select) == 1:
         return [replace(config, data=data[0], select_data=select[0], out=str(out))]
-    if len(set(data)) < len(data):
-        raise UserError("--data names the same path twice.", "Name each data set once.")
     if config.labels is not None:
         raise UserError("--labels belongs to one data set, and --data names several.", "Evaluate that one alone.")
     if config.select_data is not None and len(select) != len(data):
@@ -165,26 +129,8 @@ def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
             f"--select-data has {len(select)} paths, and --data {len(data)}.", "Give one for each, in the same order."
         )
     select = select if config.select_data is not None else [None] * len(data)
-    places = [str(out / name) for name in folder_names(named)]
+    places = [str(out / one.name) for one in named]
     return [replace(config, data=d, select_data=s, out=place) for d, s, place in zip(data, select, places)]
-
-
-def folder_names(data: Sequence[NamedPath]) -> list[str]:
-    """A name for each data set, its own or of its path, fit for a folder: "imagenet-val", "cifar-10-batches-bin".
-
-    Raises UserError: two are given the same name.
-    """
-    refuse_same_names([one.name for one in data if one.name], "data")
-    names: list[str] = []
-    for one in data:
-        place = Path(os.path.abspath(one.path))
-        last = place.name.removesuffix(".tar").removesuffix(".bin")
-        own = one.name or (f"{place.parent.name}-{last}" if last in SPLITS else last)
-        name = distinct = re.sub(r"[^\w.-]+", "-", own).strip("-.") or "data"
-        while distinct in ("figures", *names):
-            distinct = f"{name}-{int(distinct[len(name) + 1 :] or 1) + 1}"
-        names.append(distinct)
-    return names
 
 
 def prepare(config: ImagenetConfig, folds: int) -> Task:
@@ -231,15 +177,9 @@ def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> 
             raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class the same number.")
         return prompts
     templates = [line.strip() for line in read_text(path, "template file", "--templates").splitlines() if line.strip()]
-    wrong = next((one for one in templates if one.count("{}") != 1), None)
-    if not templates or wrong:
-        what = f"does not hold `{{}}` exactly once in {wrong[:80]!r}" if wrong else "is empty"
-        raise UserError(
-            f"The template file {path} {what}.", 'Write one template a line, {} for the class name: "a photo of a {}."'
-        )
-    if len(set(templates)) < len(templates):
-        twice = next(one for one in templates if templates.count(one) > 1)
-        raise UserError(f"The template {twice[:80]!r} occurs twice in {path}.", "Keep one of them.")
+    if not templates or any(one.count("{}") != 1 for one in templates) or len(set(templates)) < len(templates):
+        what = f"The template file {path} does not hold different templates, each with `{{}}` exactly once."
+        raise UserError(what, 'Write one a line, {} for the class name: "a photo of a {}."')
     return templates
 
 
@@ -254,49 +194,41 @@ def evaluate_task(task: Task, filters: Sequence[str], folds: int, embedder: Embe
         f"{count_prompts(task.templates)} prompts a class, on {device.name} in {device.precision}",
         flush=True,
     )
-    with timed(task, "text"):
-        texts = prompt_texts(classes.names, task.templates)
-        if words := unknown_words(embedder.tokenizer, texts):
-            task.notices.append(
-                f"{len(words):,} words of the prompts are unknown to the model (such as "
-                f"{printable(', '.join(words[:UNKNOWN]))}), which reads them all alike"
-            )
-        prompts = embedder.texts(texts, "prompts").to(device.name)
-        shape = (len(classes), -1, prompts.shape[-1])
-        prompts = Gaussian(prompts.mean.reshape(shape), prompts.log_var.reshape(shape))
-    with timed(task, "images"):
-        gaussian, kept, bad = embedder.images(task.images)
-        labels = torch.tensor([int(task.labels[i]) for i in kept])
-        images = LabelledMeans(gaussian.mean.to(device.name), labels, [task.images.places[i].name for i in kept])
-        splits = fold_splits(images, folds, same_pictures(embedder, task, kept)) if folds else []
+    texts = prompt_texts(classes.names, task.templates)
+    if words := unknown_words(embedder.tokenizer, texts):
+        task.notices.append(
+            f"{len(words):,} words of the prompts are unknown to the model (such as "
+            f"{printable(', '.join(words[:UNKNOWN]))}), which reads them all alike"
+        )
+    prompts = embedder.texts(texts, "prompts").to(device.name)
+    shape = (len(classes), -1, prompts.shape[-1])
+    prompts = Gaussian(prompts.mean.reshape(shape), prompts.log_var.reshape(shape))
+    gaussian, kept, bad = embedder.images(task.images)
+    images = labelled_means(gaussian, task.images, task.labels, kept, device.name)
+    splits = fold_splits(images, folds, same_pictures(embedder, task, kept)) if folds else []
     if task.other is not None:
-        other = task.other
-        with timed(task, "selection images"):
-            means, rows, _ = embedder.images(other[0], "choosing")
-            chosen, names = torch.tensor([int(other[1][i]) for i in rows]), [other[0].places[i].name for i in rows]
-            everything = torch.ones(len(labels), dtype=torch.bool)
-            splits = [Split(LabelledMeans(means.mean.to(device.name), chosen, names), everything)]
+        found, rows, _ = embedder.images(task.other[0], "choosing")
+        others = labelled_means(found, *task.other, rows, device.name)
+        splits = [Split(others, torch.ones(len(kept), dtype=torch.bool))]
     single = list(task.templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in task.templates else 0
-    with timed(task, "filters"):
-        options = vars(config) | {"single": single}
-        label = f"folds:{folds}" if folds else config.select_on
-        e = Evaluation(images, prompts, filters, options, splits, label)
-    task.notices += shots_notice(e.rows)
+    label = f"folds:{folds}" if folds else config.select_on
+    e = Evaluation(images, prompts, filters, vars(config) | {"single": single}, splits, label)
     results = describe(task, e, gaussian, embedder, left_out(bad))
     notes = results["notes"] + results["notices"]
     table = filter_table(results)
-    calibration = [calibration_line(results["calibration"])] if results["calibration"] else []
-    page = make_page(task, e, results, table, kept)
+    page, calibration = make_page(task, e, results, table, kept), []
+    if found := results["calibration"]:
+        calibration = [f"all: expected calibration error {100 * found['ece']:.2f} %, Brier score {found['brier']:.4f}"]
     finish(Path(config.out), "zeroshot", results, page, [*notes, table, *calibration])
     return results
 
 
-@contextmanager
-def timed(task: Task, name: str) -> Iterator[None]:
-    """Store the seconds that the block takes under `name`."""
-    start = time.monotonic()
-    yield
-    task.seconds[name] = task.seconds.get(name, 0) + time.monotonic() - start
+def labelled_means(
+    found: Gaussian, images: LabelledImages, labels: Sequence[int], kept: Sequence[int], device: str
+) -> LabelledMeans:
+    """Means, labels and names of the images that could be read."""
+    mine = torch.tensor([int(labels[i]) for i in kept])
+    return LabelledMeans(found.mean.to(device), mine, [images.places[i].name for i in kept])
 
 
 def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:
@@ -322,17 +254,6 @@ def same_pictures(embedder: Embedder, task: Task, kept: list[int]) -> list[int]:
             f"another one (such as {' and '.join(pair)}), and are in its fold"
         )
     return [leaders[i] for i in kept]
-
-
-def shots_notice(rows: Sequence[dict]) -> list[str]:
-    """A sentence on the classes that had fewer labelled images than --shots, if any had."""
-    few = [(row["note"], s) for row in rows if (s := row["shots"]) is not None and s["fewest"] < s["asked"]]
-    found = "; ".join(
-        f"{note} {shots['fewest']:,} to {shots['most']:,}, mean {shots['mean']:.1f}"
-        + (f", {shots['classes_without']:.4g} without any" if shots["classes_without"] else "")
-        for note, shots in few
-    )
-    return [f"--shots {few[0][1]['asked']:,} is more than there are images of every class: {found}"] if few else []
 
 
 def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, bad: list[dict]) -> dict:
@@ -364,7 +285,6 @@ def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, ba
         "class_names_from": classes.source,
         "templates": task.templates,
         "notices": task.notices,
-        "seconds": task.seconds,
         "rows": e.rows,
         "reweighted": {
             name: {
@@ -427,16 +347,9 @@ def direction(row: dict) -> str:
     return "up" if row["gain"] > 0 else "down"
 
 
-def calibration_line(found: dict) -> str:
-    """The calibration of `all`."""
-    return f"all: expected calibration error {100 * found['ece']:.2f} %, Brier score {found['brier']:.4f}"
-
-
 def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list[int]) -> Page:
     """The report of one data set."""
     n_classes, n_prompts = e.u.shape
-    rows = {(row["filter"], kind_of(row)): row for row in reversed(e.rows) if "bound" not in row["note"]}
-    tiles = [(percent(rows[key]["top1"]), title, "top-1 %") for key, title in TILES.items() if key in rows][:4]
     number_kept, by = e.kept.get("best-topk") or next(iter(e.kept.values()), (None, ""))
     chosen_by = "How many are kept was chosen on these images: an oracle. " if by else ""
     groups = [
@@ -457,14 +370,12 @@ def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list
             (
                 "Prompts and their uncertainty",
                 [
-                    f"{chosen_by}Prompts from certain to uncertain, with their uncertainty u (the sum of the "
-                    "variances); those in red are dropped. A green frame marks an image that all prompts together "
-                    "classify correctly, a red one an image that they do not.",
+                    f"{chosen_by}Prompts from certain to uncertain; those in red are dropped. A green frame: all "
+                    "prompts together classify the image correctly.",
                     *about_u, *groups,
                 ],
             ),
         ],
-        [*tiles, (percent(1 / n_classes), "chance", "top-1 %")],
     )  # fmt: skip
 
 
@@ -481,23 +392,17 @@ def k_blocks(results: dict) -> list:
         if single is not None:
             chart.level(100 * single[key], f"single {percent(single[key])}")
         figures.append(Figure(chart.mark(best + 1, ys[best], f"K = {best + 1}: {ys[best]:.2f}, oracle")))
-    said = (
-        "Every class keeps its K most certain prompts, with the same K. The marked K is the best on these images, an "
-        "oracle."
-    )
     classes = results["per_class"]
     if classes[0]["oracle_k"] is None:
-        return [said, figures]
+        return [figures]
     chosen = [row["oracle_k"] for row in classes if row["images"] and row["oracle_top1_max_over_k"]]
     counts = [chosen.count(k) for k in range(1, len(ys) + 1)]
     chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(counts, "classes")
     note = (
         "The K with the best accuracy on a class's own images, while all classes keep the same K: an oracle; ties go "
-        f"to more prompts. {counts[-1]:,} of {sum(counts):,} classes keep all {len(counts)} prompts, "
-        f"{sum(counts[: len(counts) // 2]):,} keep at most half; left out: {len(classes) - len(chosen):,} that are "
-        "never right. Error bars are one standard error of the count, for classes drawn at random."
+        f"to more prompts. Left out: {len(classes) - len(chosen):,} classes that are never right."
     )
-    return [said, [*figures, Figure(chart, "Oracle K of each class", note)]]
+    return [[*figures, Figure(chart, "Oracle K of each class", note)]]
 
 
 def bin_blocks(uncertainty: dict) -> list:
@@ -510,11 +415,7 @@ def bin_blocks(uncertainty: dict) -> list:
         if bins := uncertainty[things]:
             chart = Chart(f"accuracy-of-{things}", x_label=x_label, y_label="top-1 accuracy, %").bins(bins, things)
             figures.append(Figure(chart, title, correlations(bins)))
-    said = (
-        "Bins of equal count, from certain to uncertain; accuracy with all prompts, with the standard error of each "
-        "bin's mean. Where uncertainty is informative, accuracy falls to the right."
-    )
-    return [said, figures] if figures else []
+    return [figures] if figures else []
 
 
 def calibration_blocks(results: dict) -> list:
@@ -537,34 +438,27 @@ def calibration_blocks(results: dict) -> list:
     chart = Chart("selective", x_label="least certain images refused, %", y_label="top-1 of the others, %")
     for (name, curve), colour in zip(curves.items(), (BLUE, ORANGE)):
         chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], name, colour)
-    first = next(iter(curves.values()))
-    chart.level(100 * first["random"], "at random")
+    chart.level(100 * next(iter(curves.values()))["random"], "at random")
     areas = ", ".join(f"{name} {percent(curve['area'])}" for name, curve in curves.items())
-    note = (
-        f"Mean over all shares: {areas}, at random {percent(first['random'])}, at best {percent(first['oracle'])} (the "
-        "wrong answers first, an oracle)."
-    )
-    return ["With all prompts.", [*figures, Figure(chart, "Refusing the least certain images", note)]]
+    return [[*figures, Figure(chart, "Refusing the least certain images", f"Mean over all shares: {areas}.")]]
 
 
-def pick_classes(e: Evaluation, results: dict, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:
-    """Disjoint groups of classes to show: by gain if K was chosen per class, else by uncertainty; and at random."""
+def pick_classes(e: Evaluation, results: dict) -> list[tuple[str, list[int]]]:
+    """Groups of classes to show: by gain if K was chosen per class, else by uncertainty."""
     classes, score = results["per_class"], e.u.mean(dim=1).tolist()
-    titles = ("Most uncertain", "Most certain", "At random")
+    titles = ("Most uncertain", "Most certain")
     if e.oracle:
         score = [(row["oracle_top1_best_topk"] or 0) - (row["top1_all"] or 0) for row in classes]
-        titles = ("Gained most from their own oracle K", "Gained least from it, or lost", "At random")
+        titles = ("Gained most from their own oracle K", "Gained least from it, or lost")
     down = sorted((c for c, row in enumerate(classes) if row["images"]), key=lambda c: (-score[c], c))
-    most, least = down[:size], down[size:][::-1][:size]
-    rest = sorted(set(down) - {*most, *least})
-    some = sorted(random.Random(0).sample(rest, min(size, len(rest))))
-    return [(title, group) for title, group in zip(titles, (most, least, some)) if group]
+    groups = down[:CLASSES_A_GROUP], down[CLASSES_A_GROUP:][::-1][:CLASSES_A_GROUP]
+    return [(title, group) for title, group in zip(titles, groups) if group]
 
 
 def class_card(
     c: int, task: Task, e: Evaluation, results: dict, kept: list[int], number_kept: Tensor | None, by: str
 ) -> Card:
-    """A class with its images and its prompts: the three most and least certain ones, and all of them."""
+    """A class with its images and its prompts."""
     row, u = results["per_class"][c], e.u[c].cpu()
     n_kept = len(u) if number_kept is None else int(number_kept[c])
     texts = prompt_texts([row["name"]], task.templates)
@@ -579,7 +473,7 @@ def class_card(
     own = f", at its own oracle K {percent(row['oracle_top1_best_topk'])} %" if e.oracle else ""
     many = "" if number_kept is None else f", {n_kept} of {len(lines)} prompts kept{' (oracle)' if by else ''}"
     about = f"{row['images']:,} images, all prompts {percent(row['top1_all'])} %{own}{many}"
-    return Card(row["name"], pictures, [Cell(about), *lines[:3], *lines[3:][-3:]], lines)
+    return Card(row["name"], pictures, [Cell(about)], lines)
 
 
 # ------------------------------------------------------------------------------------------------ several data sets
@@ -642,14 +536,11 @@ def summary_page(config: ImagenetConfig, summary: dict) -> tuple[Page, Table]:
         f"{config.model}. In percent; the mean counts each data set once.",
         [
             ("All prompts", [
-                "Top-1 with its 95 % interval by bootstrap over the images, and the mean over classes of each one's "
-                "top-1. ECE: expected calibration error, 15 bins of equal width. Selective: mean top-1 while the most "
-                "uncertain images are refused one after the other. Each data set has a page in the folder of its name.",
+                "Selective: mean top-1 while the most uncertain images are refused one after the other.",
                 first,
             ]),
             ("Filters", [
-                "Coloured where it differs from that of all prompts by more than two standard errors, paired over "
-                "images. " + NOTES[NOTES.index("Oracle:"):],
+                NOTES[NOTES.index("Oracle:"):],
                 filters,
             ]),
         ],

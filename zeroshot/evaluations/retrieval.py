@@ -25,9 +25,11 @@ from probemb.evaluation.benchmarks import (
     known_positives,
     refuse_too_many_exact_pairs,
 )
+from probemb.evaluation.calibration import accepted_shares
 from probemb.evaluation.embed_pairs import EmbeddedPairs, centres, embed_pairs
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.predictors import ABOUT, evaluate_predictors
+from probemb.evaluation.judgements import judged_pairs
+from probemb.evaluation.predictors import evaluate_predictors
 from probemb.evaluation.rankings import RankingOptions, check_factory, fitting, ranking_names, title_of
 from probemb.evaluation.tolerance import CSD, ORACLE, Tolerance, choose_tolerance
 from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
@@ -39,13 +41,7 @@ from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, line_figure, picture_of, verdict
 from probemb.reports.text import correlations, number, percent, plus_minus, printable
 from probemb.search import refuse_small_gallery
-from zeroshot.evaluations.judgements import (
-    SCORES,
-    accepted_share_of_captions,
-    evaluate_judgements,
-    judgement_blocks,
-    read_judged,
-)
+from zeroshot.evaluations.judgements import evaluate_judgements, held, judgement_blocks, read_judged
 from zeroshot.evaluations.runner import (
     ABOUT_U,
     claim,
@@ -69,10 +65,6 @@ ERASED = {
     "words": "Captions, words left out",
     "ends": "Captions, their ends left out",
 }
-HOW = (
-    "In percent, except RSUM. Time is that of ranking everything in both directions, without building indexes, divided "
-    "by the number of queries; numbers are those that the gallery keeps of an item. docs/concepts.md has the metrics."
-)
 
 
 def evaluate(config: RetrievalConfig) -> None:
@@ -88,7 +80,7 @@ def evaluate(config: RetrievalConfig) -> None:
     benchmarks = choose_benchmarks(config.benchmarks, captions, config.instances is not None)
     objects = read_objects(config.instances, captions.image_ids) if "pmrp" in benchmarks else None
     judged = read_judged(config, captions)
-    out = claim(config, "retrieval", [SCORES])
+    out = claim(config, "retrieval")
 
     names = [config.model, *second_model(config)]
     embedder = open_model(config, names)
@@ -110,7 +102,8 @@ def evaluate(config: RetrievalConfig) -> None:
     rows, per_query, tops = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
     one, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
-    accepted = accepted_share_of_captions(judged, pairs, captions)
+    judged = None if judged is None else held(judged, pairs, captions)
+    accepted = None if judged is None else accepted_shares(judged_pairs(judged, 0), len(pairs.texts))
     results = {
         **settings(config, embedder, captions.split),
         "models": names,
@@ -127,7 +120,7 @@ def evaluate(config: RetrievalConfig) -> None:
         if probabilistic
         else {},
         "generality": generality(one, captions) if probabilistic else None,
-        "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, model, names, out),
+        "judgements": None if judged is None else evaluate_judgements(judged, pairs, rankings, options, model),
         "predictors": evaluate_predictors(one, captions, correct, MatchModel.of(model), device.name, accepted),
     }
     page, shown = make_page(config, results, pairs, captions)
@@ -162,7 +155,7 @@ def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[
 
 def check_tolerance(config: RetrievalConfig, rankings: Sequence[str]) -> None:
     """Refuse weights, or data to choose them on, that no ranking uses. Raises UserError."""
-    given = config.tolerance.i2t is not None or config.select_data is not None or config.select_metric != "auto"
+    given = config.tolerance.i2t is not None or config.select_data is not None
     if given and "tolerance" not in rankings:
         raise UserError(
             f"The weights of tolerance are not used: the rankings are {', '.join(rankings)}.",
@@ -172,22 +165,17 @@ def check_tolerance(config: RetrievalConfig, rankings: Sequence[str]) -> None:
 
 def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> CaptionDataset | None:
     """The data of --select-data without pictures that are evaluated too, or None. Raises UserError: too many are."""
-    found = evaluated
-    if config.select_data is not None:
-        images = config.images if Path(config.select_data) == Path(config.data) else None
-        found = find_captions(config.select_data, config.select_split, images, exif=config.exif)
-        remedy = "Choose the weights of tolerance on other images, such as --select-split val."
-        rows, notices = unseen_rows(found.images, evaluated.images, config.workers, remedy)
-        if notices:
-            print(notices[0], flush=True)
-            found = found.only(rows)
-        refuse_too_many_exact_pairs(found)
-    if config.select_metric == "map-at-r-true" and found.scenes is None:
-        raise UserError(
-            "--select-metric map-at-r-true needs data whose true captions are all known.",
-            "Use map-at-r or recall, or the scenes of `python -m tools.make_scenes`.",
-        )
-    return None if found is evaluated else found
+    if config.select_data is None:
+        return None
+    images = config.images if Path(config.select_data) == Path(config.data) else None
+    found = find_captions(config.select_data, config.select_split, images, exif=config.exif)
+    remedy = "Choose the weights of tolerance on other images, such as --select-split val."
+    rows, notices = unseen_rows(found.images, evaluated.images, config.workers, remedy)
+    if notices:
+        print(notices[0], flush=True)
+        found = found.only(rows)
+    refuse_too_many_exact_pairs(found)
+    return found
 
 
 def choose(
@@ -202,8 +190,7 @@ def choose(
         captions, pairs = selection, embed_pairs(embedder, selection)
         chosen = f"chosen on {selection.split or Path(config.select_data).name}"
     positives, device = known_positives(pairs, captions), embedder.device.name
-    of = TRUE if config.select_metric in ("auto", "map-at-r-true") and TRUE in positives else OWN
-    metric = "map_at_r" if of == TRUE or config.select_metric == "map-at-r" else "recall"
+    of, metric = (TRUE, "map_at_r") if TRUE in positives else (OWN, "recall")
     there = pairs._replace(images=pairs.images.to(device), texts=pairs.texts.to(device))
     return choose_tolerance(there, positives[of], metric, chosen=chosen, of=of)
 
@@ -226,22 +213,18 @@ def make_page(
     together = "; similarities are the means of both models" if len(models) > 1 else ""
     lost = len(results["images_left_out"])
     sections: list[tuple[str, list[Block]]] = [
-        ("Rankings", [HOW, f"{lost} images could not be read and are left out." if lost else "", ranked, how]),
+        ("Rankings", [f"{lost} images could not be read and are left out." if lost else "", ranked, how]),
         ("Human judgements", judged),
         ("What each score of a query knows", known),
         ("Variance as a tolerance", tolerance),
     ]
     if found:
         measure = f"Here u is the {config.uncertainty} of an item; findings use the first ranking."
-        inclusion = (
-            "One normal lies in another if the other is wider around it (inclusion above 0), with 95 % intervals by "
-            "bootstrap over the images, and over the captions of fewer images."
-        )
         sections += [
             ("What u measures", [ABOUT_U, measure, *about, *unknown]),
             ("Uncertainty against recall", bin_blocks(found["quality"])),
             ("Refusing the most uncertain queries", rejection_blocks(found["quality"])),
-            ("Inclusion as generality", [inclusion, *general]),
+            ("Inclusion as generality", general),
             ("Uncertainty against what is erased", erased_blocks(found.get("erased"))),
             ("Most and least uncertain", extreme_blocks(config, found["extremes"], pairs, captions)),
         ]
@@ -250,27 +233,9 @@ def make_page(
         f"Image-text retrieval{' and uncertainty' if found else ''}",
         f"{' and '.join(models)} on {config.data}{split}: {results['images']:,} images, {results['captions']:,} "
         f"captions{together}",
-        sections, tiles(rows),
+        sections,
     )  # fmt: skip
     return page, [ranked, *tolerance, *about, *unknown, *general, *judged, *known]
-
-
-def tiles(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
-    """The main numbers of the first ranking."""
-    first = rows[0]
-    mark = ", oracle" if first.get("chosen") == "oracle" else ""
-    shown = [
-        (percent(first["i2t"]["r@1"]), f"image → text{mark}", "R@1, %"),
-        (percent(first["t2i"]["r@1"]), f"text → image{mark}", "R@1, %"),
-        (f"{first['rsum']:.1f}", f"both directions{mark}", "RSUM, of 600"),
-    ]
-    for row in (row for row in rows if row["ranking"] == first["ranking"]):
-        if row["positives"] == "COCO 1K":
-            shown.append((f"{row['rsum']:.1f}", f"COCO 1K{mark}", "RSUM, of 600"))
-        elif row["positives"] in ("ECCV Caption", TRUE):
-            value = (row["i2t"]["map_at_r"] + row["t2i"]["map_at_r"]) / 2
-            shown.append((percent(value), f"{row['positives']}{mark}", "mAP@R, mean of both, %"))
-    return shown
 
 
 def rank_table(results: dict) -> Table:
@@ -297,7 +262,7 @@ def tolerance_blocks(found: dict) -> list[Block]:
         what = f"{CHOSEN_BY[one['metric']]} of {one['positives']}"
         blocks.append(
             f"tolerance, {one['chosen']}: u of captions times {one['i2t']:g}, of images times {one['t2i']:g}, the best "
-            f"by {what}; 1 is CSD, 0 the means alone, and below 0 a large variance counts as a tolerance."
+            f"by {what}"
         )
         curves = {
             name: (one["curve"]["lambda"], [100 * y for y in one["curve"][way]]) for way, name in DIRECTIONS.values()
@@ -383,12 +348,10 @@ def predictor_blocks(found: dict) -> list[Block]:
             f"; if exactly one image of the gallery matches, a caption's closest image does with a mean probability of "
             f"{one['mean']:.1%}, and {one['right']:.1%} are right"
         )
-    about = "; ".join(f"{row['title']}: {ABOUT[row['score']]}" for row in {row["score"]: row for row in every}.values())
     return [
         Table(headings, rows, title, left=2),
         f"match probability: {found['match_probability']}{first}",
         *([found["warning"]] if found["warning"] else []),
-        f"{about}. Each ± its standard error; captions of one image count as dependent.",
     ]
 
 
@@ -402,11 +365,7 @@ def bin_blocks(quality: dict) -> list[Block]:
                 slug = f"recall{of.replace(' ', '-').lower()}-of-{side}"
                 chart = Chart(slug, x_label=f"uncertainty of the {side}", y_label=f"R@1{of}, %").bins(bins, side)
                 figures.append(Figure(chart, f"{side.capitalize()} as queries{of}", correlations(bins)))
-    said = (
-        "Ten bins of equal count, from certain to uncertain queries, with the standard error of each bin's mean "
-        "(queries taken for independent). Where uncertainty is informative, recall falls to the right."
-    )
-    return [said, figures] if figures else []
+    return [figures] if figures else []
 
 
 def rejection_blocks(quality: dict) -> list[Block]:
@@ -421,8 +380,7 @@ def rejection_blocks(quality: dict) -> list[Block]:
             chart.line(xs, [100 * curve["random"]] * len(xs), "random", GREY, dashed=True)
             chart.line(xs, ys, "uncertainty", BLUE)
             figures.append(Figure(chart, f"{side.capitalize()} as queries"))
-    said = "Recall of the queries that remain. At best (an oracle) means that wrong answers were refused first."
-    return [said, figures] if figures else []
+    return [figures] if figures else []
 
 
 def erased_blocks(erased: dict | None) -> list[Block]:
@@ -432,11 +390,7 @@ def erased_blocks(erased: dict | None) -> list[Block]:
         curve = {"": ([100 * share for share in values["shares"]], values["uncertainty"])}
         x_label, note = f"erased {what}, %", f"{values['items']:,} items"
         figures.append(line_figure(f"erased-{what}", x_label, "mean uncertainty", curve, ERASED[what], note))
-    said = (
-        "Less to see or to read should mean more uncertainty; where u falls instead, it does not notice that something "
-        "is missing."
-    )
-    return [said, figures] if figures else []
+    return [figures] if figures else []
 
 
 def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, sized: bool) -> list[Figure]:
@@ -477,11 +431,7 @@ def extreme_blocks(config: RetrievalConfig, found: dict, pairs: EmbeddedPairs, c
         shown = [one for i in query["retrieved"] if i >= 0 for one in picture(i, verdict(pairs.owner[row] == i))]
         return Card(f"{texts[row]} (u = {float(u[1][row]):#.4g})", shown)
 
-    said = (
-        "The queries of the largest and of the smallest u, with what they retrieve first. Green: an own caption, or "
-        "the own image; red: another one. Above an image is its first caption, as the data has it."
-    )
-    blocks: list[Block] = [said]
+    blocks: list[Block] = ["Green: an own caption, or the own image; red: another one."]
     for side, card in (("images", image_card), ("captions", text_card)):
         for which in ("most", "least"):
             blocks += [f"{which.capitalize()} uncertain {side}:", [card(query) for query in found[side][which]]]

@@ -20,21 +20,15 @@ from torch import Tensor
 from probemb.gaussian import Gaussian
 
 STEPS, TOLERANCE = 200, 1e-9  # of EM: at most so many, and the smallest relative gain that goes on
-PRIOR_IMAGES = 10.0
 CLASS_PRIOR = 1.0  # pseudo-images of each class, for the shares of the classes
 BLOCK = 1 << 24  # densities in a block
 
 
 @dataclass(frozen=True)
 class Reweighting:
-    """Proportions found by EM.
+    """Proportions found by EM: weights (C, P) float64; counts (C,) with labels, class_shares (C,) without.
 
-    Attributes:
-        weights: (C, P) float64, one in sum over the prompts of a class; equal for a class without images.
-        class_shares: (C,) of unlabelled images; None with labels.
-        objective: log-likelihood plus the log of the prior (without its constant) before each step and at the end;
-            never falls.
-        counts: (C,) labelled images of each class; None without labels.
+    objective: log-likelihood plus the log of the prior before each step and at the end; never falls.
     """
 
     weights: Tensor
@@ -51,13 +45,11 @@ def log_densities(images: Tensor, normals: Gaussian) -> Tensor:
     return -0.5 * (squared + log_var.sum(1) + z.shape[1] * math.log(2 * math.pi))
 
 
-def fit_labelled(images: Tensor, labels: Tensor, prompts: Gaussian, prior_images: float = PRIOR_IMAGES) -> Reweighting:
-    """Proportions of each class from labelled images.
+def fit_labelled(images: Tensor, labels: Tensor, prompts: Gaussian, prior_images: float = 10.0) -> Reweighting:
+    """Proportions of each class from images (M, D) with labels (M,), under prompts (C, P, D).
 
-    Args:
-        images: (M, D); labels: (M,) int64 in [0, C); prompts: Gaussian (C, P, D).
-        prior_images: pseudo-images of each class, spread evenly over its prompts: the prior is Dirichlet(1 +
-            prior_images / P), and the result its mode. 0 is maximum likelihood.
+    prior_images: pseudo-images of each class, evenly over its prompts: the prior is Dirichlet(1 + prior_images / P),
+    the result its mode. 0 is maximum likelihood.
     """
     n_classes, n_prompts, _ = prompts.shape
     labels = labels.to(images.device)
@@ -77,18 +69,8 @@ def fit_labelled(images: Tensor, labels: Tensor, prompts: Gaussian, prior_images
     return Reweighting(log_CP.exp(), None, objective, torch.bincount(labels, minlength=n_classes).cpu())
 
 
-def fit_unlabelled(
-    images: Tensor,
-    prompts: Gaussian,
-    prior_images: float = PRIOR_IMAGES,
-    class_prior: float = CLASS_PRIOR,
-) -> Reweighting:
-    """Proportions of the prompts and of the classes from images without labels.
-
-    Args:
-        images: (M, D); prompts: Gaussian (C, P, D).
-        prior_images: as in `fit_labelled`; class_prior: pseudo-images of each class, for the classes' shares.
-    """
+def fit_unlabelled(images: Tensor, prompts: Gaussian, prior_images: float = 10.0) -> Reweighting:
+    """Proportions of the prompts and of the classes from images without labels."""
     n_classes, n_prompts, dim = prompts.shape
     flat = Gaussian(prompts.mean.reshape(-1, dim), prompts.log_var.reshape(-1, dim))
     blocks, offset, pseudo = [], 0.0, prior_images / n_prompts
@@ -107,8 +89,8 @@ def fit_unlabelled(
             likelihood += float(total_M.log().sum())
             counts += block_MQ.T @ total_M.reciprocal()
         counts_CP = (counts * shares_Q).view_as(log_CP)
-        value = likelihood + float(_prior(pseudo, log_CP) + _prior(class_prior, log_C))
-        shares = _proportions((counts_CP.sum(1) + class_prior)[None])[0]
+        value = likelihood + float(_prior(pseudo, log_CP) + _prior(CLASS_PRIOR, log_C))
+        shares = _proportions((counts_CP.sum(1) + CLASS_PRIOR)[None])[0]
         return (shares.log(), _proportions(counts_CP + pseudo).log()), value
 
     empty = torch.zeros(n_classes, n_prompts, dtype=torch.float64, device=images.device)

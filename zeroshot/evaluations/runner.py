@@ -21,22 +21,16 @@ from zeroshot.command import CaptionConfig, EvaluationConfig
 
 OUTPUTS = ("results.json", "report.html")
 ABOUT_U = (
-    "u measures ambiguity within the training domain: how many things, of the kind that the model was trained on, an "
-    "input could match. It does not tell whether the model knows an input: an unknown word, an empty text or an image "
-    "with nothing in it can have a small u. Nor is it always the best predictor of a wrong answer: before you reject "
-    "by it, compare it with scores that need no variance: the confidence, or the distance and the lead of the closest "
-    "item."
+    "u measures ambiguity within the training domain: how many things an input could match. It does not tell whether "
+    "the model knows an input, nor is it always the best predictor of a wrong answer."
 )
 
 
-def claim(config: EvaluationConfig, name: str, more: Sequence[str] = ()) -> Path:
-    """The folder of the results: --out, or `name` in the run folder. Raises UserError: it holds other files.
-
-    `more`: names of files that the command writes besides.
-    """
+def claim(config: EvaluationConfig, name: str) -> Path:
+    """The folder of the results: --out, or `name` in the run folder. Raises UserError: it holds other files."""
     elsewhere = "zeroshot-results" if name == "zeroshot" else f"zeroshot-results/{name}"
     out = results_folder(config.out, config.model, name, elsewhere)
-    claim_files(out, (*OUTPUTS, *more), f"probemb {name}")
+    claim_files(out, OUTPUTS, f"probemb {name}")
     return out
 
 

@@ -102,30 +102,11 @@ def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
     return torch.cat([inclusion(inner[rows], outer[rows]).diagonal() for rows in blocks])
 
 
-def nested(texts: Gaussian, match_NM: Tensor) -> dict | None:
-    """Captions whose sets of images are nested, by their embeddings: of scenes, where the sets are known.
-
-    Args:
-        texts: Gaussian (M, D); match_NM: (N, M) bool, which image each caption is true of.
-
-    Returns:
-        over all pairs of captions of which one is true of some of the images of the other and of no other image:
-        "pairs", "lies_in": the share with a positive inclusion of the smaller in the larger set, "wider": the share
-        with the larger geometric mean of σ at the larger set; both 0.5 by chance. None without such pairs.
-    """
-    small, large = nested_pairs(match_NM)
-    if not len(small):
-        return None
-    sigma = geometric_sigma(texts)
-    return {
-        "pairs": len(small),
-        "lies_in": float((inclusion(texts, texts)[small, large] > 0).double().mean()),
-        "wider": float((sigma[large] > sigma[small]).double().mean()),
-    }
-
-
 def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs of captions of `nested`: (P,) columns of the smaller set, (P,) of the larger one."""
+    """Captions of which one is true of some of the other's images and of no other image, from (N, M) bool matches.
+
+    Returns (P,) columns of the smaller sets, (P,) of the larger ones.
+    """
     common = torch.zeros(match_NM.shape[1], match_NM.shape[1], device=match_NM.device)
     for images in match_NM.split(IMAGES):
         common += images.float().T @ images.float()  # whole numbers, exact below 2^24
