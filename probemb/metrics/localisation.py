@@ -6,7 +6,6 @@ A phrase is found at k if one of the first k proposals has an IoU of at least 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -54,11 +53,3 @@ def summarise(found: dict[str, Tensor], cluster: Tensor, rows: Tensor | None = N
         name: {"value": float(x[some].double().mean()), "se": cluster_standard_error(x[some], cluster[some])}
         for name, x in found.items()
     }
-
-
-def recall_over_thresholds(
-    first_overlaps_QK: Tensor, best_overlap: Tensor, thresholds: Sequence[float], ks: Sequence[int] = KS
-) -> dict[str, list[float]]:
-    """Recall at each k, and its upper bound, (T,) each, against the IoU that counts as found."""
-    curves = {f"r@{k}": [float(recall_at(first_overlaps_QK, k, at).double().mean()) for at in thresholds] for k in ks}
-    return curves | {"upper_bound": [float((best_overlap >= at).double().mean()) for at in thresholds]}

@@ -66,13 +66,10 @@ class Training:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries of k parts.
+    """`number` combinations of k parts, their queries and, once embedded, `found`.
 
-    Attributes:
-        combinations: "seen" in the training, "unseen", "infeasible" (in no image, without a correct target), or
-            "changes" of an attribute of an image, which is then no answer itself.
-        data: whose targets are asked for; number: of different combinations.
-        found: the embedded queries, once they are.
+    combinations: "seen" in the training, "unseen", "infeasible" (in no image), or "changes" of an attribute of an
+    image, which is then no answer itself.
     """
 
     k: int
@@ -144,25 +141,20 @@ def evaluate(config: ComposedConfig) -> None:
         f"{len(gallery.kept):,} images",
         [
             ("Retrieval", [
-                "In percent, with the standard error over combinations. A query is correct at K if one of the first K "
-                "images has all that it asks for; R-P is the share of the R correct images among the first R. "
-                "Published: the queries of MPC's lists.",
+                "R-P is the share of the R correct images among the first R. Published: the queries of MPC's lists.",
                 changes, *results["notes"], tables[0], by_parts(rows, rows[0]["ranking"]),
             ]),
             ("Feasibility", [
-                "Can the composition tell that its parts are never together? ROC AUC of each score against "
-                "combinations that no image of any split has, in percent; 50 by chance, below 50 where infeasible ones "
-                "seem the more certain ones. Only queries of one kind are compared; “all” is the mean of the kinds.",
+                "Can the composition tell that its parts are never together? “all” is the mean of the kinds.",
                 *tables[1:], roc_figures(composer, sets, results["feasibility"]),
             ] if results["feasibility"] else []),
             ("Examples", [
-                f"Ranked by {rows[0]['ranking']}; a green frame is a correct image. Queries at equal distances in "
-                "their list.", *(block for one in feasible for block in examples(gallery, one, rows[0]["ranking"])),
+                f"Ranked by {rows[0]['ranking']}; a green frame is a correct image.",
+                *(block for one in feasible for block in examples(gallery, one, rows[0]["ranking"])),
             ]),
         ],
     )  # fmt: skip
-    no = [] if results["feasibility"] else ["feasibility: not measured, the data has no infeasible combinations"]
-    finish(out, "composed", results, page, [*results["notes"], *tables, *no])
+    finish(out, "composed", results, page, [*results["notes"], *tables])
 
 
 # ---------------------------------------------------------------------------------------------------------- queries
@@ -172,7 +164,7 @@ def training_of(model: str) -> Training:
     """The training of a run, or of a model in a run's folder. Raises UserError: its config.yaml is damaged."""
     path = Path(model)
     file = next((one for one in (path / "config.yaml", path.parent / "config.yaml") if one.is_file()), None)
-    if not path.exists() or file is None or file.stat().st_size > 1 << 20:
+    if file is None or not path.exists():
         return Training()
     try:
         compose = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("compose")
@@ -180,11 +172,10 @@ def training_of(model: str) -> Training:
         raise UserError(f"{file} cannot be read.", "Name the model folder itself, or restore the file.") from None
     if not isinstance(compose, dict):
         return Training()
-    types = {"parts": int, "setup": str, "seed": int, "lists": str}
-    found = replace(Training(known=True), **{key: compose[key] for key in types if compose.get(key) is not None})
-    wrong = [key for key, kind in types.items() if type(getattr(found, key)) not in (kind, type(None))]
-    if wrong or found.setup not in ("seen", "unseen"):
-        raise UserError(f"{file} has no usable compose.{(wrong or ['setup'])[0]}.", "Restore the run's file.")
+    given = {key: compose[key] for key in ("parts", "setup", "seed", "lists") if compose.get(key) is not None}
+    found = replace(Training(known=True), **given)
+    if not isinstance(found.parts, int) or not isinstance(found.seed, int) or found.setup not in ("seen", "unseen"):
+        raise UserError(f"{file} has no usable settings of compose.", "Restore the run's file.")
     return found
 
 
@@ -194,7 +185,7 @@ def find_queries(config: ComposedConfig, trained: Training) -> list[QuerySet]:
     Raises UserError: a wrong --k; no such data, or too little of it; --k for data that has no combinations.
     """
     words = [word.strip() for word in config.k.split(",")]
-    numbers = sorted({int(word) if word.isascii() and word.isdecimal() and len(word) < 4 else 0 for word in words})
+    numbers = sorted({int(word) if word.isascii() and word.isdecimal() else 0 for word in words})
     if numbers[0] < 2 or numbers[-1] > MAX_K:
         raise UserError(f"--k is '{config.k[:100]}'.", f"Give numbers from 2 to {MAX_K}, such as 2 or 2,3,4.")
     result = []
@@ -206,14 +197,12 @@ def find_queries(config: ComposedConfig, trained: Training) -> list[QuerySet]:
                 raise UserError(f"{config.data} has changes of an attribute, and --k is {config.k}.", "Leave --k out.")
             queries = data.queries or data.sampled_queries(config.queries, config.seed)
             return [QuerySet(2, "changes", data, queries, len({query.concepts for query in queries}))]
-        asked: list[tuple[Combinations, np.ndarray, list[Query] | None]] = []
+        asked: list[tuple[Combinations, np.ndarray, list[Query] | None]] = [("unseen", data.tuples, data.queries)]
         if k == trained.parts and setup == "seen":
             asked = [("seen", data.tuples, data.queries), ("unseen", answerable(data, data.unseen), None)]
         elif k == trained.parts:
             training = find_data(config, "train", k, setup)
-            asked = [("seen", answerable(data, training.tuples), None), ("unseen", data.tuples, data.queries)]
-        else:
-            asked = [("unseen", data.tuples, data.queries)]
+            asked = [("seen", answerable(data, training.tuples), None), *asked]
         for name, tuples, published in [*asked, ("infeasible", data.infeasible, None)]:
             number = min(config.queries, PER_COMBINATION * len(tuples))
             queries = published or data.sampled_queries(number, config.seed, tuples)
@@ -251,10 +240,7 @@ def notes(
     """Remarks on the numbers."""
     told = list(dict.fromkeys(note for one in sets for note in one.data.notes))
     if not composer.probabilistic:
-        told.append(
-            f"The composer '{name}' composes points: its compositions have no density and no uncertainty. Feasibility "
-            "is scored by the distance of the parts alone, as in the paper."
-        )
+        told.append(f"The composer '{name}' composes points: no density, and no feasibility by uncertainty.")
     if not trained.known:
         told.append("The model has no config.yaml: it is taken to be trained on pairs, in splits and lists of seed 0.")
     return told + [
@@ -396,16 +382,11 @@ def examples(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> list:
 
 def example(gallery: EmbeddedImages, data: Compositions, query: Query, top: Sequence[int]) -> Card:
     """A query's parts, and what it found."""
-    correct = set(data.targets(query.concepts).tolist())
-    shown = [gallery.kept[place] for place in top]
-    pictures = [query_part(data, part) for part in query.parts]
-    for image in shown:
+    correct, pictures = set(data.targets(query.concepts).tolist()), [query_part(data, part) for part in query.parts]
+    for image in (gallery.kept[place] for place in top):
         note = data.named(sorted(data.holds[image])) or data.images.places[image].name
         pictures += picture_of(data.images, image, note, verdict(image in correct), SIDE)
-    about = (
-        f"{sum(image in correct for image in shown)} of the first {len(shown)} are correct; "
-        f"{len(correct & set(gallery.kept)):,} images are"
-    )
+    about = f"{len(correct & set(gallery.kept)):,} images are correct"
     return Card(f"{query.kind}: {data.named(query.concepts)}", pictures, [Cell(about)])
 
 

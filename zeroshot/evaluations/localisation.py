@@ -17,15 +17,14 @@ from probemb.evaluation.predictors import assess
 from probemb.evaluation.rankings import TITLES, fitting
 from probemb.evaluation.uncertainty import evenly
 from probemb.metrics import uncertainty_bins
-from probemb.metrics.localisation import KS, THRESHOLD, recall_at, recall_over_thresholds, summarise
+from probemb.metrics.localisation import KS, THRESHOLD, recall_at, summarise
 from probemb.models import DualEncoder
 from probemb.reports.figures import Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, thumbnail, verdict
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, thumbnail, verdict
 from probemb.reports.text import correlations, number, percent, plus_minus
 from zeroshot.evaluations.runner import claim, finish, left_out, open_model, pair_options, pair_rankings, settings
 from zeroshot.localisation import LocalisationConfig
 
-IOUS = tuple(i / 20 for i in range(2, 20))  # 0.1 to 0.95
 UNTYPED = "all"
 WRITE = "python -m tools.write_regions --proposals"
 METRICS = {f"r@{k}": f"R@{k}" for k in KS}
@@ -70,8 +69,6 @@ def evaluate(config: LocalisationConfig) -> None:
         "proposals": {"source": proposals.source, "total": proposals.total, "dropped": proposals.dropped},
         "rows": summary(found),
         "types": by_type(found, [data.phrases[row].kind or UNTYPED for row in found.rows], first),
-        "thresholds": {"iou": list(IOUS)}
-        | recall_over_thresholds(found.first_overlaps[first], found.best_overlap, IOUS),
         "uncertainty": asdict(bins) if bins else None,
         "predictors": assess(found.scores, hit, found.image),
     }
@@ -93,20 +90,14 @@ def check_inputs(model: DualEncoder, proposals: Proposals) -> None:
     wanted = getattr(model.image_tower, "region_shape", None)
     given = proposals.features and proposals.features.shape
     if wanted is None and given is not None:
-        raise UserError(
-            f"The model reads pixels, and {proposals.source} holds features of regions.",
-            "Leave --regions out, or name a model that reads regions.",
-        )
-    if wanted is not None and given is None:
-        raise UserError(
-            f"The model reads regions of {wanted[1]} numbers, and crops of images are pixels.",
-            f"Name the proposals' features with --regions; `{WRITE}` writes them.",
-        )
-    if wanted is not None and wanted[1] != given[1]:
-        raise UserError(
-            f"The model reads regions of {wanted[1]} numbers, and {proposals.source} has regions of {given[1]}.",
-            f"Write them with what the training's regions came from (`{WRITE}`).",
-        )
+        what, remedy = "pixels", "Leave --regions out, or name a model that reads regions."
+    elif wanted is not None and (given is None or wanted[1] != given[1]):
+        what = f"regions of {wanted[1]} numbers"
+        remedy = f"Name such features of the proposals with --regions; `{WRITE}` writes them."
+    else:
+        return
+    has = "crops of images, which are pixels" if given is None else f"regions of {given[1]} numbers"
+    raise UserError(f"The model reads {what}, and {proposals.source} has {has}.", remedy)
 
 
 def summary(found: Localised) -> list[dict]:
@@ -166,26 +157,20 @@ def make_tables(results: dict) -> list[Table]:
 
 def sections(results: dict, tables: list[Table], examples: list) -> list:
     """The sections of the page."""
-    by = results["thresholds"]
-    names = METRICS | {"upper_bound": "upper bound"}
-    curves = {title: (by["iou"], [100 * y for y in by[key]]) for key, title in names.items()}
-    figures = [line_figure("iou", "IoU from which a proposal is right", "recall, %", curves, "Recall against the IoU")]
+    figures = []
     if bins := results["uncertainty"]:
         chart = Chart("uncertainty", x_label="uncertainty of the phrase", y_label="R@1, %").bins(bins, "phrases")
         figures.append(Figure(chart, "Uncertainty against recall", correlations(bins)))
-    merged = results["config"]["several"] == "merged"
-    several = "means the smallest box around them" if merged else "is found by each of them"
-    left = f" {len(results['images_left_out'])} images could not be read and are left out."
+    left = f"{len(results['images_left_out'])} images could not be read and are left out."
     return [
         ("Recall", [
-            "In percent, with the standard error over images. A phrase is found at k if one of the first k proposals "
-            f"has an IoU of at least {THRESHOLD} with its box. A phrase with several boxes {several}. "
-            f"{results['phrases_without_box']:,} phrases have no box and are left out."
+            f"Found at k: one of the first k proposals has an IoU of at least {THRESHOLD} with the phrase's box. "
+            f"{results['phrases_without_box']:,} phrases have no box and are left out. "
             f"{left if results['images_left_out'] else ''} Guessing: the first k proposals drawn at random. Upper "
             "bound: the phrases for which any proposal is right.", tables[0],
         ]),
         ("By type of phrase", ["A phrase of several types counts for each of them.", tables[1]]),
-        ("Thresholds and uncertainty", [figures, *tables[2:]]),
+        ("Uncertainty", [figures, *tables[2:]]),
         ("Examples", ["White: meant; green, red: ranked first, right or wrong; yellow: second and third.", *examples]),
     ]  # fmt: skip
 
