@@ -34,8 +34,7 @@ class UnionConfig(EvaluationConfig):
         images: folder of the images; by default searched beside the data.
         sample: so many of the images, chosen by their ids; --no-sample: all.
         areas: largest area of crops A and B, as shares of the image; a figure has all of them.
-        rankings: csd, mean, wasserstein2, match-probability, kl, min-kl, ..., separated by commas; by default the one
-            that the model was trained for, and the means alone.
+        rankings: csd, mean, ..., separated by commas; by default the one of the training, and the means alone.
         samples: samples of each item for match-probability.
     """
 

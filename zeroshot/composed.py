@@ -5,10 +5,7 @@
     python -m zeroshot.composed --model runs/coco --data annotations/instances_train2017.json --lists data/coco_text/mpc
     python -m zeroshot.composed --model runs/tirg --data data/fashion200k
 
-The model was trained with `finetune --method mpc` or another composer. Prints R@5, R@10 and R-Precision of queries of
-images, mixtures and texts, for combinations that were trained on and such that were not, and how well the composition's
-uncertainty tells combinations that occur in no image; of Fashion200k R@1, 10 and 50. Writes results.json and
-report.html. Source: MPC §4, Tables 1 to 3, Fig. 5.
+The model was trained with `finetune --method mpc` or another composer. Source: MPC §4, Tables 1 to 3, Fig. 5.
 """
 
 from collections.abc import Sequence
@@ -19,10 +16,7 @@ from probemb.cli.command import run_command
 from probemb.cli.ranges import Count, Seed
 from zeroshot.command import SHARED, EvaluationConfig, read_options
 
-DESCRIPTION = (
-    "Composed retrieval: R@5, R@10 and R-Precision of queries of several images and texts, and the feasibility of "
-    "combinations; prints tables and writes results.json and report.html."
-)
+DESCRIPTION = "Composed retrieval: queries of several images and texts, and the feasibility of combinations."
 
 
 @dataclass(frozen=True)
@@ -37,12 +31,10 @@ class ComposedConfig(EvaluationConfig):
         lists: folder of MPC's published lists; by default as in the model's training, or else beside the data.
         sizes: one of COCO's JSON files with the sizes of the original images, for shards whose boxes are theirs.
         k: parts of a query, separated by commas, such as 2,3,4; by default as many as in the model's training.
-        setup: seen (the combinations of the training, and pairs beside them) or unseen (the training had 100 pairs, the
-            test has others); auto: as in the model's training.
+        setup: seen (the combinations of the training) or unseen (others); auto: as in the model's training.
         seed: of drawn splits, combinations and queries; by default as in the model's training.
         queries: of each set, at most ten for a combination; published queries are all asked.
-        rankings: cosine (of the means), density (expected log-density under the composition), separated by commas; by
-            default the cosine, and the density if the composer was trained for it.
+        rankings: cosine (of means), density (under the composition); by default as in the model's training.
     """
 
     COMMON: ClassVar = (*SHARED, "split", "lists", "k", "setup", "queries", "rankings")

@@ -20,10 +20,7 @@ from zeroshot.command import EvaluationConfig, read_options
 
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
 DEFAULT_DATA = "data/imagenet/val"
-DESCRIPTION = (
-    "Zero-shot classification with uncertainty-based prompt filtering. Takes class folders, webdataset shards with "
-    "KEY.cls, or a tar of either; prints a table and writes results.json and report.html."
-)
+DESCRIPTION = "Zero-shot classification with uncertainty-based prompt filtering."
 
 
 @dataclass(frozen=True)
@@ -78,11 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; wrong options are refused before the model is loaded."""
     config = read_options(ImagenetConfig, "imagenet", DESCRIPTION, argv, "labelled images")
     if config.data == DEFAULT_DATA and not Path(config.data).exists():
-        raise UserError(
-            f"There is no ImageNet in {DEFAULT_DATA}, the default of --data.",
-            "Pass --data PATH, or try the synthetic data: `python -m tools.make_scenes data/scenes`, then "
-            "`python -m zeroshot.imagenet --model RUN --data data/scenes/classes`.",
-        )
+        what = f"There is no ImageNet in {DEFAULT_DATA}, the default of --data."
+        raise UserError(what, "Pass --data PATH; `python -m tools.make_scenes data/scenes` draws some.")
     from zeroshot.evaluations.imagenet import evaluate
 
     evaluate(config)

@@ -5,10 +5,8 @@
     python -m zeroshot.localisation --model runs/scenes --data data/scenes/entities               # synthetic data
     python -m zeroshot.localisation --model runs/scan --data data/flickr30k_entities --regions boxes/test_ims.npy
 
-Every proposal is cropped and embedded as an image of its own, or for a model that reads regions its features are taken
-from a file; a phrase ranks the proposals of its image. Prints recall at 1, 5 and 10 for an IoU of at least 0.5, by type
-of phrase, with the upper bound of the proposals and what guessing would reach; writes results.json and report.html.
-Source: jWAE §5.2, Table 7.
+Every proposal is cropped and embedded, or for a model that reads regions its features are taken from a file. Recall is
+for an IoU of at least 0.5. Source: jWAE §5.2, Table 7.
 """
 
 from collections.abc import Sequence
@@ -22,10 +20,7 @@ from probemb.cli.ranges import Count, Share
 from probemb.errors import UserError
 from zeroshot.command import SHARED, EvaluationConfig, read_options
 
-DESCRIPTION = (
-    "Phrase localisation: recall of the proposals that a phrase ranks first, by type of phrase, and the value of "
-    "uncertainty; prints a table and writes results.json and report.html."
-)
+DESCRIPTION = "Phrase localisation: recall of the proposals that a phrase ranks first, by type of phrase."
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,7 @@ class LocalisationConfig(EvaluationConfig):
         top: so many of the file's proposals for each image; by default all.
         grid: sliding windows, used without a file.
         several: what is right for a phrase with several boxes: merged (the smallest box around them) or any (each).
-        rankings: csd, mean, wasserstein2, match-probability, attention, ..., separated by commas; by default the one
-            that the model was trained for, and the means alone.
+        rankings: csd, mean, ..., separated by commas; by default the one of the training, and the means alone.
         samples: samples of each item for match-probability.
     """
 

@@ -6,9 +6,8 @@
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --judgements judgements.tsv.gz
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --select-data data/flickr8k
 
-Prints one table and writes results.json and report.html. All captions of an image are its positives; the synthetic
-data have exact positives, and COCO's test split has CxC, ECCV Caption and plausible matches.
-A run with two networks is evaluated by the mean of their similarities (`--second`). Source: PCME++ §4.1, §C.5.
+All captions of an image are its positives; the synthetic data have exact ones, and COCO's test split has CxC, ECCV
+Caption and plausible matches. Source: PCME++ §4.1, §C.5.
 """
 
 from collections.abc import Sequence
@@ -22,10 +21,7 @@ from probemb.cli.ranges import Count
 from probemb.errors import UserError
 from zeroshot.command import SHARED, CaptionConfig, read_options
 
-DESCRIPTION = (
-    "Image-text retrieval under every ranking, the benchmarks of COCO's test split, and the value of uncertainty; "
-    "prints a table and writes results.json and report.html."
-)
+DESCRIPTION = "Image-text retrieval under every ranking, COCO's benchmarks, and the value of uncertainty."
 
 
 @dataclass(frozen=True)

@@ -148,17 +148,13 @@ def union(config: UnionConfig) -> None:
         raise UserError("--areas names none.", "Give shares of the image, such as [0.1, 0.3, 0.5].")
     rankings = pair_rankings(config.rankings)
     if "attention" in rankings:
-        raise UserError(
-            "The ranking attention compares tokens, which this command does not keep.", "Choose csd, mean, ..."
-        )
+        raise UserError("The ranking attention compares tokens, which are not kept here.", "Choose csd, mean, ...")
     data = find_phrases(config.data, None, config.images, config.sample)
     out = claim(config, "union")
     embedder = open_model(config)
     model = embedder.model
     if reads_regions(model.config["architecture"]):
-        raise UserError(
-            f"{config.model} reads precomputed regions, and this command crops images.", "Name a model of pixels."
-        )
+        raise UserError(f"{config.model} reads precomputed regions, no crops.", "Name a model of pixels.")
     check_images(model, data.images)
     own = "mean" if model.ranking == "attention" else model.ranking
     both = dict.fromkeys([own, *(["mean"] if model.n_embeddings == 1 else [])])

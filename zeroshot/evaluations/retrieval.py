@@ -206,8 +206,12 @@ def make_page(
     ranked, known = rank_table(results), predictor_blocks(results["predictors"])
     judged = judgement_blocks(results["judgements"]) if results["judgements"] else []
     tolerance, general = tolerance_blocks(results["tolerance"]), generality_lines(results["generality"])
-    about = finding_lines(found) if found else ["The model predicts no uncertainty."]
-    unknown = unknown_lines(results["unknown_words"])
+    about, unknown = finding_lines(found) if found else ["The model predicts no uncertainty."], []
+    if words := results["unknown_words"]:
+        unknown = [
+            f"warning: {words['captions']:,} captions ({percent(words['share'])} %) have words that the model does not "
+            f"know (such as {', '.join(map(printable, words['words']))}); their uncertainty says nothing about these"
+        ]
     how = "; ".join(f"{title}: {how}" for title, how in {title_of(row): row["how"] for row in rows}.items())
     split = f" ({results['config']['split']})" if results["config"]["split"] else ""
     together = "; similarities are the means of both models" if len(models) > 1 else ""
@@ -222,10 +226,9 @@ def make_page(
         measure = f"Here u is the {config.uncertainty} of an item; findings use the first ranking."
         sections += [
             ("What u measures", [ABOUT_U, measure, *about, *unknown]),
-            ("Uncertainty against recall", bin_blocks(found["quality"])),
-            ("Refusing the most uncertain queries", rejection_blocks(found["quality"])),
+            ("Uncertainty against recall", [quality_figures(found["quality"])]),
             ("Inclusion as generality", general),
-            ("Uncertainty against what is erased", erased_blocks(found.get("erased"))),
+            ("Uncertainty against what is erased", [erased_figures(found.get("erased", {}))]),
             ("Most and least uncertain", extreme_blocks(config, found["extremes"], pairs, captions)),
         ]
     sections.append(("Means in a plane", [projection_figure(results["projection"], captions, pairs, bool(found))]))
@@ -271,42 +274,25 @@ def tolerance_blocks(found: dict) -> list[Block]:
     return blocks
 
 
-def unknown_lines(found: dict | None) -> list[str]:
-    """A sentence on words that the model does not know, if there are any."""
-    if found is None:
-        return []
-    return [
-        f"warning: {found['captions']:,} captions ({percent(found['share'])} %) have words that the model does not "
-        f"know (such as {', '.join(map(printable, found['words']))}); their uncertainty says nothing about these"
-    ]
-
-
 def finding_lines(found: dict) -> list[str]:
     """The main correlations of u."""
 
-    def text(value: float | None) -> str:
-        return "undefined" if value is None else f"{value:+.3f}"
-
-    lines = []
-    for side, metrics in found["quality"].items():
-        for name in (name for name in BINNED if name in metrics and metrics[name]["bins"]):
-            bins, curve = metrics[name]["bins"], metrics[name]["rejection"]
-            what = "R@1" if name == SHOWN else f"R@1 of {name.partition(':')[0]}"
-            lines.append(
-                f"uncertainty of {side} against {what}: Pearson {text(bins['pearson'])} over {len(bins['counts'])} "
-                f"bins, Spearman {text(bins['spearman'])} over single items; area under the rejection curve "
-                f"{curve['area']:.3f} (at random {curve['random']:.3f}, at best {curve['oracle']:.3f})"
-            )
+    lines = [
+        f"uncertainty of {side} against {name.removeprefix('own captions: ')}: "
+        f"{correlations(metrics[name]['bins']).removesuffix('.')}; area under the rejection curve "
+        "{area:.3f} (at random {random:.3f}, at best {oracle:.3f})".format(**metrics[name]["rejection"])
+        for side, metrics in found["quality"].items()
+        for name in BINNED
+        if name in metrics and metrics[name]["bins"]
+    ]
+    against = {"captions against their number of words": found["length_spearman"]}
     if "ambiguity_spearman" in found:
-        lines.append(
-            f"uncertainty of captions against their true ambiguity: Spearman {text(found['ambiguity_spearman'])}"
-        )
-    lines.append(f"uncertainty of captions against their number of words: Spearman {text(found['length_spearman'])}")
-    for what, values in found.get("erased", {}).items():
-        lines.append(f"uncertainty against the share of erased {what}: Spearman {text(values['spearman'])}")
-    if shares := [x for x in found.get("erased", {}).get("ends", {}).get("lies_in", []) if x is not None]:
-        lines.append(f"captions that lie in their prefix (inclusion): {100 * sum(shares) / len(shares):.1f} %")
-    return lines
+        against["captions against their true ambiguity"] = found["ambiguity_spearman"]
+    against |= {f"erased {what} against their share": one["spearman"] for what, one in found.get("erased", {}).items()}
+    return lines + [
+        f"uncertainty of {what}: Spearman {'undefined' if value is None else f'{value:+.3f}'}"
+        for what, value in against.items()
+    ]
 
 
 def generality_lines(found: dict | None) -> list[str]:
@@ -330,7 +316,7 @@ def generality_lines(found: dict | None) -> list[str]:
 
 
 def predictor_blocks(found: dict) -> list[Block]:
-    """A table with a line for each score and direction, the warning, and what the scores are."""
+    """A table with a line for each score and direction, and the warning."""
     every = [row for side in DIRECTIONS for row in found[side]]
     outcomes = {key: title for key, title in OUTCOMES.items() if any(row[key] for row in every)}
     rows: list = []
@@ -342,21 +328,11 @@ def predictor_blocks(found: dict) -> list[Block]:
         rows.append(())
     headings = ("queries", "score, higher means less certain", *outcomes.values(), "certain half", "the rest", "gain")
     title = "what each score of a query knows: Spearman, R@1 in percent, gain of refusing (0 at random, 1 at best)"
-    first = ""
-    if one := found["match_of_first"]:
-        first = (
-            f"; if exactly one image of the gallery matches, a caption's closest image does with a mean probability of "
-            f"{one['mean']:.1%}, and {one['right']:.1%} are right"
-        )
-    return [
-        Table(headings, rows, title, left=2),
-        f"match probability: {found['match_probability']}{first}",
-        *([found["warning"]] if found["warning"] else []),
-    ]
+    return [Table(headings, rows, title, left=2), *([found["warning"]] if found["warning"] else [])]
 
 
-def bin_blocks(quality: dict) -> list[Block]:
-    """R@1 in bins of uncertainty."""
+def quality_figures(quality: dict) -> list[Figure]:
+    """R@1 in bins of uncertainty, and of the queries that are left when the most uncertain ones are refused."""
     figures = []
     for name in BINNED:
         for side, metrics in quality.items():
@@ -365,12 +341,6 @@ def bin_blocks(quality: dict) -> list[Block]:
                 slug = f"recall{of.replace(' ', '-').lower()}-of-{side}"
                 chart = Chart(slug, x_label=f"uncertainty of the {side}", y_label=f"R@1{of}, %").bins(bins, side)
                 figures.append(Figure(chart, f"{side.capitalize()} as queries{of}", correlations(bins)))
-    return [figures] if figures else []
-
-
-def rejection_blocks(quality: dict) -> list[Block]:
-    """R@1 of the queries that are left when the most uncertain ones are refused."""
-    figures = []
     for side, metrics in quality.items():
         if curve := metrics[SHOWN]["rejection"]:
             xs, ys = [100 * x for x in curve["refused"]], [100 * y for y in curve["score"]]
@@ -380,17 +350,18 @@ def rejection_blocks(quality: dict) -> list[Block]:
             chart.line(xs, [100 * curve["random"]] * len(xs), "random", GREY, dashed=True)
             chart.line(xs, ys, "uncertainty", BLUE)
             figures.append(Figure(chart, f"{side.capitalize()} as queries"))
-    return [figures] if figures else []
+    return figures
 
 
-def erased_blocks(erased: dict | None) -> list[Block]:
+def erased_figures(erased: dict) -> list[Figure]:
     """Uncertainty against the share that is erased."""
-    figures = []
-    for what, values in (erased or {}).items():
-        curve = {"": ([100 * share for share in values["shares"]], values["uncertainty"])}
-        x_label, note = f"erased {what}, %", f"{values['items']:,} items"
-        figures.append(line_figure(f"erased-{what}", x_label, "mean uncertainty", curve, ERASED[what], note))
-    return [figures] if figures else []
+    return [
+        line_figure(
+            f"erased-{what}", f"erased {what}, %", "mean uncertainty",
+            {"": ([100 * share for share in values["shares"]], values["uncertainty"])}, ERASED[what],
+        )
+        for what, values in erased.items()
+    ]  # fmt: skip
 
 
 def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, sized: bool) -> list[Figure]:
