@@ -12,7 +12,6 @@ from probemb.evaluation.embed_pairs import exact_match
 from probemb.evaluation.tolerance import GRID
 from probemb.models import load_model
 from tests.world import jpeg, write_tar
-from zeroshot.evaluations.judgements import load_scores
 from zeroshot.retrieval import main
 
 sklearn = pytest.importorskip("sklearn.metrics")
@@ -109,11 +108,8 @@ def test_judgements_are_scikit_learns(measured, run_folder, captioned, judged_pa
     assert u["accepted_share"]["value"] == pytest.approx(found["acceptance"]["spearman"]["value"])
 
 
-def test_another_model_is_compared_and_a_point_model_has_no_uncertainty(
-    measured, run, point_model, captioned, judged_pairs
-):
-    options = (*FAST, "csd,mean", "--judgements", judged_pairs, "--compare", measured.out)
-    result = run(main, point_model, captioned, *options)
+def test_a_point_model_has_no_uncertainty(run, point_model, captioned, judged_pairs):
+    result = run(main, point_model, captioned, *FAST, "csd,mean", "--judgements", judged_pairs)
     assert (result.json["uncertainty"], result.json["judgements"]["calibration"]) == ({}, None)
 
 
