@@ -1,13 +1,12 @@
 """Print the demo's results as one table: `python -m tools.demo demo/run`."""
 
 import json
-import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from probemb.cli.command import run_command
+from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
 
 PROMPTS = (  # folder of results, filter, beginning of what was chosen on, title
@@ -21,7 +20,9 @@ RANKINGS = {"mean": "the means", "csd": "CSD", "tolerance": "a tolerance: CSD wi
 
 
 def main() -> int:
-    run = Path(sys.argv[1] if len(sys.argv) > 1 else "demo/run")
+    parser = Parser(prog="python -m tools.demo", description=__doc__)
+    parser.add_argument("run", type=Path, nargs="?", default=Path("demo/run"), help="the demo's run (demo/run)")
+    run = parser.parse_args().run
     results = {file.parent.name: json.loads(file.read_text()) for file in sorted(run.glob("*/results.json"))}
     if "retrieval" not in results:
         raise UserError(f"{run} holds no results of the demo.", "Run `make demo` first, or name its run folder.")

@@ -452,7 +452,7 @@ def sigma_table(results: dict) -> Table:
 
 
 def ellipse_rows(found: Ellipses, notes: Sequence[str]) -> list[tuple]:
-    """What `Chart.ellipses` draws."""
+    """Arguments of `Chart.ellipses`."""
     columns = found.centre.tolist(), found.radii.tolist(), found.angle.tolist()
     return [(*centre, *radii, angle, note) for centre, radii, angle, note in zip(*columns, notes)]
 
