@@ -30,14 +30,12 @@ class ImagenetConfig(EvaluationConfig):
     Args:
         data: class folders, a folder or pattern of webdataset shards, one tar, CIFAR's binary files, or a data set of
             CLIP_benchmark; several of them for one table: --data a b c, or NAME=PATH for a name of its own.
-        out: folder for results.json and report.html, and for a folder of each of several data sets; by default
-            zeroshot/ in the run folder.
+        out: folder for results.json and report.html, and one of each data set; by default zeroshot/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
         filter: single, all, topk, best-topk, weighted, inverse-variance, class-deviation, threshold, quantile,
             reweighted, reweighted-unlabelled, several of them separated by commas, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
-        templates: a file with one prompt template a line, each with {}, or a JSON object of each class's own prompts,
-            {class name: [prompts]}; by default the data's own, else CLIP's 80.
+        templates: a file, with {} in each line, or JSON {class name: [prompts]}; by default the data's, or CLIP's 80.
         labels: a file of "NAME LABEL" lines, for images without class folders.
         k: prompts that topk keeps; by default the best number on these images, an oracle.
         temperature: of weighted, in standard deviations of a class' uncertainties.
@@ -47,8 +45,7 @@ class ImagenetConfig(EvaluationConfig):
         shots: labelled images of each class for reweighted.
         unlabelled: images, without their labels, for reweighted-unlabelled.
         prior: pseudo-images of each class, evenly over its prompts, for both; 0 for maximum likelihood.
-        select_on: where K and other settings are chosen, and prompts re-weighted: oracle (on the scored images), or in
-            addition train (with select_data) or folds:5, which are few-shot.
+        select_on: where settings are chosen: oracle (the scored images), or also train (select_data) or folds:5.
         select_data: labelled images to choose on, for --select-on train; of several data sets, one for each.
     """
 

@@ -65,7 +65,7 @@ def test_ellipses_of_classes_with_a_generic_caption(run, run_folder, tmp_path):
     assert set(found["images"]["groups"]) == set(found["captions"]["groups"]) == set(found["groups"])
     assert len(found["images"]["centre"]) <= 8
     assert len(found["captions"]["labels"]) == len(found["captions"]["angle"])
-    assert 0 <= found["generic"]["captions_inside"] <= 1
+    assert 0 <= found["generic"]["wider_than_captions"] <= 1
 
 
 def test_continuity(run, run_folder, captioned):

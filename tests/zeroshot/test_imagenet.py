@@ -127,8 +127,6 @@ def test_each_data_set_has_a_row_and_a_page_and_the_mean_counts_each_once(sets, 
         for key in ("top1", "top5", "mean_per_class_recall"):
             assert row[key] == pytest.approx(sum(one["rows"][q][key] for one in own) / 3)
     assert [row["filter"] for row in summary["mean"]["rows"]] == ["single", "all", "quantile", "quantile"]
-    assert summary["mean"]["ece"] == pytest.approx(sum(one["calibration"]["ece"] for one in own) / 3)
     for one in summary["data"]:
         assert (result.out / one["name"] / "report.html").is_file()
-        low, high = one["rows"][1]["intervals"]["top1"]
-        assert f"{100 * low:.1f}–{100 * high:.1f}" in result.page.text
+        assert f"{100 * one['rows'][1]['top1']:.2f}" in result.page.text

@@ -196,15 +196,12 @@ def union_tables(results: dict) -> list[Table]:
     """Uncertainty of A, B and C by every measure, and binary selection, for every area."""
     tables, areas = [], results["areas"]
     if results["probabilistic"]:
-        rows: list = []
-        for measure in MEASURES:
-            for row in areas:
-                for side in SIDES:
-                    u = row["uncertainty"][measure][side]
-                    cells = [plus_minus(u[item], 1, 3) for item in (*ITEMS, "difference")]
-                    start = (f"{row['area']:.0%}", f"{row['triplets']:,}", measure, side)
-                    rows.append((*start, *cells, plus_minus(u["larger"], digits=1)))
-            rows.append(())
+        rows = [
+            (f"{row['area']:.0%}", f"{row['triplets']:,}", measure, side,
+             *(plus_minus(u[item], 1, 3) for item in (*ITEMS, "difference")), plus_minus(u["larger"], digits=1))
+            for measure in MEASURES for row in areas for side in SIDES
+            for u in [row["uncertainty"][measure][side]]
+        ]  # fmt: skip
         headings = ("area", "triplets", "measure", "of", *ITEMS, "C - A", "C larger, %")
         tables.append(Table(headings, rows, "uncertainty, mean over the triplets; differences are paired", left=4))
     rows = [
@@ -397,24 +394,12 @@ def ellipses(config: EllipsesConfig) -> None:
     drawn = {side: ellipse_figure(side, results, shapes[side]) for side in SIDES}
     if config.generic is not None:
         one = embedder.tokens(embedder.tokenizer([config.generic]))
-        shape, sigma = ellipses_of(one, plane, GENERIC_LEVEL), geometric_sigma(one)
-        inside = {
-            side: float(shape.holds((g.mean.double() - plane.origin) @ plane.axes).double().mean())
-            for side, (g, _, _) in sides.items()
-        }
-        wider = float((sigma > geometric_sigma(pairs.texts)).double().mean())
-        results["generic"] = {
-            "text": config.generic, "level": GENERIC_LEVEL, "sigma": sigma, "wider_than_captions": wider,
-            "captions_inside": inside["captions"], "images_inside": inside["images"], **vars(shape),
-        }  # fmt: skip
+        shape, sigma = ellipses_of(one, plane, GENERIC_LEVEL), float(geometric_sigma(one)[0])
+        wider = float((geometric_sigma(pairs.texts) < sigma).double().mean())
+        results["generic"] = {"text": config.generic, "sigma": sigma, "wider_than_captions": wider, **vars(shape)}
         for figure in drawn.values():
-            rows = ellipse_rows(shape, [config.generic[:120]])
-            figure.chart.ellipses(rows, "generic caption, 99 %", RED, wide=True)
-        lines = [
-            f"generic caption: σ {number(float(sigma[0]))}, larger than {wider:.0%} of the captions have; in its "
-            f"{GENERIC_LEVEL:.0%} region lie {inside['captions']:.0%} of the captions' means and "
-            f"{inside['images']:.0%} of the images'"
-        ]
+            figure.chart.ellipses(ellipse_rows(shape, [config.generic]), "generic caption, 99 %", RED, wide=True)
+        lines = [f"generic caption: σ {number(sigma)}, larger than {wider:.0%} of the captions have"]
     table = sigma_table(results)
     page = Page(
         "Embeddings in a plane",

@@ -146,7 +146,7 @@ def evaluate(config: ComposedConfig) -> None:
             ]),
             ("Feasibility", [
                 "Can the composition tell that its parts are never together? “all” is the mean of the kinds.",
-                *tables[1:], roc_figures(composer, sets, results["feasibility"]),
+                *tables[1:], roc_figures(composer, sets),
             ] if results["feasibility"] else []),
             ("Examples", [
                 f"Ranked by {rows[0]['ranking']}; a green frame is a correct image.",
@@ -348,7 +348,7 @@ def by_parts(rows: Sequence[dict], ranking: str) -> list[Figure]:
     return [line_figure("parts", "parts of a query", "R-Precision, %", curves, "By the number of parts")]
 
 
-def roc_figures(composer: Composer, sets: Sequence[QuerySet], found: dict) -> list[Figure]:
+def roc_figures(composer: Composer, sets: Sequence[QuerySet]) -> list[Figure]:
     """ROC curves of the scores against infeasible combinations, of seen and unseen ones, means of kinds; MPC Fig. 5."""
     never, others = feasibility_sets(sets)
     figures = []
@@ -358,8 +358,7 @@ def roc_figures(composer: Composer, sets: Sequence[QuerySet], found: dict) -> li
         scores = feasibility_strata(composer, one.found, never.found).items()
         for (score, strata), colour in zip(((score, strata) for score, strata in scores if strata), PALETTE):
             wrong, right = (100 * rates for rates in mean_roc_curve(list(strata.values())))
-            auc = next(r for r in found["rows"] if (r["score"], r["feasible"]) == (score, name))["kinds"]["all"]
-            title = f"{SCORES[score].title.partition(',')[0]}: {percent(auc['value'])}"
+            title = SCORES[score].title.partition(",")[0]
             chart.line(wrong.tolist(), right.tolist(), title, colour, notes=[""] * len(wrong))
         figures.append(Figure(chart, f"Infeasible against {name} combinations"))
     return figures

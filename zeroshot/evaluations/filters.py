@@ -112,7 +112,7 @@ class Filter(NamedTuple):
     """A row of the table: `weights` from u and the option `setting`, None where they are fitted to images.
 
     `candidates`: of u, the settings to choose from where none is given; `options`: others with an effect; `soft`: no
-    prompt is dropped; `reads_u`: a point model cannot have it; `title`: of a setting in the table.
+    prompt is dropped; `reads_u`: a point model cannot have it.
     """
 
     weights: Callable[..., Tensor] | None = None
@@ -121,7 +121,6 @@ class Filter(NamedTuple):
     options: tuple[str, ...] = ()
     soft: bool = False
     reads_u: bool = True
-    title: str = ""
 
 
 FILTERS = {
@@ -131,9 +130,9 @@ FILTERS = {
     "best-topk": Filter(topk, None, lambda u: list(range(1, u.shape[1] + 1))),
     "weighted": Filter(weighted, "temperature", soft=True),
     "inverse-variance": Filter(inverse_variance, soft=True),
-    "class-deviation": Filter(class_deviation, "deviations", lambda u: list(DEVIATIONS), title=" c = {:.2f}"),
-    "threshold": Filter(threshold, "threshold", _limits, title=" {:.3g}"),
-    "quantile": Filter(quantile, "quantile", lambda u: [(i + 1) / STEPS for i in range(STEPS)], title=" {:.3g}"),
+    "class-deviation": Filter(class_deviation, "deviations", lambda u: list(DEVIATIONS)),
+    "threshold": Filter(threshold, "threshold", _limits),
+    "quantile": Filter(quantile, "quantile", lambda u: [(i + 1) / STEPS for i in range(STEPS)]),
     "reweighted": Filter(options=("shots", "prior"), soft=True),
     "reweighted-unlabelled": Filter(options=("unlabelled", "prior"), soft=True),
 }
@@ -327,7 +326,7 @@ class Evaluation:
         one = FILTERS[name]
         weights = one.weights(self.u) if one.setting is None else one.weights(self.u, setting)
         vectors = class_vectors(self.prompts.mean, weights)
-        kept, shown = None if one.soft else _n_kept(weights), setting if one.title else None
+        kept, shown = None if one.soft else _n_kept(weights), setting if one.candidates and name != "topk" else None
         return Classifier(vectors, self._ranks(vectors), kept, shown)
 
     def _learn(self, name: str, images: LabelledMeans) -> Classifier:
@@ -354,9 +353,8 @@ class Evaluation:
             k = best_class_k(class_accuracy(ranks, images.labels, self.n_classes))
             return Classifier(found.stack[k - 1, torch.arange(self.n_classes)], kept=k.cpu())
         g = best_common_k(ranks) - 1
-        return Classifier(
-            found.stack[g], found.ranks[:, g], found.kept[g], found.settings[g] if FILTERS[name].title else None
-        )
+        setting = None if name == "topk" else found.settings[g]
+        return Classifier(found.stack[g], found.ranks[:, g], found.kept[g], setting)
 
     def _evaluate(self, name: str) -> None:
         """Add the rows of a filter."""
@@ -397,13 +395,9 @@ class Evaluation:
         title = title or name
         if found[0].setting is not None:
             setting = sum(one.setting for one in found) / len(found)
-            mean = " mean" if len({one.setting for one in found}) > 1 else ""
-            comma = "," if mean or name == "class-deviation" else ""
-            title = f"{name}{comma}{mean}{FILTERS[name].title.format(setting)}"
+            title = f"{name}, {'mean ' if len(found) > 1 else ''}{setting:.3g}"
         if name == "reweighted":
-            asked, counts = self.options["shots"], torch.stack([one.fit.counts for one in found])
-            fewer = f"up to {asked} shots (mean {counts.double().mean():.1f})"
-            title = f"{name}, {asked} shots" if int(counts.min()) == asked else f"{name}, {fewer}"
+            title = f"{name}, up to {self.options['shots']} shots"
         top1 = float(accuracy(ranks))
         self._row_ranks.append(ranks)
         self.rows.append({

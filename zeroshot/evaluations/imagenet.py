@@ -6,7 +6,6 @@ C classes, P prompts of a class, N images, D dimensions.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -27,10 +26,10 @@ from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.metrics import rejection_curve, reliability, uncertainty_bins
 from probemb.models import DualEncoder, check_single_embeddings
-from probemb.models.inputs import check_variances, unknown_words
+from probemb.models.inputs import check_variances
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Table, picture_of, verdict
-from probemb.reports.text import correlations, number, percent, printable
+from probemb.reports.text import correlations, number, percent
 from zeroshot.evaluations.filters import (
     FILTERS,
     Evaluation,
@@ -42,10 +41,19 @@ from zeroshot.evaluations.filters import (
     fold_splits,
     stratified_folds,
 )
-from zeroshot.evaluations.runner import ABOUT_U, OUTPUTS, claim, finish, left_out, open_model, settings, unseen_rows
+from zeroshot.evaluations.runner import (
+    ABOUT_U,
+    OUTPUTS,
+    claim,
+    finish,
+    left_out,
+    open_model,
+    settings,
+    unknown_notice,
+    unseen_rows,
+)
 from zeroshot.imagenet import ImagenetConfig
 
-UNKNOWN = 20  # unknown words that are named
 SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
 IMAGES_A_CLASS, CLASSES_A_GROUP = 6, 4
 KINDS = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")  # of a row's note, the best to show first
@@ -92,7 +100,9 @@ def evaluate(config: ImagenetConfig) -> None:
     found = [evaluate_task(task, filters, folds, embedder) for task in tasks]
     if len(found) > 1:
         summary = summarise([(Path(one.config.out).name, results) for one, results in zip(tasks, found)])
-        page, table = summary_page(config, summary)
+        table = summary_table(summary)
+        about = f"{config.model}; the mean counts each data set once."
+        page = Page(f"Zero-shot classification on {len(found)} data sets", about, [("Accuracy", [NOTES, table])])
         finish(out, "zeroshot", {"config": to_dict(config), **summary}, page, [table])
 
 
@@ -195,11 +205,7 @@ def evaluate_task(task: Task, filters: Sequence[str], folds: int, embedder: Embe
         flush=True,
     )
     texts = prompt_texts(classes.names, task.templates)
-    if words := unknown_words(embedder.tokenizer, texts):
-        task.notices.append(
-            f"{len(words):,} words of the prompts are unknown to the model (such as "
-            f"{printable(', '.join(words[:UNKNOWN]))}), which reads them all alike"
-        )
+    task.notices += unknown_notice(embedder.tokenizer, texts, "prompts")
     prompts = embedder.texts(texts, "prompts").to(device.name)
     shape = (len(classes), -1, prompts.shape[-1])
     prompts = Gaussian(prompts.mean.reshape(shape), prompts.log_var.reshape(shape))
@@ -354,7 +360,7 @@ def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list
     chosen_by = "How many are kept was chosen on these images: an oracle. " if by else ""
     groups = [
         block
-        for title, group in pick_classes(e, results)
+        for title, group in pick_classes(e)
         for block in (f"{title}:", [class_card(c, task, e, results, kept, number_kept, by) for c in group])
     ]
     about_u = [ABOUT_U] if results["uncertainty"]["images"] else []
@@ -426,13 +432,10 @@ def calibration_blocks(results: dict) -> list:
     if found is not None:
         chart = Chart("reliability", x_label="confidence, %", y_label="top-1 accuracy, %")
         chart.line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
-        columns = [found[key] for key in ("predicted", "observed", "counts")]
-        errors = [100 * math.sqrt(y * (1 - y) / n) for _, y, n in zip(*columns)]
-        xs, ys = ([100 * value for value in column] for column in columns[:2])
-        chart.line(xs, ys, points=True, spread=errors)
+        chart.line(*([100 * value for value in found[key]] for key in ("predicted", "observed")), points=True)
         note = (
             f"ECE {percent(found['ece'])} %, Brier score {number(found['brier'])}; softmax of {number(found['value'])} "
-            f"times the cosine: {found['source']}. Bars are standard errors."
+            f"times the cosine: {found['source']}."
         )
         figures.append(Figure(chart, "Right answers against confidence", note))
     chart = Chart("selective", x_label="least certain images refused, %", y_label="top-1 of the others, %")
@@ -443,16 +446,11 @@ def calibration_blocks(results: dict) -> list:
     return [[*figures, Figure(chart, "Refusing the least certain images", f"Mean over all shares: {areas}.")]]
 
 
-def pick_classes(e: Evaluation, results: dict) -> list[tuple[str, list[int]]]:
-    """Groups of classes to show: by gain if K was chosen per class, else by uncertainty."""
-    classes, score = results["per_class"], e.u.mean(dim=1).tolist()
-    titles = ("Most uncertain", "Most certain")
-    if e.oracle:
-        score = [(row["oracle_top1_best_topk"] or 0) - (row["top1_all"] or 0) for row in classes]
-        titles = ("Gained most from their own oracle K", "Gained least from it, or lost")
-    down = sorted((c for c, row in enumerate(classes) if row["images"]), key=lambda c: (-score[c], c))
+def pick_classes(e: Evaluation) -> list[tuple[str, list[int]]]:
+    """The classes with the most and with the least uncertain prompts."""
+    down = [c for c in e.u.mean(dim=1).argsort(descending=True, stable=True).tolist() if e.counts[c]]
     groups = down[:CLASSES_A_GROUP], down[CLASSES_A_GROUP:][::-1][:CLASSES_A_GROUP]
-    return [(title, group) for title, group in zip(titles, groups) if group]
+    return [(title, group) for title, group in zip(("Most uncertain", "Most certain"), groups) if group]
 
 
 def class_card(
@@ -470,9 +468,8 @@ def class_card(
     for place in places[:: max(1, len(places) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
         right = verdict(e.all.ranks[place] < 1)
         pictures += picture_of(task.images, kept[place], f"{e.images.names[place]}: {right}", right)
-    own = f", at its own oracle K {percent(row['oracle_top1_best_topk'])} %" if e.oracle else ""
     many = "" if number_kept is None else f", {n_kept} of {len(lines)} prompts kept{' (oracle)' if by else ''}"
-    about = f"{row['images']:,} images, all prompts {percent(row['top1_all'])} %{own}{many}"
+    about = f"{row['images']:,} images, all prompts {percent(row['top1_all'])} %{many}"
     return Card(row["name"], pictures, [Cell(about)], lines)
 
 
@@ -483,66 +480,33 @@ def summarise(found: Sequence[tuple[str, dict]]) -> dict:
     """{"data": one entry for each data set, "mean": over data sets, each counting once}."""
     data = [
         {
-            "name": name, "data": results["config"]["data"],
+            "name": name,
+            "data": results["config"]["data"],
             **{key: results[key] for key in ("images", "classes", "rows")},
-            "ece": (results["calibration"] or {}).get("ece"),
-            "selective_area": results["selective"].get("uncertainty", {}).get("area"),
         }
         for name, results in found
-    ]  # fmt: skip
+    ]
     rows = []
-    for q, row in enumerate(data[0]["rows"]):
-        means = {
-            key: sum(one["rows"][q][key] for one in data) / len(data)
-            for key in ("top1", "mean_per_class_recall", "top5", "gain")
-        }
-        rows.append({"filter": row["filter"], "note": row["note"], **means})
-    mean = {
-        key: None if any(one[key] is None for one in data) else sum(one[key] for one in data) / len(data)
-        for key in ("ece", "selective_area")
-    }
-    return {"data": data, "mean": {"rows": rows, **mean}}
+    for several in zip(*(one["rows"] for one in data)):
+        keys = ("top1", "mean_per_class_recall", "top5", "gain")
+        means = {key: sum(row[key] for row in several) / len(data) for key in keys}
+        rows.append({"filter": several[0]["filter"], "note": several[0]["note"], **means})
+    return {"data": data, "mean": {"rows": rows}}
 
 
-def summary_page(config: ImagenetConfig, summary: dict) -> tuple[Page, Table]:
-    """The report of several data sets, and its main table: all metrics of `all`."""
-    data, mean = summary["data"], summary["mean"]
-    base = next(q for q, row in enumerate(mean["rows"]) if row["filter"] == "all")
-
-    def cells(one: dict, row: dict) -> list[str]:
-        shares = (row["top1"], row["mean_per_class_recall"], row["top5"], one["ece"], one["selective_area"])
-        return ["" if share is None else percent(share) for share in shares]
-
+def summary_table(summary: dict) -> Table:
+    """Top-1 of every filter on every data set, and the means."""
+    data, means = summary["data"], summary["mean"]["rows"]
     rows = [
-        [one["name"], f"{one['images']:,}", f"{one['classes']:,}", interval_text(one["rows"][base], "top1"),
-         *cells(one, one["rows"][base])]
+        [one["name"], f"{one['images']:,}", f"{one['classes']:,}",
+         *(Cell(percent(row["top1"]), direction(row)) for row in one["rows"])]
         for one in data
     ]  # fmt: skip
-    total = ["mean", "", "", "", *cells(mean, mean["rows"][base])]
-    headings = ("data", "images", "classes", "95 %", "top-1", "per class", "top-5", "ECE", "selective")
-    first = Table(headings, [*rows, (), total], "zero-shot accuracy of all prompts in percent")
-    filters = Table(
-        ("filter", "chosen on", *(one["name"] for one in data), "mean", "gain"),
-        [
-            [row["filter"], row["note"],
-             *(Cell(percent(one["rows"][q]["top1"]), direction(one["rows"][q])) for one in data),
-             percent(row["top1"]), "" if q == base else f"{100 * row['gain']:+.2f}"]
-            for q, row in enumerate(mean["rows"])
-        ],
-        "top-1 of every filter in percent", left=2,
-    )  # fmt: skip
-    page = Page(
-        f"Zero-shot classification on {len(data)} data sets",
-        f"{config.model}. In percent; the mean counts each data set once.",
-        [
-            ("All prompts", [
-                "Selective: mean top-1 while the most uncertain images are refused one after the other.",
-                first,
-            ]),
-            ("Filters", [
-                NOTES[NOTES.index("Oracle:"):],
-                filters,
-            ]),
-        ],
-    )  # fmt: skip
-    return page, first
+    totals = [
+        ["mean", *(percent(row["top1"]) for row in means)],
+        ["gain over all prompts", *("" if row["filter"] == "all" else f"{100 * row['gain']:+.2f}" for row in means)],
+        ["mean top-5", *(percent(row["top5"]) for row in means)],
+        ["mean per class", *(percent(row["mean_per_class_recall"]) for row in means)],
+    ]
+    headings = ("data", "images", "classes", *(f"{row['filter']}, {row['note']}" for row in means))
+    return Table(headings, [*rows, (), *([name, "", "", *cells] for name, *cells in totals)], "top-1 in percent")

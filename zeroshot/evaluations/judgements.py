@@ -10,10 +10,7 @@ from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.evaluation.calibration import caption_acceptance, match_calibration
 from probemb.evaluation.embed_pairs import EmbeddedPairs
-from probemb.evaluation.judgements import (
-    evaluate_rankings_of_pairs,
-    judged_pairs,
-)
+from probemb.evaluation.judgements import evaluate_rankings_of_pairs, judged_pairs
 from probemb.evaluation.rankings import TITLES, RankingOptions
 from probemb.models import DualEncoder
 from probemb.models.ensemble import Ensemble
@@ -79,11 +76,8 @@ def judgement_blocks(found: dict) -> list[Block]:
         f"human judgements, {found['pairs']:,} pairs that are not the caption's own image, {found['accepted']:,} "
         "accepted; intervals of 95 %"
     )
-    blocks: list[Block] = [Table(("ranked by", *HEADINGS.values(), versus), rows, title)]
-    blocks.append(
-        [reliability(name, both) for name, both in (found["calibration"] or {}).items() if name != "constant"]
-    )
-    return [*blocks, *lines(found)]
+    charts = [reliability(name, both) for name, both in (found["calibration"] or {}).items() if name != "constant"]
+    return [Table(("ranked by", *HEADINGS.values(), versus), rows, title), charts, *lines(found)]
 
 
 def lines(found: dict) -> list[str]:
@@ -101,16 +95,14 @@ def lines(found: dict) -> list[str]:
         ]
     for name, both in (found["calibration"] or {}).items():
         if name == "constant":
-            told.append(
-                f"the mean acceptance rate, {both['share']:.3f}, for every pair: Brier score {both['brier']:.4f}"
-            )
+            told.append("the mean acceptance rate, {share:.3f}, for every pair: Brier score {brier:.4f}".format(**both))
             continue
-        parts = [
-            f"{title} ECE {both[key]['ece']:.4f}, Brier score {both[key]['brier']:.4f}"
+        told += [
+            f"match probability ({name}), {title}: ECE {both[key]['ece']:.4f} of the human acceptance rate, "
+            f"Brier score {both[key]['brier']:.4f}"
             for key, title in CALIBRATED.items()
             if both[key]
         ]
-        told.append(f"match probability ({name}) against the human acceptance rate: {'; '.join(parts)}")
     if acceptance := found["acceptance"]:
         told.append(
             "uncertainty of captions against human acceptance, the share of their judged images: Spearman "

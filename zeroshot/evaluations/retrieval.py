@@ -35,11 +35,10 @@ from probemb.evaluation.tolerance import CSD, ORACLE, Tolerance, choose_toleranc
 from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
 from probemb.evaluation.uncertainty import MEASURES, findings, projection
 from probemb.models import networks_of
-from probemb.models.inputs import unknown_words
 from probemb.models.match import MatchModel
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, line_figure, picture_of, verdict
-from probemb.reports.text import correlations, number, percent, plus_minus, printable
+from probemb.reports.text import correlations, number, percent, plus_minus
 from probemb.search import refuse_small_gallery
 from zeroshot.evaluations.judgements import evaluate_judgements, held, judgement_blocks, read_judged
 from zeroshot.evaluations.runner import (
@@ -50,11 +49,11 @@ from zeroshot.evaluations.runner import (
     open_captions,
     open_model,
     settings,
+    unknown_notice,
     unseen_rows,
 )
 from zeroshot.retrieval import RetrievalConfig
 
-UNKNOWN = 20  # unknown words that are named
 SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; the table has all
 BINNED = (SHOWN, "COCO 1K: R@1")  # the second as in PCME++ Fig. 3: each query within its own fold
 DIRECTIONS = {"images": ("i2t", "image → text"), "captions": ("t2i", "text → image")}
@@ -82,7 +81,8 @@ def evaluate(config: RetrievalConfig) -> None:
     judged = read_judged(config, captions)
     out = claim(config, "retrieval")
 
-    names = [config.model, *second_model(config)]
+    second = [] if config.second is None else [config.second]
+    names = [config.model, *(networks_of(config.model)[1:] if config.second == "auto" else second)]
     embedder = open_model(config, names)
     model, device = embedder.model, embedder.device
     rankings = fitting(rankings, model, config.rankings is not None)
@@ -111,7 +111,7 @@ def evaluate(config: RetrievalConfig) -> None:
         "images": len(pairs.images),
         "captions": len(pairs.texts),
         "images_left_out": bad,
-        "unknown_words": unknown_captions(embedder.tokenizer, captions),
+        "unknown_words": unknown_notice(embedder.tokenizer, captions.flat(), "captions"),
         "benchmarks": benchmarks,
         "rows": rows,
         "tolerance": {} if tolerance is None else {tolerance.chosen.split()[0]: asdict(tolerance)},
@@ -125,21 +125,6 @@ def evaluate(config: RetrievalConfig) -> None:
     }
     page, shown = make_page(config, results, pairs, captions)
     finish(out, "retrieval", results, page, shown)
-
-
-def second_model(config: RetrievalConfig) -> list[str]:
-    """--second, or by default the second network of a run, in a list; empty for a run with one network."""
-    if config.second == "auto":
-        return networks_of(config.model)[1:]
-    return [config.second] if config.second is not None else []
-
-
-def unknown_captions(tokenizer, captions: CaptionDataset) -> dict | None:
-    """Captions with words that the model does not know; None without any."""
-    texts = captions.flat()
-    hit = sum(bool(unknown_words(tokenizer, [text])) for text in texts)
-    words = unknown_words(tokenizer, texts)[:UNKNOWN] if hit else []
-    return {"captions": hit, "share": hit / len(texts), "words": words} if hit else None
 
 
 def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:
@@ -206,12 +191,7 @@ def make_page(
     ranked, known = rank_table(results), predictor_blocks(results["predictors"])
     judged = judgement_blocks(results["judgements"]) if results["judgements"] else []
     tolerance, general = tolerance_blocks(results["tolerance"]), generality_lines(results["generality"])
-    about, unknown = finding_lines(found) if found else ["The model predicts no uncertainty."], []
-    if words := results["unknown_words"]:
-        unknown = [
-            f"warning: {words['captions']:,} captions ({percent(words['share'])} %) have words that the model does not "
-            f"know (such as {', '.join(map(printable, words['words']))}); their uncertainty says nothing about these"
-        ]
+    about, unknown = finding_lines(found) if found else ["The model predicts no uncertainty."], results["unknown_words"]
     how = "; ".join(f"{title}: {how}" for title, how in {title_of(row): row["how"] for row in rows}.items())
     split = f" ({results['config']['split']})" if results["config"]["split"] else ""
     together = "; similarities are the means of both models" if len(models) > 1 else ""

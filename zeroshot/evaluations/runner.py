@@ -16,9 +16,12 @@ from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions, ranking_names
 from probemb.models import as_one, check_images, load_model
+from probemb.models.inputs import unknown_words
 from probemb.reports.pages import Block, Page, print_blocks, write_page
+from probemb.reports.text import printable
 from zeroshot.command import CaptionConfig, EvaluationConfig
 
+UNKNOWN = 20  # unknown words that are named
 OUTPUTS = ("results.json", "report.html")
 ABOUT_U = (
     "u measures ambiguity within the training domain: how many things an input could match. It does not tell whether "
@@ -98,6 +101,15 @@ def settings(config: EvaluationConfig, embedder: Embedder, split: str | None = N
     """The first keys of results.json: the options, and where the model ran."""
     resolved = to_dict(config) | ({"split": split} if hasattr(config, "split") else {})
     return {"config": resolved, "device": embedder.device.name, "precision": embedder.device.precision}
+
+
+def unknown_notice(tokenizer, texts: Sequence[str], what: str) -> list[str]:
+    """A warning in a list if the model does not know some words of the texts."""
+    words = unknown_words(tokenizer, texts)
+    if not words:
+        return []
+    some = printable(", ".join(words[:UNKNOWN]))
+    return [f"{len(words):,} words of the {what} are unknown to the model, which reads them all alike: {some}"]
 
 
 def left_out(bad: Sequence[tuple[str, str]]) -> list[dict]:
