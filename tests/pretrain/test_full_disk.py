@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -22,19 +21,6 @@ def test_a_disk_that_fills_up_stops_all_ranks_and_the_checkpoint_before_is_whole
     on = Job({**options, "stop-at-step": 9}, "--resume", ranks=2, output=tmp_path / "on")
     assert on.wait() == [0, 0], on.text()
     assert "resumed at step 3" in on.text()
-
-
-def fill(disk: Path) -> Path:
-    """A file that takes all room that is left."""
-    ballast = disk / "ballast"
-    with open(ballast, "wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
-    return ballast
 
 
 def test_a_deleted_run_folder_ends_all_ranks_and_is_not_made_anew(options, tmp_path):

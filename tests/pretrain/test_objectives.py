@@ -6,22 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Engine, Model, Optimizer
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.config import Config, Model
 from pretrain.objectives import CLIP, OBJECTIVES, PCMEPlusPlus, ProLIP, SigLIP
-from pretrain.schedules import learning_rate, set_learning_rate
 from pretrain.trainer import Forward, Trainer
 from probemb import Gaussian, distributed
 from probemb.cli.configuration import to_dict
-from probemb.data.captions.find import find_captions
-from probemb.distances import csd
 from probemb.losses import clip_loss, pairwise_match_loss, ring_clip_loss, ring_match_loss
-from probemb.models import create_tokenizer, create_transforms
 from tests.losses.points import pairs
 from tests.ranks import run_ranks
-from tools.make_scenes import Plan, make
 
-STEPS = 100  # of a short training
 SCALE, BIAS = 7.0, -3.0
 SCALARS = {"cosine": (SCALE, SCALE / 2, SCALE + BIAS)}
 LOSSES = {
@@ -122,47 +115,3 @@ def test_each_makes_its_kind_of_model():
             log_var = start.encode_text(torch.ones(2, start.context_length, dtype=torch.long)).log_var
             assert log_var.mean().item() == pytest.approx(-3, abs=0.1)
     assert OBJECTIVES["pcmepp"].model_options(OBJECTIVES["pcmepp"].Options(clip=0))["temperature_trained"] is False
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """32 scenes with their first captions: pixels and texts."""
-    out = tmp_path_factory.mktemp("scenes") / "world"
-    make(Plan(train=0, val=32, classes_images=0, size=32, shard_size=32), out, workers=1)
-    captions = find_captions(out, "val")
-    return [captions.images.open(i) for i in range(32)], [texts[0] for texts in captions.captions]
-
-
-def learnt(rank: int, world: int, name: str, drawn: tuple) -> dict[str, float]:
-    """A short training on the same batch, on a real engine in two accumulation parts."""
-    start_deepspeed()
-    torch.manual_seed(0)
-    optimizer = Optimizer(lr=3e-3, warmup_samples=320, weight_decay=0.01)
-    about = {"objective": name, "loss": OBJECTIVES[name].Options(), "model": Model(name="ViT-Micro-32")}
-    config = Config(batch_size=32, optimizer=optimizer, engine=Engine(accumulation=2), **about)
-    model = config.create_model()
-    images = torch.stack([create_transforms(model).evaluate(image) for image in drawn[0]])
-    tokens = model.cut_padding(create_tokenizer(model)(drawn[1]))
-    rows = slice(32 * rank // world, 32 * (rank + 1) // world)
-    engine = make_engine(model, config, "fp32", torch.device("cpu"))
-    fit, losses = Trainer(engine, None, config, torch.device("cpu"), STEPS), []
-    for step in range(1, STEPS + 1):
-        set_learning_rate(engine.optimizer, learning_rate(optimizer, 32 * step, 32 * STEPS))
-        losses.append(float(fit.train_step(images[rows], tokens[rows])["loss"]))
-    with torch.no_grad():
-        image, text = model.encode_image(images), model.encode_text(tokens)
-    own = csd(image, text).diagonal()
-    right = csd(image, text).argmin(1).eq(torch.arange(32)).float().mean().item()
-    a, b = model.match_numbers()
-    return {"first": losses[0], "last": losses[-1], "right": right, "p": (b - a * own).sigmoid().mean().item()}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "pcmepp" else pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES]
-)
-def test_a_short_training_on_scenes_learns(name, drawn):
-    (found,) = run_ranks(1, learnt, name, drawn)
-    assert found["last"] < 0.5 * found["first"]
-    assert found["right"] > 0.7
-    if name in ("siglip", "prolip"):  # they learn the match probability, and the saved a and b are its
-        assert found["p"] > 0.5

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import plan
 from pretrain.config import Config, Engine, Model
-from pretrain.cost import Step, build, images_at, memory, step_flops, towers_pass
+from pretrain.cost import Step, build, memory, step_flops, towers_pass
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
 
@@ -87,14 +87,6 @@ def test_zero_shares_out_what_it_says(models):
     assert found[3].weights == pytest.approx(p / 4, rel=0.01)
     assert [round(m.moments / p, 2) for m in found] == [2.0, 0.5, 0.5, 0.5]
     assert [round(m.gradients / p, 2) for m in found] == [1.0, 0.25, 0.25, 0.25]
-
-
-def test_shorter_texts_are_less_work_and_the_length_is_interpolated(models):
-    _, fake = models
-    speed, length = images_at(1e12, CONFIG, "fp32", 1), fake.context_length * 5 // 8
-    work = step_flops(fake, Step.of(CONFIG, 1, length, half=False))["model"]
-    assert speed(length) == pytest.approx(16e12 / work, rel=0.02)
-    assert speed(fake.context_length) < speed(8)
 
 
 OPTIONS = plan.Plan(

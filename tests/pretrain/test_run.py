@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 import pretrain.run
-from pretrain.config import Config, Data, Evaluate
-from pretrain.contradictions import check
+from pretrain.config import Evaluate
 from pretrain.evaluation_sets import RETRIEVAL
 from pretrain.evaluation_sets import metrics as known_metrics
-from probemb import UserError, load_model
+from probemb import load_model
 from probemb.cli.command import run_command
 from probemb.runs.best import NAME
 from probemb.runs.copies.store import Store
@@ -230,21 +229,6 @@ def test_each_set_is_logged_under_its_name(scenes, tmp_path):
     assert found["all/validation_loss"] != found["val/validation_loss"]
     for words in ("val: validation loss", "again: validation loss", "named: zero-shot top-1"):
         assert f"step 2/2 | {words}" in done.stdout
-
-
-UNFIT = {
-    "nothing evaluated": ({"best": "rsum"}, "nothing is evaluated"),
-    "unknown": ({"best": "rsun", "pairs": "a"}, "rsun, which no evaluation logs. Did you mean 'rsum'"),
-    "at the end only": ({"best": "x/rsum", "pairs": "x=a"}, "evaluated at its end only"),
-}
-
-
-@pytest.mark.parametrize("case", UNFIT)
-def test_a_best_that_cannot_be_chosen_is_refused(case):
-    given, what = UNFIT[case]
-    with pytest.raises(UserError) as error:
-        check(Config(data=Data(train="data"), evaluate=Evaluate(**given)), 1)
-    assert what in str(error.value)
 
 
 @pytest.mark.slow

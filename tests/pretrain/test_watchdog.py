@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -57,27 +56,6 @@ def test_stopped_data_workers_are_named_and_end_the_run(options, tmp_path):
         assert "in _watch" in stacks
         assert f"data-worker-0 (pid {workers[rank]}):\nno answer" in stacks
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
-
-
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_named(stopped, options, tmp_path):
-    """Also rank 0, which serves the store at which the ranks meet."""
-    job = Job({**options, "engine.timeout": 0.1}, ranks=2, output=tmp_path / "log")
-    job.until("step     2/")
-    job.signal(signal.SIGSTOP, rank=stopped)
-    other = job.pids[1 - stopped]
-    until = time.monotonic() + 600
-    while other not in job.codes and time.monotonic() < until:
-        job.poll()
-        time.sleep(0.05)
-    code, text = job.codes.get(other), job.text()
-    job.kill()
-    assert code == 2, text
-    assert_clear(text)
-    assert "(engine.timeout): " in text
-    assert f"rank {stopped}: no sign of life" in text
-    assert f"no sign of life on {HOST}" in text or stopped == 0
-    assert (tmp_path / "run" / "stacks" / f"rank-{1 - stopped}.txt").stat().st_size
 
 
 def test_a_killed_rank_is_named_without_a_launcher(options, tmp_path):
