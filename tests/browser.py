@@ -17,8 +17,6 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 
-KEYS = {"Enter": 13, "ArrowDown": 40}
-
 
 class Navigated(Exception):
     """The page was left while an expression was evaluated."""
@@ -121,11 +119,9 @@ class Browser:
         """Into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            given = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
-            number = KEYS[key]
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=number, **given)
+    def press_enter(self) -> None:
+        for kind, given in (("keyDown", {"text": "\r"}), ("keyUp", {})):
+            self.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, **given)
 
     def choose_files(self, selector: str, *paths: Path) -> None:
         root = self.call("DOM.getDocument")["root"]["nodeId"]

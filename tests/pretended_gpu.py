@@ -4,17 +4,12 @@
         with PretendedGPU() as gpu:
             model = gpu.move(model)
             ...
-            gpu.waits                        # Counter of "path/file.py:function", where the host read from the device
 
 What mixes tensors of two devices raises `Mismatch`, as CUDA would; autograd is torch's own. Streams, pinned memory,
 autocast and CUDA's own kernels are not pretended: `tests/gpu` is for those.
 """
 
 from __future__ import annotations
-
-import traceback
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +19,6 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-HERE = Path(__file__).parents[1]
 NAME = "gpu"
 aten = torch.ops.aten
 
@@ -71,19 +65,11 @@ def register() -> None:
 
 
 class PretendedGPU(TorchDispatchMode):
-    """While it is on, tensors can be made on and moved to `device`.
-
-    waits: how often the host read from the device, or copied there what is no single block of memory, which waits for
-        CUDA's work; by the function of this project that did.
-    """
+    """While it is on, tensors can be made on and moved to `device`."""
 
     INDEXING = frozenset(
         (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put_.default, aten.index_put.default,
          aten._index_put_impl_.default, aten._unsafe_index_put.default)
-    )  # fmt: skip
-    READING = frozenset(
-        (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.is_nonzero.default,
-         aten.equal.default, aten._unique2.default, aten.unique_dim.default)
     )  # fmt: skip
     COPYING = frozenset((aten.copy_.default, aten._to_copy.default))
     PACKING = frozenset((aten._pack_padded_sequence.default, aten._pack_padded_sequence_backward.default))
@@ -92,7 +78,6 @@ class PretendedGPU(TorchDispatchMode):
         super().__init__()
         register()
         self.device = torch.device(NAME, 0)
-        self.waits: Counter[str] = Counter()
         self.generators: list[torch.Generator] = []
         self._plain = {}
 
@@ -143,10 +128,6 @@ class PretendedGPU(TorchDispatchMode):
         if function in self.COPYING:
             if function is aten.copy_.default:
                 there = isinstance(args[0], OnGPU)
-            source = args[1] if function is aten.copy_.default else args[0]
-            scattered = isinstance(source, Tensor) and there and not is_one_block(source)
-            if (ours and not there) or (scattered and not isinstance(source, OnGPU)):
-                self._wait(function)
         elif ours:
             self._check(function, args, [x for x in leaves if isinstance(x, Tensor)])
         generators = [x for x in leaves if isinstance(x, self._plain[torch, "Generator"])]
@@ -163,19 +144,15 @@ class PretendedGPU(TorchDispatchMode):
         return tree_map_only(Tensor, lambda x: known.get(id(x)) if id(x) in known else OnGPU(x), out)
 
     def _check(self, function, args: tuple, tensors: list[Tensor]) -> None:
-        """Refuse what CUDA refuses, and count what it makes the host wait for."""
+        """Refuse what CUDA refuses."""
         if function in self.INDEXING:
             for index in args[1]:
                 if isinstance(index, OnGPU) and not isinstance(args[0], OnGPU):
                     raise Mismatch(f"{function}: the index is on the GPU, and what it indexes on the CPU")
-                if index is not None and (not isinstance(index, OnGPU) or index.dtype in (torch.bool, torch.uint8)):
-                    self._wait(function)
             tensors = [x for x in (args[0], *args[2:3]) if isinstance(x, Tensor)]
         if any(not isinstance(x, OnGPU) and (x.ndim or x is args[0]) for x in tensors):
             shapes = ", ".join(f"{tuple(x.shape)} on {x.device.type}" for x in tensors)
             raise Mismatch(f"{function}: {shapes}")
-        if function in self.READING:
-            self._wait(function)
 
     def _pack(self, function, args: tuple, ours: bool):
         """Lengths and sizes of packed sequences are on the CPU."""
@@ -185,12 +162,6 @@ class PretendedGPU(TorchDispatchMode):
         if not ours:
             return out
         return (OnGPU(out[0]), out[1]) if isinstance(out, tuple) else OnGPU(out)
-
-    def _wait(self, function) -> None:
-        lines = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(HERE)]
-        lines = [f for f in lines if not {"tests", ".venv"} & set(Path(f.filename).relative_to(HERE).parts)]
-        where = f"{Path(lines[-1].filename).relative_to(HERE)}:{lines[-1].name}" if lines else f"autograd {function}"
-        self.waits[where] += 1
 
     def _replace(self, owner, name: str, value) -> None:
         self._plain[owner, name] = getattr(owner, name)
@@ -216,16 +187,6 @@ class PretendedGPU(TorchDispatchMode):
             return self.generators[-1]
 
         return type("Generator", (), {"__new__": new})
-
-
-def is_one_block(tensor: Tensor) -> bool:
-    """True if its elements fill their memory without gaps, in any order of dimensions."""
-    filled = 1
-    for stride, size in sorted((step, n) for step, n in zip(tensor.stride(), tensor.shape) if n != 1):
-        if stride != filled:
-            return False
-        filled *= size
-    return True
 
 
 def enter_no_grad(context) -> None:

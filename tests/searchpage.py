@@ -102,5 +102,5 @@ def search_for(page, text):
     page.click("[name=text]")
     page.run("document.activeElement.select()")
     page.type(text)
-    page.press("Enter")
+    page.press_enter()
     page.wait(SETTLED)

@@ -13,7 +13,7 @@ from pathlib import Path
 class Site(ThreadingHTTPServer):
     """Serves a folder. `troubles` of a file name are used up one a request: an HTTP code, or a word.
 
-    "cut" (half of it, then the connection ends), "stall" (half of it, then silence), "silence", "garbage".
+    "cut" (half of it, then the connection ends), "stall" (half of it, then silence), "silence".
     """
 
     daemon_threads = True
@@ -69,8 +69,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if trouble == "garbage":
-            body = bytes(len(body))
         if trouble in ("cut", "stall"):
             body = body[: len(body) // 2]
         self._send(body)

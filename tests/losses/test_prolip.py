@@ -1,8 +1,7 @@
-"""ProLIP's loss against plain loops, integrals, the numbers of its authors' code, and one process on several ranks."""
+"""ProLIP's loss against plain loops, integrals and the numbers of its authors' code."""
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from torch.distributions import Normal
@@ -12,7 +11,6 @@ from probemb import Gaussian, distances
 from probemb.losses import ProLIPLoss, siglip_loss
 from probemb.losses.prolip import inclusion_per_dimension
 from tests.losses.points import close, pairs
-from tests.ranks import run_ranks
 
 SCALARS = {"scale": 10.0, "bias": -10.0}
 
@@ -107,32 +105,3 @@ def test_numbers_of_the_authors_code(case, parity):
     for name, leaf in leaves.items():
         expected = stored[f"{case}__grad_{name}"]
         close(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, expected)
-
-
-def run(rank, world, total):
-    """Values and gradients of this rank's share; a real ring."""
-    image, text = pairs(total, 4, seed=3)
-    each = slice(rank * total // world, (rank + 1) * total // world)
-    leaves = [x[each].clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
-    scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (7.0, -3.0)]
-    args = Gaussian(*leaves[:2]), Gaussian(*leaves[2:])
-    settings = {"vib": 0.1, "inclusion": 0.2, "inclusion_scale": 3}
-    out = ProLIPLoss(**settings, block=2)(*args, *scalars)
-    value = out.loss + siglip_loss(leaves[0], leaves[2], *scalars, block=2).loss
-    with torch.no_grad():
-        again = ProLIPLoss(**settings)(*args, scale=7.0, bias=-3.0).loss
-    assert torch.isclose(again, out.loss)
-    grads = torch.autograd.grad(value, [*leaves, *scalars])
-    return value.item(), [x.numpy() for x in grads]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_ring_equals_one_process(world):
-    total = 3 * world
-    value, grads = run(0, 1, total)
-    found = run_ranks(world, run, total)
-    assert np.mean([one for one, _ in found]) == pytest.approx(value, rel=1e-12)
-    for i, expected in enumerate(grads[:4]):
-        np.testing.assert_allclose(np.concatenate([g[i] for _, g in found]) / world, expected, rtol=0, atol=1e-12)
-    for i in (4, 5):
-        np.testing.assert_allclose(np.mean([g[i] for _, g in found]), grads[i], rtol=1e-10)

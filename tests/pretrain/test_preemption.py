@@ -1,5 +1,6 @@
 """Runs that are asked to stop, lose a rank, share a folder or have no room; with real signals, ranks and disks."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from probemb.runs.preemption import REQUEUE
 from tests.forked import Job
+from tests.jobs import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,3 +71,13 @@ def test_a_signal_to_torchrun_reaches_the_ranks_and_they_save(number, says, opti
     assert process.returncode == 1  # torchrun's own: it does not hand the ranks' on
     assert f"stopped by {says}; continue with --resume" in log.read_text()
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_stops_and_names_it(options, tmp_path):
+    """A learning rate of 1e30: the first step ruins the weights, and every step from the second on is NaN."""
+    options |= {"optimizer.lr": 1e30, "optimizer.clip_grad_norm": 0, "optimizer.warmup_samples": 0}
+    job = Job(options, ranks=1, output=tmp_path / "log")
+    refused(job, "At step 2 the ", "is NaN or Inf on rank 0 (loss nan", "nonfinite.jsonl", "--on-nonfinite")
+    (line,) = map(json.loads, (tmp_path / "run" / "nonfinite.jsonl").read_text().splitlines())
+    assert (line["step"], len(line["ranks"][0]["keys"])) == (2, 16)

@@ -13,9 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 import pretrain.run
-from pretrain.config import Evaluate
-from pretrain.evaluation_sets import RETRIEVAL
-from pretrain.evaluation_sets import metrics as known_metrics
 from probemb import load_model
 from probemb.cli.command import run_command
 from probemb.runs.best import NAME
@@ -128,12 +125,6 @@ def shards_without_index(folder: Path) -> Path:
     return folder
 
 
-def flat(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "ILSVRC2012_val_00000001.JPEG").write_bytes(b"")
-    return folder
-
-
 def twice(folder: Path) -> str:
     folder.mkdir()
     (folder / "a.tar").write_bytes(bytes(102400))
@@ -153,12 +144,8 @@ BAD = {
     ),
     "unknown key": ({"optimizer.lrr": 1}, "no option --optimizer.lrr. Did you mean '--optimizer.lr'", "--help"),
     "uneven batch": ({"engine.accumulation": 3}, "batch_size 16 cannot be shared evenly", "Set batch_size to 15 or 18"),
-    "lanes": ({"data.lanes": 5}, "lanes", ""),
     "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
-    "keep every": ({"keep-every": 3}, "keep_every 3 is not a multiple of save_every 2", "choose a multiple"),
     "one folder twice": ({"data.train": twice}, "a.tar is named 2 times", "data.weights"),
-    "copy beside itself": ({"remote-copy": "run/copy", "out": "run"}, "is in the run folder", "Name another"),
-    "flat classes": ({"evaluate.classes": flat}, "holds no labelled images", "docs/data.md"),
 }
 
 
@@ -209,26 +196,6 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
     refused_here({**options, "out": other}, "--resume", what="something else than a run", remedy="--out")
     assert sorted(p.name for p in other.iterdir()) == ["config.yaml", "thesis.tex"]
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-
-
-def test_each_set_is_logged_under_its_name(scenes, tmp_path):
-    """The same data under two names has the same values, and another split others."""
-    sets = {
-        "evaluate.pairs": f'["{scenes}/val", "again={scenes}/val", "all={scenes}/train"]',
-        "evaluate.pairs_split": '["val", "val", null]',
-        "evaluate.classes": f"named={scenes}/classes",
-    }
-    done = start({**sets, "data.train": scenes / "train", "out": tmp_path / "run", "samples": 32})
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in metrics(tmp_path / "run") if "loss" not in line]
-    found = {key: value for line in lines for key, value in line.items() if "/" in key}
-    config = Evaluate(pairs=[f"{scenes}/val", "again=x", "all=x"], classes="named=x", pairs_split=["val", "val", None])
-    assert list(found) == known_metrics(config)
-    for key in RETRIEVAL:
-        assert found[f"val/{key}"] == found[f"again/{key}"]
-    assert found["all/validation_loss"] != found["val/validation_loss"]
-    for words in ("val: validation loss", "again: validation loss", "named: zero-shot top-1"):
-        assert f"step 2/2 | {words}" in done.stdout
 
 
 @pytest.mark.slow
@@ -307,21 +274,13 @@ def test_a_run_continues_from_its_copy_bit_for_bit(scenes, tmp_path):
     assert steps == [2, 4, 6]
 
 
-def ranges(path):
-    """Names and durations of the ranges of steps, in order, and the names of everything else."""
-    with gzip.open(path, "rt") as file:
-        events = [one for one in json.load(file)["traceEvents"] if one.get("ph") == "X"]
-    steps = sorted((one for one in events if one["name"].startswith("step ")), key=lambda one: one["ts"])
-    return [one["name"] for one in steps], {one["name"] for one in events}
-
-
 def test_a_run_leaves_a_trace_of_the_steps_that_were_asked_for(scenes, tmp_path):
     done = start({"data.train": scenes / "train", "out": tmp_path / "run"}, "--profile", "2", "3")
     assert (done.returncode, done.stderr) == (0, "")
     (path,) = (tmp_path / "run" / "profile").iterdir()
     assert path.name == "steps-2-3.json.gz"
     assert f"profile {path}" in done.stdout
-    steps, others = ranges(path)
-    assert steps == ["step 2", "step 3"]
-    assert any("scaled_dot_product" in name for name in others)
-    assert any("Backward" in name for name in others)
+    with gzip.open(path, "rt") as file:
+        names = [one["name"] for one in json.load(file)["traceEvents"] if one.get("ph") == "X"]
+    assert sorted(name for name in names if name.startswith("step ")) == ["step 2", "step 3"]
+    assert any("Backward" in name for name in names)

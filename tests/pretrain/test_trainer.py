@@ -1,11 +1,9 @@
 """Training steps on real DeepSpeed engines equal the same steps in plain torch on the whole batch."""
 
-import json
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ from pretrain.engine.state import full_state_dict
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.schedules import learning_rate, set_learning_rate
 from probemb.data.remote.sources import Remote
-from probemb.distributed import all_of
 from probemb.errors import UserError
 from probemb.losses import ProLIPLoss, clip_loss, pairwise_match_loss, siglip_loss
 from probemb.models import no_weight_decay
@@ -157,40 +154,6 @@ def test_steps_equal_plain_torch(objective, world, stage, parts, checkpointing):
         np.testing.assert_allclose(rank_norms, norms, rtol=1e-3)
         for name, value in rank_weights.items():
             np.testing.assert_allclose(value, weights[name.removeprefix("model.")], atol=2e-4, err_msg=name)
-
-
-def batch_norms_on_engine(rank, world, config, stage):
-    """Losses, and the stored statistics as a checkpoint holds them."""
-    config = replace(config, engine=Engine(zero_stage=stage))
-    start_deepspeed()
-    torch.manual_seed(0)
-    engine = make_engine(config.create_model(), config, "fp32", CPU, persistent_elements=0)
-    fit, n, losses = trainer.Trainer(engine, None, config, CPU, STEPS), BATCH // world, []
-    for images, tokens in batches(engine.module.model):
-        set_learning_rate(engine.optimizer, 1e-3)
-        terms = fit.train_step(images[rank * n : (rank + 1) * n], tokens[rank * n : (rank + 1) * n])
-        losses += [sum(all_of(float(terms["loss"]))) / world]
-    return losses, {name: b.numpy() for name, b in full_state_dict(engine).items() if "running_" in name}
-
-
-@pytest.fixture
-def batch_norms(tmp_path):
-    """A configuration whose image tower has batch norms."""
-    vision = {"layers": [1, 1, 1, 1], "width": 8, "head_width": 16, "image_size": 32}
-    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
-    (tmp_path / "small-rn.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
-    open_clip.add_model_config(tmp_path / "small-rn.json")
-    return replace(CONFIG, model=Model(name="small-rn", n_unc_layers=1))
-
-
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_batch_norms_of_two_ranks_equal_one_process(stage, batch_norms):
-    ((expected, statistics),) = run_ranks(1, batch_norms_on_engine, batch_norms, stage)
-    assert max(np.abs(value).max() for name, value in statistics.items() if "mean" in name) > 1e-2
-    (losses, found), _ = run_ranks(2, batch_norms_on_engine, batch_norms, stage)
-    np.testing.assert_allclose(losses, expected, rtol=2e-5)
-    for name, value in statistics.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 def load_all(rank, world, shards):

@@ -128,6 +128,3 @@ def test_a_fetch_that_failed_is_completed_by_the_next(run, tmp_path, monkeypatch
     assert not lacks_fetch(other)
     assert complete_steps(other) == [8, 4]
     assert (other / "metrics.jsonl").read_text() == '{"step": 8}\n'
-
-
-STORED: dict[str, bytes] = {}

@@ -1,10 +1,7 @@
 """Asking web servers that never come to an end of their answer, lead elsewhere, or want a user's name and password."""
 
 import re
-import shutil
 import socket
-import ssl
-import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -13,6 +10,7 @@ import pytest
 
 from probemb.data.failures import BadShard
 from probemb.data.remote.sources import FetchPolicy, Remote, fetch, fetch_range
+from tests.imagesite import self_signed, serve_images
 
 SHORT = FetchPolicy(attempts=1, timeout=0.5)
 AMPLE = FetchPolicy(attempts=1, timeout=20.0)
@@ -24,8 +22,8 @@ SECRET = "pass%2Fw%40rd"
 class Listener:
     """A server on the loopback; `answer(connection, head)` says what each request gets."""
 
-    def __init__(self, answer, tls=None):
-        self.answer, self.tls = answer, tls
+    def __init__(self, answer):
+        self.answer = answer
         self.heads: list[str] = []
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = self.listening.getsockname()[1]
@@ -39,8 +37,6 @@ class Listener:
 
     def serve(self, connection):
         with suppress(OSError), connection:
-            if self.tls:
-                connection = self.tls.wrap_socket(connection, server_side=True)
             head = b""
             while not head.endswith(b"\r\n\r\n"):
                 data = connection.recv(1 << 16)
@@ -59,8 +55,8 @@ class Listener:
 
 
 @contextmanager
-def listening(answer, tls=None):
-    server = Listener(lambda connection, head: answer(server, connection, head), tls)
+def listening(answer):
+    server = Listener(lambda connection, head: answer(server, connection, head))
     thread = threading.Thread(target=server.work, daemon=True)
     thread.start()
     try:
@@ -87,20 +83,6 @@ DRIPS = {
     "status line": (b"HTTP/1.1 200 ", b"O"),
     "chunk size": (b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-3/4\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
 }
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """(file with a certificate for 127.0.0.1, what a server needs to have it)"""
-    if not shutil.which("openssl"):
-        pytest.skip("openssl makes the certificate")
-    folder = tmp_path_factory.mktemp("certificate")
-    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "key"), "-out", str(folder / "pem")]
-    subprocess.run([*make.split(), *names], check=True, capture_output=True)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(folder / "pem", folder / "key")
-    return folder / "pem", tls
 
 
 @pytest.mark.parametrize("drip", DRIPS)
@@ -184,6 +166,6 @@ def test_no_message_has_a_password(address, tmp_path):
         assert not any(word in text for word in ("hush", "hu/sh", "sh@", SECRET, "secret@", "token"))
 
 
-def test_certificates_are_checked(certificate, tmp_path):
-    with listening(fine, certificate[1]) as server, pytest.raises(BadShard, match="certificate verify failed"):
-        got(f"https://127.0.0.1:{server.port}/a.tar", tmp_path)
+def test_certificates_are_checked(tmp_path):
+    with serve_images(self_signed(tmp_path)) as site, pytest.raises(BadShard, match="certificate verify failed"):
+        got(f"{site.address}/ok/a.tar", tmp_path)

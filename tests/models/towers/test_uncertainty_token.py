@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from probemb.models import create_model, create_tokenizer, load_model, save_model
-from probemb.models.digest import weights_sha256
+from probemb.models import create_model, create_tokenizer
 
 NAME = "ViT-Micro-32"
 TEXTS = ["a dog", "two dogs on green grass in a park"]
@@ -67,22 +66,3 @@ def test_pretrained_text_keeps_its_form_and_its_means(tmp_path):
     other = tokens.clone()
     other[:, 1] = 1000
     assert not torch.allclose(model.encode_text(other).log_var, model.encode_text(tokens).log_var)
-
-
-def test_saved_loaded_and_started_from(tmp_path, caplog):
-    model = make()
-    save_model(model, tmp_path)
-    loaded = load_model(tmp_path)
-    assert weights_sha256(loaded.model) == weights_sha256(model)
-    again = make(pretrained=str(tmp_path))
-    images, tokens = batch(model)
-    with torch.no_grad():
-        for other in (loaded.model, again):
-            assert_close(other.encode_text(tokens).log_var, model.encode_text(tokens).log_var)
-            assert_close(other.encode_image(images).log_var, model.encode_image(images).log_var)
-    branch = create_model(NAME)
-    save_model(branch, tmp_path / "branch")
-    token = make(pretrained=str(tmp_path / "branch"))
-    assert "this model has an uncertainty token (token): the uncertainty starts from random weights" in caplog.text
-    assert torch.equal(token.text.token_embedding.weight, branch.text.token_embedding.weight)
-    assert token.text.cls_emb is None

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +17,10 @@ from pretrain.stream.stream import Stream
 from probemb.data.shards.index import Shard
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
+from tests.imagesite import bomb
 
 SIZES = (11, 7, 9, 13, 5)  # 45 samples: 5 steps of 8 in an epoch, 5 are dropped
 BATCH, LANES = 8, 4
-
-
-def image_bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes whose header states this size."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    pixels = zlib.compress(bytes(1000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def write_shard(path: Path, size: int, bad: dict[int, str] | None = None, seed: int = 0) -> Shard:
@@ -50,8 +38,8 @@ def write_shard(path: Path, size: int, bad: dict[int, str] | None = None, seed: 
                 image = image[: len(image) // 2]
             elif kind == "zero bytes":
                 image = b""
-            elif kind == "bomb":  # 1,200 bytes that ask for 3.6 gigapixels
-                image = image_bomb(60_000, 60_000)
+            elif kind == "bomb":
+                image = bomb()
             elif kind == "caption":
                 caption = b"\n  \n"
             elif kind == "encoding":

@@ -1,14 +1,12 @@
 """One address of a hostile server: its image, or a cause, within the time and bytes that were allowed."""
 
-import shutil
 import socket
-import subprocess
 import time
 import urllib.request
 
 import pytest
 
-from tests.imagesite import picture, serve_images
+from tests.imagesite import picture, self_signed, serve_images
 from tools.download.web import BoundedOpener, Limits, Refused
 
 QUICK = Limits(seconds=1.0, patience=0.6, size=1 << 20, redirects=3, private=True)
@@ -36,7 +34,7 @@ def cause_of(address: str, limits: Limits = QUICK) -> str:
     return str(refused.value).partition("|")[0]
 
 
-@pytest.mark.parametrize("word", ["ok", "moved", "chunked", "mislabelled"])
+@pytest.mark.parametrize("word", ["ok", "moved"])
 def test_images_come_as_they_are(site, word):
     assert ask(f"{site.address}/{word}/a", PATIENT) == picture("a")
 
@@ -47,18 +45,14 @@ def test_images_come_as_they_are(site, word):
         ("gone", "HTTP 404"),
         ("status/500", "HTTP 500"),
         ("status/304", "redirects"),
-        ("loop", "redirects"),
         ("inward", "redirect to another scheme"),
-        ("outward/ftp", "redirect to another scheme"),
         ("announced", "too many bytes"),
         ("endless", "too many bytes"),
         ("silent", "no answer"),
         ("stalled", "no answer"),
         ("drip", "too slow"),
         ("dripheaders", "too slow"),
-        ("dripchunks", "too slow"),
         ("cut", "cut off"),
-        ("cutchunks", "cut off"),
         ("reset", "connection"),
         ("garbage", "not HTTP"),
     ],
@@ -99,16 +93,10 @@ def test_only_the_web_is_asked(address):
 
 
 def test_tls(tmp_path, monkeypatch):
-    if not shutil.which("openssl"):
-        pytest.skip("openssl makes the certificate")
-    key, cert, both = (tmp_path / name for name in ("key.pem", "cert.pem", "both.pem"))
-    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
-    words = [*words.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
-    subprocess.run(words, check=True, capture_output=True)
-    both.write_text(key.read_text() + cert.read_text())
-    with serve_images(str(both)) as site:
+    pem = self_signed(tmp_path)
+    with serve_images(pem) as site:
         assert cause_of(f"{site.address}/ok/a") == "TLS"  # nobody vouches for it
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        monkeypatch.setenv("SSL_CERT_FILE", pem)
         assert ask(f"{site.address}/ok/a", PATIENT) == picture("a")
         assert cause_of(f"{site.address}/drip/a") == "too slow"
     with socket.create_server(("127.0.0.1", 0)) as server:  # a handshake that never ends

@@ -2,8 +2,8 @@
 
 import json
 
-from tests.searching import BACKWARDS, EVIL, MARKUP, N, open_searcher
-from tests.searchpage import CARDS, KEYS, SETTLED, STATUS, open_page, reload, search_for, serving
+from tests.searching import BACKWARDS, EVIL, MARKUP, N
+from tests.searchpage import CARDS, KEYS, SETTLED, STATUS, open_page, reload, search_for
 from tools.search.query import QueryImage, SearchRequest
 
 TEXT = "document.querySelector('[name=text]').value"
@@ -61,7 +61,7 @@ def test_several_parts_with_weights(page, searcher, gallery, tmp_path):
     page.type("a red circle")
     page.click("#add-text")
     page.type("a blue star")
-    page.press("Enter")
+    page.press_enter()
     wait_for_keys(page, keys_of(searcher, ["a red circle", "a blue star"], [image]))
     page.run("document.querySelectorAll('.weight')[1].select()")  # the parts are in the order in which they were added
     page.run("document.querySelectorAll('.text .weight')[1].value = '-0.4'")
@@ -82,18 +82,3 @@ def test_an_address_holds_the_query(page, port, searcher):
     page.open("about:blank")
     open_page(page, address)
     wait_for_keys(page, keys_of(searcher, ["a", "b"], [searcher.stored_image(7)], [1, -0.1, 2]))
-
-
-def test_an_index_is_chosen(browser, gallery, searcher):
-    texts = open_searcher(gallery.texts)
-    texts.encoder = searcher.encoder  # as the command shares it
-    with serving(searcher, texts) as server:
-        address = f"http://127.0.0.1:{server.effective_port}/"
-        open_page(browser, address)
-        search_for(browser, "a red circle")
-        assert browser.run(KEYS) == keys_of(searcher, ["a red circle"])
-        browser.run("document.querySelector('#index').focus()")
-        browser.press("ArrowDown")
-        wait_for_keys(browser, keys_of(texts, ["a red circle"]))
-        reload(browser)
-        wait_for_keys(browser, keys_of(texts, ["a red circle"]))
