@@ -1,4 +1,4 @@
-"""Each objective through the trainer: against plain loops, on several ranks against one, on the data, in the log."""
+"""Each objective through the trainer: several ranks against one, rings against gathered losses, its kind of model."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, lose a rank, share a folder or have no room; with real signals, ranks and disks."""
+"""Runs that are asked to stop, or diverge; with real signals and ranks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs in which nothing moves: stopped ranks and workers, silent servers, ranks that are gone; with real signals."""
+"""Runs in which nothing moves: stopped data workers, and ranks that are gone; with real signals."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An uncertainty token in open_clip's transformers (ProLIP): what it reads, what reads it, and what goes on with it."""
+"""An uncertainty token in open_clip's transformers (ProLIP): what it reads, and what reads it."""
 
 import open_clip
 import torch

@@ -1,4 +1,4 @@
-"""Shards that are not what their index says: another size, another content, more samples, or rewritten while read."""
+"""Shards of another content than when they were indexed."""
 
 from dataclasses import replace
 from itertools import islice
