@@ -41,7 +41,7 @@ def measured(run, trained, drawn):
 
 def test_longer_queries_count_as_unseen_and_a_random_order_is_beside(measured):
     results = measured.json
-    assert results["trained"] == {"k": 2, "setup": "seen", "seed": 0, "known": True}
+    assert results["trained"] == {"k": 2, "setup": "seen", "seed": 0, "lists": None, "known": True}
     assert [(row["k"], row["combinations"]) for row in results["rows"][::2]] == [
         (2, "seen"), (2, "unseen"), (3, "unseen"),
     ]  # fmt: skip

@@ -54,17 +54,6 @@ EXAMPLES, DEPTH, SIDE = 3, 6, 96  # of every set and kind of query; images that 
 
 
 @dataclass(frozen=True)
-class Training:
-    """Settings of a run's composed queries from its `config.yaml`, or the defaults where it is not `known`."""
-
-    parts: int = 2
-    setup: Literal["seen", "unseen"] = "seen"
-    seed: int = 0
-    lists: str | None = None
-    known: bool = False
-
-
-@dataclass(frozen=True)
 class QuerySet:
     """`number` combinations of k parts, their queries and, once embedded, `found`.
 
@@ -91,13 +80,8 @@ def evaluate(config: ComposedConfig) -> None:
     if wrong := next((name for name in rankings if name not in RANKINGS), None):
         raise UserError(f"There is no ranking '{wrong}'.{nearest(wrong, RANKINGS)}", "Choose cosine or density.")
     trained = training_of(config.model)
-    config = replace(
-        config,
-        k=str(trained.parts) if config.k is None else config.k,
-        setup=trained.setup if config.setup == "auto" else config.setup,
-        seed=trained.seed if config.seed is None else config.seed,
-        lists=trained.lists if config.lists is None else config.lists,
-    )
+    config = replace(config, **{key: one for key, one in trained.items() if getattr(config, key, 0) in (None, "auto")})
+    config = replace(config, k=str(config.k))
     sets = find_queries(config, trained)
     out, data = claim(config, "composed"), sets[0].data
 
@@ -124,7 +108,7 @@ def evaluate(config: ComposedConfig) -> None:
         **settings(config, embedder, config.split),
         "composer": name,
         "probabilistic": composer.probabilistic,
-        "trained": {"k": trained.parts, "setup": trained.setup, "seed": trained.seed, "known": trained.known},
+        "trained": trained,
         "source": data.source,
         "split": data.split,
         "images": len(gallery.kept),
@@ -160,26 +144,29 @@ def evaluate(config: ComposedConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------- queries
 
 
-def training_of(model: str) -> Training:
-    """The training of a run, or of a model in a run's folder. Raises UserError: its config.yaml is damaged."""
-    path = Path(model)
+def training_of(model: str) -> dict:
+    """ "k", "setup", "seed" and "lists" of a run's composed queries from its config.yaml; defaults if not "known".
+
+    Raises UserError: the file is damaged.
+    """
+    usual, path = {"k": 2, "setup": "seen", "seed": 0, "lists": None, "known": False}, Path(model)
     file = next((one for one in (path / "config.yaml", path.parent / "config.yaml") if one.is_file()), None)
     if file is None or not path.exists():
-        return Training()
+        return usual
     try:
         compose = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("compose")
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         raise UserError(f"{file} cannot be read.", "Name the model folder itself, or restore the file.") from None
     if not isinstance(compose, dict):
-        return Training()
-    given = {key: compose[key] for key in ("parts", "setup", "seed", "lists") if compose.get(key) is not None}
-    found = replace(Training(known=True), **given)
-    if not isinstance(found.parts, int) or not isinstance(found.seed, int) or found.setup not in ("seen", "unseen"):
+        return usual
+    names = {"parts": "k", "setup": "setup", "seed": "seed", "lists": "lists"}
+    found = usual | {names[key]: one for key, one in compose.items() if key in names and one is not None}
+    if [type(found[key]) for key in ("k", "seed")] != [int, int] or found["setup"] not in ("seen", "unseen"):
         raise UserError(f"{file} has no usable settings of compose.", "Restore the run's file.")
-    return found
+    return found | {"known": True}
 
 
-def find_queries(config: ComposedConfig, trained: Training) -> list[QuerySet]:
+def find_queries(config: ComposedConfig, trained: dict) -> list[QuerySet]:
     """All sets, of which the same images are the gallery.
 
     Raises UserError: a wrong --k; no such data, or too little of it; --k for data that has no combinations.
@@ -190,7 +177,7 @@ def find_queries(config: ComposedConfig, trained: Training) -> list[QuerySet]:
         raise UserError(f"--k is '{config.k[:100]}'.", f"Give numbers from 2 to {MAX_K}, such as 2 or 2,3,4.")
     result = []
     for k in numbers:
-        setup = config.setup if k == trained.parts else "seen"  # queries of another length are new to both setups
+        setup = config.setup if k == trained["k"] else "seen"  # queries of another length are new to both setups
         data = find_data(config, config.split, k, setup)
         if not len(data.tuples):
             if config.k != "2":
@@ -198,9 +185,9 @@ def find_queries(config: ComposedConfig, trained: Training) -> list[QuerySet]:
             queries = data.queries or data.sampled_queries(config.queries, config.seed)
             return [QuerySet(2, "changes", data, queries, len({query.concepts for query in queries}))]
         asked: list[tuple[Combinations, np.ndarray, list[Query] | None]] = [("unseen", data.tuples, data.queries)]
-        if k == trained.parts and setup == "seen":
+        if k == trained["k"] and setup == "seen":
             asked = [("seen", data.tuples, data.queries), ("unseen", answerable(data, data.unseen), None)]
-        elif k == trained.parts:
+        elif k == trained["k"]:
             training = find_data(config, "train", k, setup)
             asked = [("seen", answerable(data, training.tuples), None), *asked]
         for name, tuples, published in [*asked, ("infeasible", data.infeasible, None)]:
@@ -234,14 +221,12 @@ def training_counts(config: ComposedConfig, data: Compositions) -> list[int]:
 # ------------------------------------------------------------------------------------------------------ measurements
 
 
-def notes(
-    sets: Sequence[QuerySet], rows: Sequence[dict], composer: Composer, name: str, trained: Training
-) -> list[str]:
+def notes(sets: Sequence[QuerySet], rows: Sequence[dict], composer: Composer, name: str, trained: dict) -> list[str]:
     """Remarks on the numbers."""
     told = list(dict.fromkeys(note for one in sets for note in one.data.notes))
     if not composer.probabilistic:
         told.append(f"The composer '{name}' composes points: no density, and no feasibility by uncertainty.")
-    if not trained.known:
+    if not trained["known"]:
         told.append("The model has no config.yaml: it is taken to be trained on pairs, in splits and lists of seed 0.")
     return told + [
         f"{row['left_out']:,} of the queries of {row['number']:,} {row['combinations']} combinations of {row['k']} are "

@@ -58,10 +58,9 @@ SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
 IMAGES_A_CLASS, CLASSES_A_GROUP = 6, 4
 KINDS = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")  # of a row's note, the best to show first
 NOTES = (
-    "In percent; per class is the mean over classes of each one's top-1. Gain over all prompts in points, paired over "
-    f"images, coloured beyond {SIGNIFICANT} standard errors. Oracle: chosen on the images that are scored, with their "
-    "labels; few-shot: on other images with labels; unlabelled: on others without; transductive: on the scored ones "
-    "without. Only a row called zero-shot is zero-shot."
+    "In percent; per class is the mean over classes of each one's top-1. Gain over all prompts in points, coloured "
+    f"beyond {SIGNIFICANT} standard errors. Oracle: chosen on the images that are scored, with their labels; few-shot: "
+    "on others with labels. Only a row called zero-shot is zero-shot."
 )
 
 
@@ -317,11 +316,6 @@ def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, ba
 # ------------------------------------------------------------------------------------------------------- the page
 
 
-def kind_of(row: dict) -> str:
-    """The kind of a row's note: "zero-shot", "few-shot", ..."""
-    return next(kind for kind in KINDS if row["note"].startswith(kind))
-
-
 def filter_table(results: dict) -> Table:
     """Accuracy under every filter."""
 
@@ -335,7 +329,7 @@ def filter_table(results: dict) -> Table:
         rows.append([
             row["title"], k, spread(row["top1"], row["top1_se"], ".2f"), interval_text(row, "top1"),
             percent(row["mean_per_class_recall"]), percent(row["top5"]), Cell(gain, direction(row)),
-            Cell(row["note"], kind_of(row)),
+            Cell(row["note"], next(kind for kind in KINDS if row["note"].startswith(kind))),
         ])  # fmt: skip
     title = f"zero-shot accuracy, {results['images']:,} images, {results['classes']:,} classes"
     return Table(("filter", "K", "top-1 %", "95 %", "per class", "top-5 %", "gain ± SE", "chosen on"), rows, title)
@@ -363,44 +357,41 @@ def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list
         for title, group in pick_classes(e)
         for block in (f"{title}:", [class_card(c, task, e, results, kept, number_kept, by) for c in group])
     ]
-    about_u = [ABOUT_U] if results["uncertainty"]["images"] else []
     return Page(
         "Zero-shot classification and prompt filtering",
         f"{task.config.model} on {task.config.data}: {results['images']:,} images, {n_classes:,} classes, "
         f"{n_prompts} prompts a class",
         [
             ("Accuracy", [NOTES, *results["notices"], table]),
-            ("Accuracy against K", k_blocks(results)),
-            ("Uncertainty against accuracy", bin_blocks(results["uncertainty"])),
-            ("Calibration, and refusing uncertain images", calibration_blocks(results)),
+            ("Accuracy against K", [k_figures(results)]),
+            ("Uncertainty against accuracy", [bin_figures(results["uncertainty"])]),
+            ("Calibration, and refusing uncertain images", [calibration_figures(results)]),
             (
                 "Prompts and their uncertainty",
                 [
                     f"{chosen_by}Prompts from certain to uncertain; those in red are dropped. A green frame: all "
                     "prompts together classify the image correctly.",
-                    *about_u, *groups,
+                    ABOUT_U if results["uncertainty"]["images"] else "", *groups,
                 ],
             ),
         ],
     )  # fmt: skip
 
 
-def k_blocks(results: dict) -> list:
+def k_figures(results: dict) -> list[Figure]:
     """Accuracy against a common K, with the best K marked: an oracle; and the oracle K of each class."""
     if results["curve"] is None:
         return []
-    single, figures = next((row for row in results["rows"] if row["filter"] == "single"), None), []
+    figures = []
     for key, curve in results["curve"].items():
         metric, ys = key.replace("top", "top-"), [100 * y for y in curve]
         best = max(i for i, y in enumerate(ys) if y >= max(ys) - 1e-9)
         chart = Chart(f"{metric}-over-k", x_label="K, prompts kept in each class", y_label=f"{metric} accuracy, %")
         chart.line(range(1, len(ys) + 1), ys).level(ys[-1], f"all {ys[-1]:.2f}", GREEN)
-        if single is not None:
-            chart.level(100 * single[key], f"single {percent(single[key])}")
         figures.append(Figure(chart.mark(best + 1, ys[best], f"K = {best + 1}: {ys[best]:.2f}, oracle")))
     classes = results["per_class"]
     if classes[0]["oracle_k"] is None:
-        return [figures]
+        return figures
     chosen = [row["oracle_k"] for row in classes if row["images"] and row["oracle_top1_max_over_k"]]
     counts = [chosen.count(k) for k in range(1, len(ys) + 1)]
     chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(counts, "classes")
@@ -408,23 +399,20 @@ def k_blocks(results: dict) -> list:
         "The K with the best accuracy on a class's own images, while all classes keep the same K: an oracle; ties go "
         f"to more prompts. Left out: {len(classes) - len(chosen):,} classes that are never right."
     )
-    return [[*figures, Figure(chart, "Oracle K of each class", note)]]
+    return [*figures, Figure(chart, "Oracle K of each class", note)]
 
 
-def bin_blocks(uncertainty: dict) -> list:
+def bin_figures(uncertainty: dict) -> list[Figure]:
     """Accuracy in bins of uncertainty, of classes and of images."""
     figures = []
-    for things, title, x_label in (
-        ("classes", "Classes, by the mean uncertainty of their prompts", "mean uncertainty of the prompts"),
-        ("images", "Images, by their own uncertainty", "uncertainty of the image"),
-    ):
+    for things, title in {"classes": "mean uncertainty of the prompts", "images": "uncertainty of the image"}.items():
         if bins := uncertainty[things]:
-            chart = Chart(f"accuracy-of-{things}", x_label=x_label, y_label="top-1 accuracy, %").bins(bins, things)
-            figures.append(Figure(chart, title, correlations(bins)))
-    return [figures] if figures else []
+            chart = Chart(f"accuracy-of-{things}", x_label=title, y_label="top-1 accuracy, %").bins(bins, things)
+            figures.append(Figure(chart, things.capitalize(), correlations(bins)))
+    return figures
 
 
-def calibration_blocks(results: dict) -> list:
+def calibration_figures(results: dict) -> list[Figure]:
     """Accuracy against confidence, calibrated where it lies on the diagonal; and when uncertain images are refused."""
     found, curves, figures = results["calibration"], results["selective"], []
     if not curves:
@@ -443,7 +431,7 @@ def calibration_blocks(results: dict) -> list:
         chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], name, colour)
     chart.level(100 * next(iter(curves.values()))["random"], "at random")
     areas = ", ".join(f"{name} {percent(curve['area'])}" for name, curve in curves.items())
-    return [[*figures, Figure(chart, "Refusing the least certain images", f"Mean over all shares: {areas}.")]]
+    return [*figures, Figure(chart, "Refusing the least certain images", f"Mean over all shares: {areas}.")]
 
 
 def pick_classes(e: Evaluation) -> list[tuple[str, list[int]]]:

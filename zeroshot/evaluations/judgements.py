@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.evaluation.calibration import caption_acceptance, match_calibration
@@ -31,11 +29,6 @@ def read_judged(config: RetrievalConfig, captions: CaptionDataset) -> Judgements
     judgements = read_judgements(config.judgements, captions)
     judged_pairs(judgements)
     return judgements
-
-
-def held(judgements: Judgements, pairs: EmbeddedPairs, captions: CaptionDataset) -> Judgements:
-    """Those of the embedded pairs."""
-    return judgements.among(torch.tensor(captions.owner()), pairs.kept)
 
 
 def evaluate_judgements(

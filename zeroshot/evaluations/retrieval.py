@@ -5,11 +5,11 @@ N images, M captions. "images" are queries of image → text, "captions" of text
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from probemb.cli.progress import progress
 from probemb.data.captions.find import CaptionDataset, find_captions
@@ -38,9 +38,9 @@ from probemb.models import networks_of
 from probemb.models.match import MatchModel
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, line_figure, picture_of, verdict
-from probemb.reports.text import correlations, number, percent, plus_minus
+from probemb.reports.text import between, correlations, number, percent, plus_minus
 from probemb.search import refuse_small_gallery
-from zeroshot.evaluations.judgements import evaluate_judgements, held, judgement_blocks, read_judged
+from zeroshot.evaluations.judgements import evaluate_judgements, judgement_blocks, read_judged
 from zeroshot.evaluations.runner import (
     ABOUT_U,
     claim,
@@ -58,6 +58,7 @@ SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; the
 BINNED = (SHOWN, "COCO 1K: R@1")  # the second as in PCME++ Fig. 3: each query within its own fold
 DIRECTIONS = {"images": ("i2t", "image → text"), "captions": ("t2i", "text → image")}
 OUTCOMES = {"ambiguity": "true ambiguity", "accepted_share": "human acceptance", "r@1": "R@1"}
+INCLUDED = {"image lies in its own caption": "lies_in", "image lies in another image's caption": "lies_in_other"}
 ERASED = {
     "pixels": "Images, a grey square over them",
     "regions": "Images, regions left out",
@@ -102,7 +103,7 @@ def evaluate(config: RetrievalConfig) -> None:
     rows, per_query, tops = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
     one, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
-    judged = None if judged is None else held(judged, pairs, captions)
+    judged = None if judged is None else judged.among(torch.tensor(captions.owner()), pairs.kept)
     accepted = None if judged is None else accepted_shares(judged_pairs(judged, 0), len(pairs.texts))
     results = {
         **settings(config, embedder, captions.split),
@@ -190,7 +191,7 @@ def make_page(
     found, rows, models = results["uncertainty"], results["rows"], results["models"]
     ranked, known = rank_table(results), predictor_blocks(results["predictors"])
     judged = judgement_blocks(results["judgements"]) if results["judgements"] else []
-    tolerance, general = tolerance_blocks(results["tolerance"]), generality_lines(results["generality"])
+    tolerance, general = tolerance_blocks(results["tolerance"]), generality_table(results["generality"])
     about, unknown = finding_lines(found) if found else ["The model predicts no uncertainty."], results["unknown_words"]
     how = "; ".join(f"{title}: {how}" for title, how in {title_of(row): row["how"] for row in rows}.items())
     split = f" ({results['config']['split']})" if results["config"]["split"] else ""
@@ -242,15 +243,11 @@ def tolerance_blocks(found: dict) -> list[Block]:
     """The choice of the weights of tolerance, and the curve over them."""
     blocks: list[Block] = []
     for one in (one for one in found.values() if one["curve"]):
-        what = f"{CHOSEN_BY[one['metric']]} of {one['positives']}"
-        blocks.append(
-            f"tolerance, {one['chosen']}: u of captions times {one['i2t']:g}, of images times {one['t2i']:g}, the best "
-            f"by {what}"
-        )
-        curves = {
-            name: (one["curve"]["lambda"], [100 * y for y in one["curve"][way]]) for way, name in DIRECTIONS.values()
-        }
-        blocks.append([line_figure("tolerance", "weight of the gallery's u", f"{what}, %", curves)])
+        what, curve = f"{CHOSEN_BY[one['metric']]} of {one['positives']}", one["curve"]
+        weights = f"u of captions times {one['i2t']:g}, of images times {one['t2i']:g}"
+        curves = {name: (curve["lambda"], [100 * y for y in curve[way]]) for way, name in DIRECTIONS.values()}
+        figure = line_figure("tolerance", "weight of the gallery's u", f"{what}, %", curves)
+        blocks += [f"tolerance, {one['chosen']}: {weights}, the best by {what}", [figure]]
     return blocks
 
 
@@ -275,24 +272,16 @@ def finding_lines(found: dict) -> list[str]:
     ]
 
 
-def generality_lines(found: dict | None) -> list[str]:
+def generality_table(found: dict | None) -> list[Table]:
     """Inclusion as a measure of generality."""
     if found is None:
         return []
-
-    def text(one: dict) -> str:
-        return f"{percent(one['value'])} % ({percent(one['low'])} to {percent(one['high'])})"
-
-    own, nested = found["own"], found["nested"]
-    chance = f"; in the caption of another image {text(own['lies_in_other'])}" if own["lies_in_other"] else ""
-    lines = [f"image lies in its own caption (inclusion), of {own['pairs']:,} pairs: {text(own['lies_in'])}{chance}"]
-    if nested:
-        area = "{value:.3f} ({low:.3f} to {high:.3f})".format(**nested["roc_auc"])
-        lines.append(
-            f"caption lies in the one that is true of more images, of {nested['pairs']:,} nested pairs: "
-            f"{text(nested['lies_in'])}, ROC AUC of the direction {area}"
-        )
-    return lines
+    rows = [(title, f"{found['own']['pairs']:,}", between(found["own"][key])) for title, key in INCLUDED.items()]
+    if nested := found["nested"]:
+        title = "caption lies in the one that is true of more images"
+        rows.append((title, f"{nested['pairs']:,}", between(nested["lies_in"])))
+        rows.append(("the same, ROC AUC of the direction", "", between(nested["roc_auc"])))
+    return [Table(("inclusion", "pairs", "share, 95 %"), rows, "inclusion as generality")]
 
 
 def predictor_blocks(found: dict) -> list[Block]:
@@ -363,7 +352,7 @@ def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPair
 
 def extreme_blocks(config: RetrievalConfig, found: dict, pairs: EmbeddedPairs, captions: CaptionDataset) -> list[Block]:
     """The queries of the largest and of the smallest u, with what they retrieve first."""
-    measure: Callable[..., Tensor] = MEASURES[config.uncertainty]
+    measure = MEASURES[config.uncertainty]
     one = centres(pairs)
     u, texts = (measure(one.images), measure(one.texts)), [text for i in pairs.kept for text in captions.captions[i]]
 
