@@ -280,15 +280,10 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
     if not 0 < epochs < recipe or max(o.freeze_epochs + 1, o.decaying + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
         return config, ""
     phases = {name: getattr(o, name) for name in ("freeze_epochs", "warmup_epochs", "decay_epochs")}
-    now = {
-        "freeze_epochs": min(epochs - 1, round(o.freeze_epochs * epochs / recipe)),
-        "warmup_epochs": round(o.warmup_epochs * epochs / recipe, 3),
-        "decay_epochs": tuple(min(epochs - 1, round(one * epochs / recipe)) for one in o.decays),
-    }
-    if o.schedule == "cosine":
-        del now["decay_epochs"]
-    elif not isinstance(o.decay_epochs, tuple):
-        (now["decay_epochs"],) = now["decay_epochs"]
+    fewer = [min(epochs - 1, round(phase * epochs / recipe)) for phase in (o.freeze_epochs, *o.decays)]
+    now = {"freeze_epochs": fewer[0], "warmup_epochs": round(o.warmup_epochs * epochs / recipe, 3)}
+    if o.schedule == "step":
+        now["decay_epochs"] = tuple(fewer[1:]) if isinstance(o.decay_epochs, tuple) else fewer[1]
     now = {name: value for name, value in now.items() if given(f"optimizer.{name}", argv, files=False) is None}
     told = ", ".join(f"{name} {phases[name]} -> {value}" for name, value in now.items() if value != phases[name])
     config = replace(config, optimizer=replace(o, **now))

@@ -44,11 +44,11 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
     "composed": {
         "mpc": composed.MPC,
         "mpc-mlp": composed.MPCMLP,
-        "mpc-cosine": composed.MPCCosine,
+        "mpc-cosine": composed.with_composer(composed.PCMEAddition, "product"),
         "pcme-addition": composed.PCMEAddition,
-        "relationship": composed.Relationship,
-        "film": composed.FiLM,
-        "mrn": composed.MRN,
+        "relationship": composed.with_composer(composed.TIRG, "relationship"),
+        "film": composed.with_composer(composed.TIRG, "film"),
+        "mrn": composed.with_composer(composed.TIRG, "mrn"),
         "tirg": composed.TIRG,
     },
     "trains nothing": {

@@ -114,14 +114,8 @@ class PCMEAddition(Composed):
         return self.criterion(batch.parts, query, batch.image, self.correct(batch), batch.generator)
 
 
-class MPCCosine(PCMEAddition):
-    """MPC without Eq. 6: the product of densities, compared by samples' cosines."""
-
-    composer = "product"
-
-
 class TIRG(Composed):
-    """Gated residual composition of points, under TIRG's loss."""
+    """Gated residual composition of points, under TIRG's loss; its rivals differ in the composer alone."""
 
     @dataclass(frozen=True)
     class Options:
@@ -145,19 +139,6 @@ class TIRG(Composed):
         return self.module.criterion(query, batch.image.mean, self.correct(batch))
 
 
-class Relationship(TIRG):
-    """A relation module: an MLP of both parts."""
-
-    composer = "relationship"
-
-
-class FiLM(TIRG):
-    """Feature-wise linear modulation of one part by the other."""
-
-    composer = "film"
-
-
-class MRN(TIRG):
-    """Multimodal residual network."""
-
-    composer = "mrn"
+def with_composer(method: type[Composed], composer: str) -> type[Composed]:
+    """The same method with another composer."""
+    return type(method.__name__, (method,), {"composer": composer})

@@ -9,16 +9,8 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from torch import Tensor
 
 from finetune.methods.base import Batch, HardestHinge, Hinge, Method
-from probemb.losses import (
-    CaptionSimilarity,
-    DAALoss,
-    InfoNCELoss,
-    LossOutput,
-    OrderLoss,
-    P2RMLoss,
-    PVSELoss,
-    TripletLoss,
-)
+from probemb import losses
+from probemb.losses import LossOutput
 
 
 class ZeroShot(Method):
@@ -44,7 +36,7 @@ class InfoNCE(Method):
     soft_labels = True
 
     def build(self, model, data) -> None:
-        self.module.loss = InfoNCELoss(self.options.temperature)
+        self.module.loss = losses.InfoNCELoss(self.options.temperature)
 
     @classmethod
     def model_options(cls, options) -> dict:
@@ -66,7 +58,7 @@ class VSE(Method):
         """Triplet loss of cosines. Source: PCME++ §B.2; VSE++ §3."""
 
     def build(self, model, data) -> None:
-        self.module.loss = TripletLoss(self.options.margin)
+        self.module.loss = losses.TripletLoss(self.options.margin)
 
     def loss(self, batch: Batch, model, **more: Tensor) -> LossOutput:
         hardest = batch.epoch >= self.options.warmup_epochs
@@ -114,7 +106,7 @@ class P2RM(VSE):
         weight: NonNegativeFloat = 1.0
 
     def build(self, model, data) -> None:
-        self.module.loss = P2RMLoss(model.embed_dim, self.options.margin, self.options.weight)
+        self.module.loss = losses.P2RMLoss(model.embed_dim, self.options.margin, self.options.weight)
 
 
 class DAA(VSE):
@@ -131,8 +123,8 @@ class DAA(VSE):
         weight: NonNegativeFloat = 25.0
 
     def build(self, model, data) -> None:
-        self.module.loss = DAALoss(self.options.margin, self.options.weight)
-        self.semantic = CaptionSimilarity(data.flat(), data.owner())
+        self.module.loss = losses.DAALoss(self.options.margin, self.options.weight)
+        self.semantic = losses.CaptionSimilarity(data.flat(), data.owner())
 
     def loss(self, batch: Batch, model) -> LossOutput:
         semantic = self.semantic(batch.image_index.tolist(), batch.pair_index.tolist())
@@ -159,7 +151,7 @@ class Order(VSE):
     ranking = "order"
 
     def build(self, model, data) -> None:
-        self.module.loss = OrderLoss(self.options.margin, self.options.hardest, squared=self.options.squared)
+        self.module.loss = losses.OrderLoss(self.options.margin, self.options.hardest, squared=self.options.squared)
 
     def loss(self, batch: Batch, model) -> LossOutput:
         return self.module.loss(batch.image, batch.text, batch.match)
@@ -193,7 +185,7 @@ class PVSE(VSE):
 
     def build(self, model, data) -> None:
         o = self.options
-        self.module.loss = PVSELoss(o.margin, o.hardest, o.diversity, o.mmd, o.gamma, o.kernel)
+        self.module.loss = losses.PVSELoss(o.margin, o.hardest, o.diversity, o.mmd, o.gamma, o.kernel)
 
     @classmethod
     def model_options(cls, options) -> dict:
