@@ -147,13 +147,11 @@ class JWAEMSE(MSE):
             image_prior: weight of the image codes' divergence from the prior.
             text_prior: weight of the text codes'.
             discriminator_lr: Adam's.
-            discriminator_hidden: width of its layers (public code).
         """
 
         image_prior: NonNegativeFloat = 0.2
         text_prior: NonNegativeFloat = 0.2
         discriminator_lr: PositiveFloat = 5e-5
-        discriminator_hidden: PositiveInt = 256
 
     def build(self, model, data) -> None:
         super().build(model, data)
@@ -162,7 +160,7 @@ class JWAEMSE(MSE):
     def make_discriminator(self, d: int, **more) -> None:
         from probemb.models.autoencoder import Discriminator
 
-        self.aside.discriminator = Discriminator(d, self.options.discriminator_hidden, **more)
+        self.aside.discriminator = Discriminator(d, **more)
         self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
 
     def parts(self, batch: Batch, model) -> Parts:

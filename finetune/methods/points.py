@@ -168,15 +168,13 @@ class PVSE(VSE):
             embeddings: K of every item; 1, 2 and 4 in PCME's comparison. With 1 the triplet loss is alone.
             diversity: weight of the cosines of an item's residuals.
             mmd: weight of the discrepancy of images and captions.
-            gamma: of its kernel exp(-gamma |x - y|^2).
-            kernel: rbf, or unsquared for the public code's exp(-gamma |x - y|).
+            kernel: rbf, exp(-|x - y|^2 / 2), or unsquared for the public code's exp(-|x - y| / 2).
         """
 
         embeddings: PositiveInt = 2
         margin: PositiveFloat = 0.1
         diversity: NonNegativeFloat = 0.1
         mmd: NonNegativeFloat = 0.01
-        gamma: PositiveFloat = 0.5
         kernel: Literal["rbf", "unsquared"] = "rbf"
 
     wants_tokens = "residuals"
@@ -185,7 +183,7 @@ class PVSE(VSE):
 
     def build(self, model, data) -> None:
         o = self.options
-        self.module.loss = losses.PVSELoss(o.margin, o.hardest, o.diversity, o.mmd, o.gamma, o.kernel)
+        self.module.loss = losses.PVSELoss(o.margin, o.hardest, o.diversity, o.mmd, kernel=o.kernel)
 
     @classmethod
     def model_options(cls, options) -> dict:

@@ -10,7 +10,6 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from torch import Tensor
 
 from finetune.methods.base import Batch, Hinge, Method
-from probemb.errors import UserError
 from probemb.losses import LossOutput, ProLIPLoss, pcme_loss, prob_triplet_loss
 
 
@@ -117,30 +116,21 @@ class ProbVSEPlusPlus(Method):
                 or all.
             covariance: ellipsoidal (a variance for each dimension), spherical-mean (their mean), or spherical (one
                 predicted value).
-            smallest: bound of the variances.
-            largest: the other bound.
         """
 
         similarity: Literal["wasserstein2", "min-kl", "kl", "reverse-kl"] = "wasserstein2"
         negatives: Literal["hardest", "semi-hard", "all"] = "hardest"
         warmup_epochs: NonNegativeInt = 0
         covariance: Literal["ellipsoidal", "spherical-mean", "spherical"] = "ellipsoidal"
-        smallest: PositiveFloat = 0.1
-        largest: PositiveFloat = 10.0
 
     probabilistic = True
 
     @classmethod
     def model_options(cls, options) -> dict:
         o = options
-        if o.smallest >= o.largest:
-            raise UserError(
-                f"The variances are to lie between loss.smallest {o.smallest:g} and loss.largest {o.largest:g}.",
-                "Set loss.smallest below loss.largest.",
-            )
         return {
             **super().model_options(o), "ranking": o.similarity, "covariance": o.covariance, "unit_features": True,
-            "log_var_range": (math.log(o.smallest), math.log(o.largest)),
+            "log_var_range": (math.log(0.1), math.log(10.0)),
         }  # fmt: skip
 
     def loss(self, batch: Batch, model) -> LossOutput:
