@@ -5,9 +5,11 @@ import http.client
 import io
 import json
 import socket
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from PIL import Image
@@ -21,11 +23,14 @@ from tests.webserver import serve as serve_folder
 from tools.build_index import main as build
 from tools.embed import main as embed
 from tools.search.page import (
+    GAP,
+    LARGE_FORM,
     PICTURES,
+    form_turn,
     host_check,
     shrink,
 )
-from tools.search.query import QUERIES, QueryImage, SearchRequest
+from tools.search.query import QUERIES, Busy, QueryImage, SearchRequest
 
 
 def test_an_answer_is_the_searchers(port, searcher, gallery):
@@ -189,6 +194,29 @@ def test_a_large_photograph_is_searched_with(port, searcher, gallery):
     assert answer["results"][0]["row"] == small["results"][0]["row"]
 
 
+def test_large_forms_are_taken_apart_one_after_the_other_and_small_ones_pass():
+    lock, seen = threading.Lock(), []
+
+    def take():
+        with form_turn(LARGE_FORM + 1):
+            assert lock.acquire(blocking=False)  # nobody else has the turn
+            seen.append(time.monotonic())
+            lock.release()
+
+    with ThreadPoolExecutor(3 * QUERIES) as pool:
+        with form_turn(None):
+            asked = [pool.submit(take) for _ in range(3 * QUERIES)]
+            while sum(one.done() for one in asked) < 2 * QUERIES + 1:
+                time.sleep(0.01)
+            with form_turn(LARGE_FORM):
+                pass
+            refused = [one for one in asked if one.done()]
+        assert all(isinstance(one.exception(), Busy) for one in refused)
+        assert not any(one.exception() for one in asked if one not in refused)
+    assert len(seen) == QUERIES - 1
+    assert min(later - earlier for earlier, later in pairwise(seen)) > 0.9 * GAP
+
+
 def test_a_connection_is_answered_once_at_a_time(port):
     """A client that sends many requests at once and reads nothing would block the thread that writes to it."""
     wanted = f"GET /about HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
@@ -204,3 +232,42 @@ def test_a_connection_is_answered_once_at_a_time(port):
             used = connection.sock
             assert connection.getresponse().read()
             assert connection.sock is used is not None
+
+
+def test_requests_that_trickle_and_answers_that_nobody_reads_do_not_stay(searcher, monkeypatch):
+    clock = [0.0]  # of the server alone
+    monkeypatch.setattr(
+        "tools.search.page.time", type("Clock", (), {"monotonic": lambda: clock[0], "sleep": time.sleep})
+    )
+    with serving(searcher) as server:
+        server.adj.send_bytes = 1
+        port = int(server.effective_port)
+        head = f"POST /search HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+        slow[0].sendall(head.encode())
+        slow[1].sendall(f"{head}Content-Length: 1000\r\n\r\n".encode())
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", port))
+        try:
+            wait_for(lambda: len(server.active_channels) == 3)
+            assert post(port, [("text", "a red circle")])[0] == 200
+            wait_for(lambda: len(server.active_channels) == 3)
+            last = max(server.active_channels.values(), key=lambda one: one.creation_time)
+            last.write_soon(b"x" * (8 << 20))  # more than the system's buffers take
+            for seconds, left in ((9, 3), (11, 2), (31, 1), (61, 0)):
+                clock[0] = seconds
+                for connection in slow:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(b"x")  # however steadily they send
+                wait_for(lambda left=left: len(server.active_channels) == left)
+        finally:
+            for connection in (*slow, deaf):
+                connection.close()
+
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
