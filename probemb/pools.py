@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -12,17 +9,6 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 
 from probemb.errors import UserError
-
-
-def follow_parent(parent: int) -> None:
-    """End this process soon after its parent, process `parent`, has ended."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

@@ -38,9 +38,9 @@ from probemb.data.shards.columns import TYPES, key_hash, score_column, write_col
 from probemb.data.shards.index import INDEX_NAME, Shard, file_sha256, read_index, read_index_file, write_index
 from probemb.data.shards.samples import SampleSpan, group_members, list_samples, parse_sample, read_sample, sort_groups
 from probemb.data.shards.tar import salvage_tar, walk_tar
-from probemb.data.shards.writer import tar_writer
+from probemb.data.shards.writer import copy_samples
 from probemb.errors import UserError
-from probemb.files import replace_file, replace_text
+from probemb.files import replace_text
 from probemb.pools import process_pool
 
 SHOWN = 20  # damaged shards on the screen
@@ -281,14 +281,8 @@ def repair_shard(path: Path, repaired: Path, need_caption: bool = True) -> int:
         samples, others = sort_groups(group_members(salvage_tar(file)))
         spans = [*samples, *_together(others)]
         good = [span for span in spans if why_unusable(file.fileno(), span, need_caption) is None]
-
-        def write(aside: Path) -> None:
-            with open(aside, "wb") as target, tar_writer(target) as tar:
-                for span in good:
-                    tar.write({"__key__": span.key, **read_sample(file.fileno(), span)})
-
         if good:
-            replace_file(repaired, write)
+            copy_samples(file, good, repaired)
     return len(good)
 
 

@@ -56,12 +56,6 @@ def decode_image(
         return _turned(_to_rgb(image), orientation)
 
 
-def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
-    """Refuse what `decode_image` refuses by its header alone. Raises BadSample."""
-    with _opened(data, max_pixels):
-        pass
-
-
 def _markers(data: bytes) -> list[int]:
     """Markers of a JPEG's first picture up to its end, as libjpeg finds them; at most one more than `MAX_MARKERS`.
 

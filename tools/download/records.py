@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from probemb.data.shards.samples import list_samples, read_sample
-from probemb.data.shards.writer import tar_writer
+from probemb.data.shards.samples import list_samples
+from probemb.data.shards.writer import copy_samples
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from tools.shards import index_folder
@@ -112,14 +112,8 @@ def _rewrite(tar: Path, dropped: set[str]) -> None:
     """The tar without some samples, replaced atomically; removed if none is left."""
     with open(tar, "rb") as file:
         spans = [span for span in list_samples(file)[0] if span.key not in dropped]
-
-        def write(aside: Path) -> None:
-            with open(aside, "wb") as out, tar_writer(out) as writer:
-                for span in spans:
-                    writer.write({"__key__": span.key, **read_sample(file.fileno(), span)})
-
         if spans:
-            replace_file(tar, write)
+            copy_samples(file, spans, tar)
         else:
             tar.unlink()
 

@@ -81,15 +81,11 @@ def _refusal(answer: Answer) -> TransferFailed:
 
 @dataclass(frozen=True)
 class _Target:
-    """The target of a request.
+    """The target of a request."""
 
-    address without a user's name and password origin scheme, host, port login name and password as the header
-    Authorization
-    """
-
-    address: str
-    origin: tuple[str, str, int]
-    login: str | None = None
+    address: str  # without a user's name and password
+    origin: tuple[str, str, int]  # scheme, host, port
+    login: str | None = None  # name and password as the header Authorization
 
     @classmethod
     def of(cls, address: str) -> _Target:

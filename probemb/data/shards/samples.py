@@ -35,18 +35,13 @@ class SampleSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample, not yet decoded.
-
-    key its name in the shard image encoded image bytes (JPEG, PNG or WebP) captions non-empty, stripped strings; may be
-    empty for `parse_sample` without a required caption label class index of KEY.cls, or None meta the whole of
-    KEY.json, or {}
-    """
+    """One sample, not yet decoded."""
 
     key: str
-    image: bytes
-    captions: list[str]
-    label: int | None = None
-    meta: dict = field(default_factory=dict)
+    image: bytes  # encoded: JPEG, PNG or WebP
+    captions: list[str]  # stripped; none of them is empty
+    label: int | None = None  # class index of KEY.cls
+    meta: dict = field(default_factory=dict)  # KEY.json
 
 
 def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from probemb.data.shards.samples import SampleSpan, read_sample
+from probemb.files import replace_file
 
 if TYPE_CHECKING:
     from webdataset import TarWriter
@@ -14,6 +18,17 @@ def tar_writer(file: BinaryIO) -> TarWriter:
     from webdataset import TarWriter  # which imports torch
 
     return TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0)
+
+
+def copy_samples(shard: BinaryIO, spans: Iterable[SampleSpan], path: Path) -> None:
+    """Some samples of an open shard as the shard `path`, which is replaced atomically."""
+
+    def write(aside: Path) -> None:
+        with open(aside, "wb") as file, tar_writer(file) as tar:
+            for span in spans:
+                tar.write({"__key__": span.key, **read_sample(shard.fileno(), span)})
+
+    replace_file(path, write)
 
 
 def encode_captions(captions: Iterable[str]) -> bytes:
