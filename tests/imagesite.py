@@ -116,6 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_webp(self, rest: str) -> None:
         self.answer(picture(rest, form="WEBP"))
 
+    def do_chunked(self, rest: str) -> None:
+        self.chunks(picture(rest), whole=True)
+
     def do_moved(self, rest: str) -> None:
         self.answer(b"", 301, Location=f"/ok/{rest}")
 
@@ -175,7 +178,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_dripheaders(self, rest: str) -> None:
         self.dripping(b"HTTP/1.1 200 OK\r\n" + b"X-Wait: a little longer\r\n" * 1000)
 
+    def do_dripchunks(self, rest: str) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.dripping(b"1\r\nx\r\n" * 1000)
+
     # ------------------------------------------------------------------------------------------ what ends too early
+    def do_cutchunks(self, rest: str) -> None:
+        self.chunks(picture(rest), whole=False)
+
     def do_cut(self, rest: str) -> None:
         data = picture(rest)
         self.send_response(200)
@@ -191,6 +203,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_garbage(self, rest: str) -> None:
         self.wfile.write(b"\x00\xff\xfe not a protocol\r\n\r\n")
+        self.close_connection = True
+
+    def chunks(self, data: bytes, whole: bool) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        half = len(data) // 2
+        self.wfile.write(b"%x\r\n%b\r\n" % (half, data[:half]))
+        if whole:
+            self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data) - half, data[half:]))
         self.close_connection = True
 
     def forever(self, data: bytes) -> None:

@@ -34,7 +34,7 @@ def cause_of(address: str, limits: Limits = QUICK) -> str:
     return str(refused.value).partition("|")[0]
 
 
-@pytest.mark.parametrize("word", ["ok", "moved"])
+@pytest.mark.parametrize("word", ["ok", "moved", "chunked"])
 def test_images_come_as_they_are(site, word):
     assert ask(f"{site.address}/{word}/a", PATIENT) == picture("a")
 
@@ -52,6 +52,8 @@ def test_images_come_as_they_are(site, word):
         ("stalled", "no answer"),
         ("drip", "too slow"),
         ("dripheaders", "too slow"),
+        ("dripchunks", "too slow"),
+        ("cutchunks", "cut off"),
         ("cut", "cut off"),
         ("reset", "connection"),
         ("garbage", "not HTTP"),
