@@ -196,7 +196,7 @@ def warning(found: Mapping) -> str | None:
         for row in found[side]:
             if row["score"] == "u" and runs_against_recall(row):
                 correlation, parts = row["r@1"], row["halves"]
-                text = f"{side}: Spearman with R@1 {correlation['value']:+.3f} +- {correlation['se']:.3f}"
+                text = f"{side}: Spearman with R@1 {correlation['value']:+.3f} ± {correlation['se']:.3f}"
                 if parts:
                     text += f", R@1 {parts['certain']:.1%} in the certain half, {parts['rest']:.1%} in the other"
                 told.append(text)
