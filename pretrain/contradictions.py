@@ -7,7 +7,6 @@ from pretrain.evaluation_sets import check_evaluation
 from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
 from probemb.errors import UserError
-from probemb.runs.copies.store import check_address
 
 MOST_PROFILED = 20  # steps: a trace of one may have tens of MB
 
@@ -39,8 +38,6 @@ def check(config: Config, world_size: int) -> None:
     _check_average(config.ema)
     config.data.augmentation.check()
     _check_profile(config)
-    if config.remote_copy is not None:
-        check_address(config.remote_copy, config.out)
     check_evaluation(config.evaluate)
     OBJECTIVES[config.objective].check(config.loss)
     _check_images(config.model.name)

@@ -24,8 +24,7 @@ from probemb.models import DualEncoder, save_model
 from probemb.runs.best import NAME as BEST
 from probemb.runs.best import Best, read_best
 from probemb.runs.checkpoints import Snapshot, prune, read_state
-from probemb.runs.copies.copier import Copier
-from probemb.runs.copies.store import Store
+from probemb.runs.copy import Copier, Copy
 from probemb.runs.lock import RunLock
 from probemb.runs.log import rsum_words, step_of, train_line
 from probemb.runs.log_file import LogFile
@@ -253,7 +252,7 @@ def make_copier(config: Config, step: int, protected: Callable[[], frozenset[int
     if not config.remote_copy:
         return None
     kept = (config.keep_checkpoints, config.keep_every)
-    copier = Copier(Path(config.out), Store(config.remote_copy), step, *kept, protected)
+    copier = Copier(Path(config.out), Copy(config.remote_copy), step, *kept, protected)
     if step:
         copier.wake()
     return copier

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pretrain.stream.stream import Stream
     from probemb.models import DualEncoder
-    from probemb.runs.copies.store import Store
+    from probemb.runs.copy import Copy
 
 
 class Prepared(NamedTuple):
@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     skipped: int
     steps: int
     earlier: Path | None
-    copy: Store | None
+    copy: Copy | None
 
 
 def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], object]) -> Prepared | None:
@@ -58,14 +58,13 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     from probemb.cli.device import gpu_capability, training_precision
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
-    from probemb.runs.copies.start import fetch_newest, refuse_another_copy
-    from probemb.runs.copies.store import Store
+    from probemb.runs.copy import Copy, check_copy, fetch_newest
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk, refuse_something_else
 
     def tell(line: str) -> None:
         say(f"resume  {line}")
 
-    copy = Store(config.remote_copy) if config.remote_copy else None
+    copy = Copy(config.remote_copy) if config.remote_copy else None
     if copy and config.resume:
         refuse_something_else(config.out, Config, tell, config.engine.timeout)
         # Any rank may be the one that fetches, and says so.
@@ -84,7 +83,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     transforms, tokenizer = create_transforms(model, augmentation, config.data.resize), create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
     if copy and rank == 0:
-        refuse_another_copy(copy, state["step"] if earlier else None, tell)
+        check_copy(copy, config.out, state["step"] if earlier else None, tell)
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")

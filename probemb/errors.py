@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 
 
@@ -70,3 +75,18 @@ def worker_ended(how: str) -> UserError:
         "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, or too few files may be open "
         "(ulimit -n), allow more.",
     )
+
+
+def report(error: UserError) -> None:
+    """Print an error in two lines, and leave it to torchrun, whose own report of some forty lines then ends with it."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        time.sleep(3)  # usually all ranks fail alike: rank 0 reports it, and the launcher ends the others
+    sentences = (error.what, error.remedy)
+    what, remedy = ("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in one) for one in sentences)
+    text = f"{f'rank {rank}: ' if rank else ''}error: {what}\n       {remedy}"
+    print(text, file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(file, "w", encoding="utf-8") as out:
+            json.dump({"message": about}, out)

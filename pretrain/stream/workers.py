@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from pretrain.stream.open_shards import LOOK_UP_SECONDS
-from probemb.data import worker_stacks
 from probemb.data.workers import SIGNALS, describe_process
 from probemb.errors import UserError
 
@@ -52,7 +51,6 @@ class Team:
             context = multiprocessing.get_context("fork")
         except ValueError:
             raise UserError("This system cannot fork data workers.", "Use 0 workers.") from None
-        worker_stacks.share()
         self._processes: list[multiprocessing.Process] = []
         self._connections: list[Connection] = []
         self._next = 0
@@ -129,7 +127,6 @@ def _work(
     # Ctrl-C and a scheduler's warnings reach the whole process group; the parent handles them.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    worker_stacks.listen()
     for end in parents_ends:  # so that a write fails once the parent is gone
         end.close()
     torch.set_num_threads(1)

@@ -2,19 +2,16 @@
 
 import argparse
 import io
-import json
 import os
 import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, ended_worker, nearest, report
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,21 +85,6 @@ def require_output() -> None:
         raise UserError(f"The output cannot be written ({lost.strerror}).", "Free some space, and repeat the command.")
 
 
-def report(error: UserError) -> None:
-    """Print an error in two lines, and leave it to torchrun, whose own report of some forty lines then ends with it."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank:
-        time.sleep(3)  # usually all ranks fail alike: rank 0 reports it, and the launcher ends the others
-    sentences = (error.what, error.remedy)
-    what, remedy = ("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in one) for one in sentences)
-    text = f"{f'rank {rank}: ' if rank else ''}error: {what}\n       {remedy}"
-    print(text, file=sys.stderr, flush=True)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        about = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(OSError), open(file, "w", encoding="utf-8") as out:
-            json.dump({"message": about}, out)
-
-
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Call `main` and leave with its exit code; a UserError ends in two lines on stderr and its exit code, 2.
 
@@ -113,8 +95,6 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = main() or 0
     except (UserError, RuntimeError) as error:
         if not isinstance(error, UserError):
-            from probemb.errors import ended_worker
-
             if (found := ended_worker(error)) is None:
                 raise
             error = found

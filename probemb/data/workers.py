@@ -13,7 +13,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.data import worker_stacks
 from probemb.errors import UserError, ended_worker, worker_ended
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ def make_loader(dataset, workers: int, **options) -> DataLoader:
 
     if workers:
         shorten_sockets()
-        worker_stacks.share()
     return DataLoader(dataset, num_workers=workers, worker_init_fn=_begin, **options)
 
 
@@ -113,7 +111,6 @@ def _begin(_: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    worker_stacks.listen()
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
 
 

@@ -13,7 +13,6 @@ from probemb.runs.checkpoints import find_checkpoint, free_bytes, restore_replac
 from probemb.runs.lock import NAME as LOCK
 from probemb.runs.lock import refuse_locked
 
-FETCHING = ".fetching"  # in checkpoints/: a copy has been, or is being fetched into this run
 BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
 
 
@@ -77,10 +76,8 @@ def _names(run: Path) -> set[str]:
 
 
 def _may_begin(run: Path, config_class: type) -> bool:
-    """True if a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one that a copy
-    is being fetched into, or was until a kill.
-
-    Another rank may fetch in the meantime, so the mark is looked for last: only checkpoints/ itself is older.
+    """True if a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one into which
+    another rank fetches a copy, config.yaml first.
     """
     try:
         names = _names(run)
@@ -90,8 +87,6 @@ def _may_begin(run: Path, config_class: type) -> bool:
         return False
     checkpoints = run / "checkpoints"
     if names <= {"checkpoints"} and all(path.name.startswith(".") for path in checkpoints.glob("*")):
-        return True
-    if (checkpoints / FETCHING).exists():
         return True
     try:
         written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))

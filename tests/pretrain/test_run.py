@@ -16,7 +16,7 @@ import pretrain.run
 from probemb import load_model
 from probemb.cli.command import run_command
 from probemb.runs.best import NAME
-from probemb.runs.copies.store import Store
+from probemb.runs.copy import Copy
 from tests.forked import finish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,7 +254,7 @@ def test_a_run_continues_from_its_copy_bit_for_bit(scenes, tmp_path):
     half = start({**options, "out": tmp_path / "half", "stop-at-step": 4}, ranks=2)
     assert half.returncode == 0, half.stderr
     assert f"remote copy {address}: step 4 is complete" in half.stdout
-    assert Store(address).steps() == [4]
+    assert Copy(address).steps() == [4]
     again = start({**options, "out": tmp_path / "new"})
     refused(again.returncode, again.stderr, "already holds a run", "--resume")
     shutil.rmtree(tmp_path / "half")
@@ -262,14 +262,14 @@ def test_a_run_continues_from_its_copy_bit_for_bit(scenes, tmp_path):
     assert rest.returncode == 0, rest.stderr
     assert rest.stdout.count(f"resume  fetched step 4 from {address}") == 1
     assert "resumed at step 4" in rest.stdout
-    assert Store(address).steps() == [6]
+    assert Copy(address).steps() == [6]
     model, resumed = load_model(tmp_path / "whole").model, load_model(tmp_path / "half").model
     for (name, a), b in zip(model.state_dict().items(), resumed.state_dict().values()):
         assert torch.equal(a, b), name
     shutil.rmtree(tmp_path / "copy")
     again = start({**options, "out": tmp_path / "half"}, "--resume")
     assert "is finished: 6 of 6 steps" in again.stdout
-    assert Store(address).steps() == [6]
+    assert Copy(address).steps() == [6]
     steps = [line["step"] for line in metrics(tmp_path / "half") if "loss" in line and "first_step" not in line]
     assert steps == [2, 4, 6]
 

@@ -54,7 +54,6 @@ def test_stopped_data_workers_are_named_and_end_the_run(options, tmp_path):
         assert f"rank {rank}, step " in stacks
         assert "in _load" in stacks  # the main thread
         assert "in _watch" in stacks
-        assert f"data-worker-0 (pid {workers[rank]}):\nno answer" in stacks
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
 
 

@@ -1,0 +1,309 @@
+"""A copy of a run in an object store or another folder: its checkpoints, and small files beside them.
+
+    ADDRESS/checkpoints/step-N/…    as in the run folder; a step with a state.json, written last, is complete
+    ADDRESS/config.yaml, metrics.jsonl, best.json
+
+A thread of rank 0 keeps it up to date. Every operation has a deadline and a thread of its own, which is abandoned when
+a server hangs: the run neither waits for the copy nor fails with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from probemb.errors import UserError
+from probemb.files import flush
+from probemb.runs.best import recorded_steps
+from probemb.runs.checkpoints import (
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    WEIGHTS,
+    Damaged,
+    complete_steps,
+    read_content,
+    superfluous,
+    verify_files,
+)
+
+SMALL = ("config.yaml", "metrics.jsonl", "best.json")
+PATIENCE, SLOWEST = 120.0, 1e6  # deadline of an operation: seconds, and bytes a second
+PAUSES = (10.0, 60.0, 600.0)  # seconds after the first failure in a row, the second, and all others
+ATTEMPTS_AT_END = 3
+LOCK = ".fetching"
+
+
+class CopyFailed(Exception):
+    """An operation on a copy failed; the text is the reason."""
+
+
+class Copy:
+    """The copy at an address that fsspec knows, or in a folder. Its methods raise CopyFailed."""
+
+    def __init__(self, address: str):
+        self.address = address
+
+    def __str__(self) -> str:
+        return re.sub(r"(?<=://)[^/@]*@|\?.*", "", self.address)  # without secrets
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, newest first."""
+
+        def find(files, root):
+            names = files.find(f"{root}/checkpoints")
+            return [int(found[1]) for name in names if (found := re.search(rf"/step-(\d+)/{STATE}$", name))]
+
+        return sorted(self._do(find, missing=[]), reverse=True)
+
+    def try_writing(self) -> None:
+        """Write a small file and remove it again."""
+
+        def write(files, root):
+            files.makedirs(root, exist_ok=True)
+            files.pipe_file(f"{root}/.writable", b"")
+            files.rm_file(f"{root}/.writable")
+
+        self._do(write)
+
+    def put(self, folder: Path) -> None:
+        """Copy a checkpoint; one of the same step is replaced."""
+        self.remove([int(folder.name.removeprefix("step-"))])
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == STATE):
+            self.put_file(file, f"checkpoints/{folder.name}/{file.name}")
+
+    def put_file(self, file: Path, name: str) -> None:
+        """Copy a file; a small one gets its name when it is complete."""
+
+        def put(files, root):
+            target = f"{root}/{name}"
+            files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            if name.endswith(".safetensors"):
+                files.put_file(str(file), target)
+            else:
+                files.put_file(str(file), f"{target}.partial")
+                files.mv(f"{target}.partial", target)
+
+        self._do(put, bytes=file.stat().st_size)
+
+    def get(self, name: str, file: Path) -> None:
+        """Fetch a file, if it exists."""
+
+        def get(files, root):
+            if files.exists(f"{root}/{name}"):
+                files.get_file(f"{root}/{name}", str(file))
+
+        self._do(get, bytes=self._do(lambda files, root: files.size(f"{root}/{name}"), missing=0))
+
+    def remove(self, steps: Collection[int]) -> None:
+        """Remove checkpoints, what makes them complete first."""
+
+        def remove(files, root):
+            for folder in (f"{root}/checkpoints/step-{step}" for step in steps):
+                with suppress(FileNotFoundError):
+                    files.rm_file(f"{folder}/{STATE}")
+                if files.exists(folder):
+                    files.rm(folder, recursive=True)
+
+        self._do(remove)
+
+    def _do(self, work: Callable[[Any, str], Any], missing: Any = None, bytes: int = 0) -> Any:
+        """The result of `work` on a file system and the copy's folder there; `missing` for a file that is missing."""
+        found: dict[str, Any] = {"error": TimeoutError("no answer")}
+
+        def run() -> None:
+            try:
+                files, root = fsspec.url_to_fs(self.address, skip_instance_cache=True, use_listings_cache=False)
+                found.update(result=work(files, root.rstrip("/")), error=None)
+            except FileNotFoundError as error:
+                found.update(result=missing, error=None if missing is not None else error)
+            except Exception as error:  # any, of any package
+                found["error"] = error
+
+        thread = threading.Thread(target=run, daemon=True, name="remote-copy-operation")
+        thread.start()
+        thread.join(PATIENCE + bytes / SLOWEST)
+        if (error := found["error"]) is None:
+            return found["result"]
+        reason = " ".join(str(error).split()).replace(self.address, str(self))[:300]
+        raise CopyFailed(f"{type(error).__name__}: {reason}" if reason else type(error).__name__)
+
+
+class Copier:
+    """Brings a copy up to date after every `wake`, newest checkpoint first.
+
+    The newest checkpoint, those of `keep_every` and the best are copied; one that a newer one overtakes is not.
+    Afterwards the copy keeps as many as the run folder. A failure is told and tried again; it never reaches the run.
+
+    Args:
+        step: the step that the run resumes from: what the copy has up to it needs no other copy.
+        keep, keep_every: as the run's `keep_checkpoints` and `keep_every`; protected: further steps to keep.
+    """
+
+    def __init__(
+        self, run: Path, copy: Copy, step: int, keep: int, keep_every: int, protected: Callable[[], Collection[int]]
+    ):
+        self.run, self.copy, self.keep, self.keep_every, self.protected = run, copy, keep, keep_every, protected
+        self.in_use: frozenset[int] = frozenset()  # the step that is being copied; its checkpoint must stay
+        self._step, self._copied = step, set[int]()
+        self._due, self._closing = threading.Event(), threading.Event()
+        # A daemon: what is not copied when a run fails is copied by the next start.
+        self._thread = threading.Thread(target=self._work, daemon=True, name="remote-copy")
+        self._thread.start()
+
+    def wake(self) -> None:
+        """A checkpoint, or the mark of the best one, has been written; does not wait."""
+        self._due.set()
+
+    def close(self, seconds: float) -> None:
+        """Wait at most so long until the copy is up to date, or cannot be brought up to date; never raises."""
+        self._closing.set()
+        self._due.set()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            print(f"remote copy {self.copy}: not up to date after {seconds:.0f} s; --resume completes it", flush=True)
+
+    def _work(self) -> None:
+        failures = last_attempts = 0
+        while True:
+            pause = PAUSES[0 if last_attempts else min(failures, len(PAUSES)) - 1]
+            self._due.wait(pause if failures else None)
+            self._due.clear()
+            closing = self._closing.is_set()
+            reason = self._bring_up_to_date()
+            failures = failures + 1 if reason else 0
+            last_attempts += closing
+            if closing and (not reason or last_attempts == ATTEMPTS_AT_END):
+                if reason:
+                    print(f"remote copy {self.copy}: not up to date ({reason}); --resume completes it", flush=True)
+                return
+            if reason:
+                print(f"remote copy {self.copy}: failed ({reason}); it is tried again", flush=True)
+
+    def _bring_up_to_date(self) -> str | None:
+        """The reason of a failure, or None."""
+        try:
+            there = {step for step in self.copy.steps() if step in self._copied or step <= self._step}
+            while (step := self._next(there)) is not None:
+                self.in_use = frozenset([step])
+                self.copy.put(self.run / "checkpoints" / f"step-{step}")
+                self._copied.add(step)
+                there.add(step)
+                print(f"remote copy {self.copy}: step {step} is complete", flush=True)
+            for name in SMALL:
+                if (self.run / name).exists():
+                    self.copy.put_file(self.run / name, name)
+            self.copy.remove(superfluous(there, there, self.keep, self.keep_every, self.protected()))
+        except (CopyFailed, OSError) as error:
+            return str(error)
+        finally:
+            self.in_use = frozenset()
+        return None
+
+    def _next(self, there: Collection[int]) -> int | None:
+        """The newest step that is still to be copied."""
+        here, best, every = complete_steps(self.run), self.protected(), self.keep_every
+        wanted = [step for step in here if step == here[0] or step in best or (every and step % every == 0)]
+        return next((step for step in wanted if step not in there), None)
+
+
+def check_copy(copy: Copy, out: str | Path, step: int | None, tell: Callable[[str], object]) -> None:
+    """Check that the copy is the run's that resumes from `step`, or is new (None).
+
+    Raises UserError: it holds a run, or later steps of this one, or a new run cannot reach or write it.
+    """
+    if Path(copy.address.removeprefix("file://")).absolute() == Path(out).absolute():
+        raise UserError(f"The remote copy {copy} is the run folder.", "Name another place.")
+    try:
+        there = copy.steps()
+        copy.try_writing()
+    except CopyFailed as error:
+        if step is None:
+            raise _unreachable(copy, error) from None
+        tell(f"The remote copy {copy} cannot be reached or written ({error}); the run tries again.")
+        return
+    if there and step is None:
+        raise UserError(
+            f"The remote copy {copy} already holds a run.", "Add --resume to continue it, or name another place."
+        )
+    if step is not None and there and there[0] > step:
+        raise UserError(
+            f"The remote copy {copy} has step {there[0]}, and the run would resume from step {step}.",
+            "Resume in an empty --out to continue from the copy, or name another place for this one.",
+        )
+
+
+def fetch_newest(copy: Copy, run: Path, tell: Callable[[str], object]) -> None:
+    """Fetch the newest whole checkpoint of a copy, and the best one, into a run folder that has none.
+
+    Several ranks of a machine may call it: the first one fetches, the others wait for it. Checkpoints get their names
+    when everything is there, so a fetch that was killed is made again.
+
+    Raises UserError: the copy cannot be read, all its checkpoints are damaged, or the folder cannot be written.
+    """
+    if complete_steps(run):
+        return
+    try:
+        if not (steps := copy.steps()):
+            return
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with open(run / "checkpoints" / LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete_steps(run):
+                _fetch(copy, run, steps, tell)
+    except CopyFailed as error:
+        raise _unreachable(copy, error) from None
+    except OSError as error:
+        raise UserError(f"{run} cannot be written ({error.strerror or error}).", "Choose another --out.") from None
+
+
+def _fetch(copy: Copy, run: Path, steps: list[int], tell: Callable[[str], object]) -> None:
+    newest = next((step for step in steps if _fetch_step(copy, run, step, tell)), None)
+    if newest is None:
+        raise UserError(f"Every checkpoint in {copy} is damaged.", "Restore one, or start a new run elsewhere.")
+    for name in SMALL:  # the configuration first: with it the folder is a run's for other ranks
+        copy.get(name, hidden := run / "checkpoints" / f".{name}.fetched")
+        if hidden.exists():
+            hidden.replace(run / name)
+    best = [step for step in recorded_steps(run)[-1:] if step < newest and step in steps]
+    for step in [step for step in best if _fetch_step(copy, run, step, tell)] + [newest]:
+        _fetched(run, step).rename(run / "checkpoints" / f"step-{step}")
+        flush(run / "checkpoints")
+    tell(f"fetched step {newest} from {copy}")
+
+
+def _fetch_step(copy: Copy, run: Path, step: int, tell: Callable[[str], object]) -> bool:
+    """Fetch a checkpoint under a hidden name; False if it is damaged."""
+    folder = _fetched(run, step)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        for name in (WEIGHTS, OPTIMIZER, RANDOM, STATE):
+            copy.get(f"checkpoints/step-{step}/{name}", folder / name)
+        verify_files(folder, read_content(folder))
+    except Damaged as error:
+        tell(f"{error.what} It is skipped.")
+        shutil.rmtree(folder)
+        return False
+    for file in (*folder.iterdir(), folder):
+        flush(file)
+    return True
+
+
+def _fetched(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f".step-{step}.fetched"
+
+
+def _unreachable(copy: Copy, error: CopyFailed) -> UserError:
+    return UserError(
+        f"The remote copy {copy} cannot be reached or written ({error}).",
+        "Check the address and the credentials (s3:// needs `pip install 'probemb[s3]'`), or try again.",
+    )
