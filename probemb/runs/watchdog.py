@@ -26,6 +26,7 @@ from probemb.errors import LostRank, UserError, report
 WARN_SECONDS = 60.0  # without a step
 START_SECONDS = 600.0  # the least limit of a phase before the first step, which may compile
 ENDING_SECONDS = 20.0  # for the last words of a process: its disk or network may hang
+LOST = "no sign of life (stopped or killed, or its machine or network hangs)"
 SHOWN = 6  # groups of ranks in a message
 
 
@@ -68,6 +69,7 @@ class Watchdog:
         self._closed, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Watchdog:
+        self._post("starting")
         self._thread.start()
         return self
 
@@ -83,7 +85,7 @@ class Watchdog:
         self._closed.set()
         self._thread.join(self.beat)
         faulthandler.cancel_dump_traceback_later()
-        if error and self.store:
+        if error:
             self._post("ended with an error")
         if found:
             raise found from error
@@ -95,8 +97,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(
                 limit, file=2, exit=True
             )  # where a thread holds Python's lock for so long
-            if self.store:
-                self._post(self.progress.describe())
+            self._post(self.progress.describe())
             stalled = time.monotonic() - self.progress.step_at
             if stalled < WARN_SECONDS:
                 next_warning = WARN_SECONDS
@@ -129,7 +130,8 @@ class Watchdog:
     def _post(self, state: str) -> None:
         self.beats += 1
         with suppress(RuntimeError):  # the store is gone, and rank 0 with it
-            self.store.set(f"rank{self.rank}", json.dumps([self.beats, socket.gethostname(), state]))
+            if self.store:
+                self.store.set(f"rank{self.rank}", json.dumps([self.beats, socket.gethostname(), state]))
 
     def states(self) -> str:
         """Every rank's state, the same ones together: "rank 0, 2: computing; rank 1: …"; waits a moment to see who is
@@ -154,16 +156,10 @@ class Watchdog:
                 time.sleep(self.beat / 2)
                 self._post(self.progress.describe())
             after = self.store.multi_get(keys)
-        except RuntimeError:
-            return (
-                {0: "no sign of life (it held the store of the ranks)"} if not distributed.launcher_has_store() else {}
-            )
+        except RuntimeError:  # the store is gone, or its process hangs
+            return {} if distributed.launcher_has_store() else {0: LOST}
         found = {}
         for rank, (old, new) in enumerate(zip(before, after)):
             _, host, state = json.loads(new)
-            silent = old == new and not state.startswith("ended")
-            state = (
-                f"no sign of life on {host} (stopped or killed, or its machine or network hangs)" if silent else state
-            )
-            found[rank] = state
+            found[rank] = f"{LOST} on {host}" if old == new and not state.startswith("ended") else state
         return found
