@@ -6,10 +6,8 @@
 #   sbatch --array=1-6 slurm/pretrain.sh --sweep sweep.txt --config …      # line i of sweep.txt is added to run i
 #
 # Submit from the project's folder. The job saves and requeues itself before its time limit, and resumes in the same run
-# folder until the run is finished. More in docs/pretrain.md.
-#
-# ---------------------------------------------------------------------------------------------- edit: what to ask for
-# sbatch's command line takes precedence over these lines. One task for each GPU: the two numbers must agree.
+# folder until it is finished (docs/pretrain.md). sbatch's command line takes precedence over the lines below, which are
+# yours to edit: one task for each GPU, so the two numbers must agree.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=4
 #SBATCH --gpus-per-node=8
@@ -17,23 +15,14 @@
 #SBATCH --cpus-per-task=12
 #SBATCH --time=24:00:00
 ##SBATCH --partition=gpu
-##SBATCH --account=my-project
-##SBATCH --exclusive
 #
-# Keep these: %j stays the same when a job is requeued, so its log stays in one file. The signal comes 300 s before the
-# time limit, only to this script (B:), which passes it on; raise it if a step and a checkpoint take longer.
+# Keep these: %j stays the same when a job is requeued. The signal comes 300 s before the time limit, only to this script
+# (B:), which passes it on; raise it if a step and a checkpoint take longer.
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 
-set -uo pipefail
-cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
-. slurm/common.sh || {
-  printf "error: %s is not the project's folder.\n       Submit from the folder that holds slurm/.\n" "$PWD" >&2; exit 2
-}
-require_job pretrain.sh
-require_gpu_per_task
-warn_without_time_to_save
-take_arguments "$@"
-run_ranks pretrain.run
+cd "${SLURM_SUBMIT_DIR:-.}" && . slurm/common.sh && command -v "$PYTHON" >&2 && exec "$PYTHON" -m slurm.rank pretrain.run "$@"
+printf 'error: %s holds no slurm/, or no Python at %s.\n       Submit from the project folder.\n' "$PWD" "${PYTHON:-}" >&2
+exit 2
