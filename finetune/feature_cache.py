@@ -24,8 +24,7 @@ from probemb import distributed
 from probemb.cli.progress import progress
 from probemb.data.boxes.geometry import Box
 from probemb.data.captions.find import CaptionDataset
-from probemb.data.compositions.crops import Crop, CroppedImages
-from probemb.data.compositions.dataset import Compositions
+from probemb.data.compositions import Compositions, Crop, CroppedImages
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, Images, image_digest
 from probemb.errors import UserError

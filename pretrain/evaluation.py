@@ -13,8 +13,8 @@ from torch import Tensor
 from pretrain.config import Config
 from probemb import Gaussian, UserError, distributed
 from probemb.data.image_loader import ImageBatches, Images, refuse_too_many
+from probemb.data.labelled.classes import SINGLE_TEMPLATE, imagenet_templates, prompt_texts
 from probemb.data.labelled.images import find_images, remarks, resolve_classes
-from probemb.data.labelled.prompts import SINGLE_TEMPLATE, imagenet_templates, prompt_texts
 from probemb.evaluation.classification import class_vectors, true_ranks
 
 

@@ -26,8 +26,8 @@ import numpy as np
 from PIL import Image
 
 from probemb.data import scenes
-from probemb.data.compositions import TupleNumbers, sample_tuples
-from probemb.data.compositions.mpc_lists import FEASIBLE, INFEASIBLE, SEEN, UNSEEN_TEST, UNSEEN_TRAIN
+from probemb.data.compositions import sample_tuples
+from probemb.data.compositions.lists import FILES
 from probemb.data.compositions.shards import CATEGORIES, read_concept_shards
 from probemb.data.scenes import composed
 from probemb.data.scenes.predicates import Caption, Mention
@@ -342,13 +342,10 @@ def write_combinations(folder: Path, seed: int) -> None:
         {"supercategory": kinds.get(name, "object"), "id": number, "name": name}
         for number, name in enumerate(composed.composed_concepts(), 1)
     ]
-    write(CATEGORIES[0], rows)
+    write(CATEGORIES, rows)
     found = read_concept_shards(folder, seed)
     for k in (2, 3, 4):
-        drawn = sample_tuples(found, k, seed, TupleNumbers(at_most=True), composed.impossible_pairs(seed))
-        lists = {SEEN: drawn.seen}
-        if k == 2:
-            lists |= {FEASIBLE: drawn.feasible, INFEASIBLE: drawn.infeasible}
-            lists |= {UNSEEN_TRAIN: drawn.unseen_train, UNSEEN_TEST: drawn.unseen_test}
-        for name, tuples in lists.items():
-            write(name.format(k), [[concept + 1 for concept in one] for one in tuples.tolist()])
+        drawn = sample_tuples(found, k, seed, impossible=composed.impossible_pairs(seed))
+        for name in FILES if k == 2 else ["seen"]:
+            rows = getattr(drawn, name).tolist()
+            write(FILES[name].format(k), [[concept + 1 for concept in row] for row in rows])

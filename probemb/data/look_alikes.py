@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
 
 from probemb.cli.progress import silent
 from probemb.data.image_loader import ImageBatches, Images
 from probemb.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-    from torch import Tensor
 
 SIDE = 8  # of a thumbnail
 ALIKE = 0.025  # largest squared distance
@@ -30,11 +29,7 @@ BATCH = 256
 
 def describe(image: Image.Image) -> Tensor:
     """A thumbnail as (195,) float32: its pixels without the mean colour at unit contrast, and the mean colour."""
-    import numpy as np
-    import torch
-    from PIL.Image import Resampling
-
-    pixels = np.asarray(image.resize((SIDE, SIDE), Resampling.BOX), np.float32).reshape(-1, 3)
+    pixels = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).reshape(-1, 3)
     colour = pixels.mean(axis=0)
     pixels = pixels - colour
     contrast = max(float(np.sqrt((pixels**2).mean())), FLAT)
@@ -61,20 +56,13 @@ def same_picture(images: Images, workers: int = 0, show: Callable = silent) -> l
     Args: as `seen_in`.
     """
     thumbnails, rows = _thumbnails(images, workers, show)
-    leader = list(range(len(images)))
-
-    def first(i: int) -> int:
-        while leader[i] != i:
-            leader[i] = leader[leader[i]]
-            i = leader[i]
-        return i
-
+    first = np.arange(len(images))
     for start in range(0, len(rows), BATCH):
         for i, near in enumerate(_near(thumbnails[start : start + BATCH], thumbnails[: start + BATCH]), start):
-            for j in near[:i].nonzero().flatten().tolist():
-                a, b = sorted((first(rows[i]), first(rows[j])))
-                leader[b] = a
-    return [first(i) for i in range(len(images))]
+            groups = np.unique(first[[rows[j] for j in near[: i + 1].nonzero().flatten().tolist()]])
+            if len(groups) > 1:
+                first[np.isin(first, groups)] = groups[0]
+    return first.tolist()
 
 
 def leave_out(selection: Images, evaluated: Images, workers: int = 0, show: Callable = silent) -> tuple[list[int], str]:
@@ -109,13 +97,11 @@ def _batches(images: Images, workers: int, show: Callable) -> Iterator[tuple[Ten
 
 
 def _thumbnails(images: Images, workers: int, show: Callable) -> tuple[Tensor, list[int]]:
-    import torch
-
     parts = list(_batches(images, workers, show))
     rows = [row for _, some in parts for row in some]
     return (torch.cat([part for part, _ in parts]) if parts else torch.empty(0, 3 * SIDE**2 + 3)), rows
 
 
-def _near(a: Tensor, b: Tensor) -> torch.Tensor:
+def _near(a: Tensor, b: Tensor) -> Tensor:
     """(n, m) bool: thumbnails (n, 195) and (m, 195) that are alike."""
     return a.square().sum(1)[:, None] + b.square().sum(1) - 2 * a @ b.T <= ALIKE

@@ -6,36 +6,23 @@ A region of zeros alone does not exist; so images may have fewer than R. Only th
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images, Place, read_place
 from probemb.data.npy import npy_header
+from probemb.data.reading import checked
 from probemb.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 ENDING = "_ims.npy"
 DTYPES = ("float32", "float16")
 MAX_REGIONS, MAX_WIDTH = 4096, 1 << 16
-REMEDY = "Name an array of (images, regions, numbers) that np.save has written as float32 or float16."
-
-
-class Header(NamedTuple):
-    """The array in a file: its shape, its type, and where its first number stands."""
-
-    shape: tuple[int, int, int]
-    dtype: np.dtype
-    offset: int
 
 
 @dataclass(kw_only=True)
@@ -52,8 +39,6 @@ class RegionImages(Images):
 
     def open(self, index: int) -> torch.Tensor:
         """The regions of one image. Raises BadSample: cut off, or numbers that are not finite."""
-        import torch
-
         place = self.places[index]
         data = read_place(place)
         if len(data) != place.size:
@@ -64,66 +49,36 @@ class RegionImages(Images):
         return torch.from_numpy(row)
 
 
-def read_regions(path: Path, names: Sequence[str], per_image: int) -> RegionImages:
+def read_regions(path: Path, names: Sequence[str], per_image: int = 1) -> RegionImages:
     """The regions of images with these names, in the order of the rows.
 
     Args:
         per_image: rows of an image in the form that repeats them, one for each caption.
 
-    Raises:
-        UserError: no such array, or its rows are neither one nor `per_image` for each image.
+    Raises UserError: no such array, or its rows are neither one nor `per_image` equal ones for each image.
     """
-    header = read_header(path)
-    rows, *shape = header.shape
-    if rows not in (len(names), per_image * len(names)):
-        raise UserError(
-            f"{path} has {rows:,} rows, but its captions are of {len(names):,} images with {per_image} each.",
-            f"Put the array and the captions of one split together: one row for each image, or {per_image} equal ones.",
-        )
-    size, step = prod(shape) * header.dtype.itemsize, rows // len(names)
-    places = [Place(name, str(path), header.offset + i * step * size, size) for i, name in enumerate(names)]
-    if step > 1:
-        _check_repeated(path, places, step)
-    return RegionImages(places=places, source=str(path), shape=tuple(shape), dtype=header.dtype)
-
-
-def read_header(path: Path) -> Header:
-    """Shape and type of an array's file, without its content. Raises UserError: it is not an array of regions."""
-    try:
-        with open(path, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UserError(f"{path} is not a regular file.", REMEDY)
-            shape, fortran, dtype = npy_header(file)
-            offset, size = file.tell(), os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}).", "Check the file.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is no array of numpy: {str(error)[:200]}.", REMEDY) from None
-    if dtype.hasobject or dtype.newbyteorder("=") not in DTYPES:
-        raise UserError(f"{path} holds {'Python objects' if dtype.hasobject else dtype}, not {DTYPES[0]}.", REMEDY)
-    if len(shape) != 3 or not (0 < shape[1] <= MAX_REGIONS and 0 < shape[2] <= MAX_WIDTH) or shape[0] < 1:
-        raise UserError(f"{path} has the shape {shape}, not (images, regions, numbers).", REMEDY)
-    if fortran:
-        raise UserError(
-            f"{path} is stored in Fortran's order.", "Save it again with np.save(file, np.ascontiguousarray(a))."
-        )
-    if size != offset + prod(shape) * dtype.itemsize:
-        raise UserError(
-            f"{path} has {size:,} bytes, but an array of {shape} takes {offset + prod(shape) * dtype.itemsize:,}.",
-            "Fetch the file again: it is cut off, or was damaged.",
-        )
-    return Header(shape, dtype, offset)
-
-
-def _check_repeated(path: Path, places: Sequence[Place], times: int) -> None:
-    """Refuse rows that differ where those of one image should be equal; looks at the first, middle and last image."""
-    with open(path, "rb") as file:
+    remedy = "Name an array of (images, regions, numbers) that np.save has written as float32 or float16."
+    if not path.is_file():
+        raise UserError(f"There is no file {path}.", remedy)
+    with checked(path, "an array of regions", remedy), open(path, "rb") as file:
+        shape, fortran, dtype = npy_header(file)
+        offset, size = file.tell(), path.stat().st_size
+        if dtype.hasobject or dtype.newbyteorder("=") not in DTYPES or fortran:
+            order = ", in Fortran's order" if fortran else ""
+            raise ValueError(f"it holds {'Python objects' if dtype.hasobject else dtype}{order}")
+        if len(shape) != 3 or not (0 < shape[1] <= MAX_REGIONS and 0 < shape[2] <= MAX_WIDTH):
+            raise ValueError(f"its shape is {shape}")
+        if size != offset + prod(shape) * dtype.itemsize:
+            raise ValueError(f"it has {size:,} bytes, and {shape} takes {offset + prod(shape) * dtype.itemsize:,}")
+        if shape[0] not in (len(names), per_image * len(names)):
+            raise ValueError(
+                f"it has {shape[0]:,} rows, but there are {len(names):,} images; one row or {per_image} equal ones "
+                "belong to each"
+            )
+        row, step = prod(shape[1:]) * dtype.itemsize, shape[0] // len(names)
+        places = [Place(name, str(path), offset + i * step * row, row) for i, name in enumerate(names)]
         for place in {places[0], places[len(places) // 2], places[-1]}:
             file.seek(place.offset)
-            first = file.read(place.size)
-            for again in range(1, times):
-                if file.read(place.size) != first:
-                    raise UserError(
-                        f"The rows of {place.name} in {path} differ: row {again + 1} of {times} is another image.",
-                        f"Give every image one row, or {times} equal ones.",
-                    )
+            if len({file.read(row) for _ in range(step)}) > 1:
+                raise ValueError(f"the {step} rows of {place.name} differ")
+    return RegionImages(places=places, source=str(path), shape=shape[1:], dtype=dtype)

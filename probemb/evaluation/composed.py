@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.compose import Product
-from probemb.data.compositions.dataset import Compositions
-from probemb.data.compositions.queries import KINDS, Query, query_parts
+from probemb.data.compositions import KINDS, Compositions, Query, query_parts
 from probemb.errors import UserError
 from probemb.evaluation.embedding import EmbeddedImages, Embedder
 from probemb.evaluation.scores import DotScores

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.compose import Product
-from probemb.data.compositions.queries import KINDS, Query
+from probemb.data.compositions import KINDS, Query
 from probemb.evaluation.composed import ComposedQueries
 from probemb.gaussian import Gaussian
 from probemb.metrics import average_ranks, roc_auc

@@ -10,7 +10,7 @@ import torch
 
 from probemb import Gaussian, metrics
 from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.labelled.coco_objects import read_objects
+from probemb.data.compositions.coco import read_objects
 from probemb.distances import csd
 from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings
 from probemb.evaluation.embed_pairs import EmbeddedPairs
@@ -158,7 +158,7 @@ def test_what_is_erased_is_what_was_asked_for():
 def test_objects_of_images(tmp_path):
     pairs = [(0, 1), (0, 5), (1, 5), (2, 9), (99, 1)]  # image 3 has no objects
     annotations = [{"image_id": image, "category_id": category} for image, category in pairs]
-    content = {"categories": [{"id": c} for c in (1, 5, 9)], "annotations": annotations}
+    content = {"categories": [{"id": c, "name": f"c{c}"} for c in (1, 5, 9)], "annotations": annotations}
     (tmp_path / "instances.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
     found = read_objects(tmp_path / "instances.json.gz", list(range(4)))
     assert found.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from probemb import Gaussian
 from probemb.compose import compose
-from probemb.data.compositions.queries import Part, Query
+from probemb.data.compositions import Part, Query
 from probemb.evaluation.composed import ComposedQueries, composed_scores, ranked_by
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.losses import expected_similarity
@@ -32,9 +32,9 @@ def test_the_images_of_a_query_can_rank_last():
     parts, gallery = draw(2, 3, 16, seed=0), draw(4, 16, seed=1)
     images = EmbeddedImages(gallery, kept=[0, 2, 5, 7], bad=[])
     queries = [
-        Query((Part(0, image=5), Part(1, text="word")), (0, 1), "mixed"),
-        Query((Part(0, image=5), Part(1, image=2)), (0, 1), "images"),
-        Query((Part(0, image=3), Part(1, image=7)), (0, 1), "images"),  # 3 could not be read
+        Query((Part(0, image=5), Part(1, text="word")), (0, 1)),
+        Query((Part(0, image=5), Part(1, image=2)), (0, 1)),
+        Query((Part(0, image=3), Part(1, image=7)), (0, 1)),  # 3 could not be read
     ]
     found = ComposedQueries(
         queries, compose(parts), Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1))

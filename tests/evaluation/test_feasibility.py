@@ -6,7 +6,7 @@ from torch.distributions import Normal
 from torch.nn import functional as F
 
 from probemb import Gaussian
-from probemb.data.compositions.queries import Part, Query
+from probemb.data.compositions import Part, Query
 from probemb.evaluation.composed import ComposedQueries
 from probemb.evaluation.feasibility import (
     SCORES,
@@ -19,7 +19,9 @@ Q, D = 6, 8
 
 
 def queries(concepts, kinds):
-    return [Query((Part(a), Part(b)), (a, b), kind) for (a, b), kind in zip(concepts, kinds)]
+    texts = {"images": (None, None), "mixed": ("word", None), "texts": ("word", "word")}
+    rows = [(*pair, *texts[kind]) for pair, kind in zip(concepts, kinds)]
+    return [Query((Part(a, text=x), Part(b, text=y)), (a, b)) for a, b, x, y in rows]
 
 
 def drawn(composer, k=2, seed=0, asked=None):

@@ -12,9 +12,7 @@ from PIL import Image
 from finetune.data import Loader, Pairs, Tuples, epoch_order
 from finetune.data import shuffle_captions as shuffle
 from probemb.data.captions.find import find_captions
-from probemb.data.compositions import Compositions
-from probemb.data.compositions.crops import Crops
-from probemb.data.compositions.holdings import Holdings
+from probemb.data.compositions import Compositions, Crops, Holdings
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture as png

@@ -30,7 +30,7 @@ def test_shards_say_what_the_pictures_show(composed_scenes):
     found = read_concept_shards(composed_scenes / "compositions", 0)
     assert [found.splits.count(split) for split in ("train", "val", "test")] == [800, 200, 200]
     held, everyone = found.holdings(), [*scenes("train", 800), *scenes("val", 200), *scenes("test", 200)]
-    assert [sorted(held[i]) for i in range(len(found))] == [scene_concepts(one) for one in everyone]
+    assert [one.tolist() for one in held.of_image] == [scene_concepts(one) for one in everyone]
     drawn = np.asarray(render(everyone[0], 32)).astype(int)
     assert np.abs(np.asarray(found.images.open(0)).astype(int) - drawn).mean() < 12  # JPEG
     for concept, crops in enumerate(found.crops()):

@@ -6,7 +6,7 @@ import json
 import pytest
 from PIL import Image
 
-from probemb.data.labelled.prompts import count_prompts, prompt_texts
+from probemb.data.labelled.classes import count_prompts, prompt_texts
 from probemb.errors import UserError
 from tests.data.labelled.test_cifar import TEN, write
 from tests.world import N_CLASSES, PER_CLASS, write_tar
@@ -93,7 +93,7 @@ def test_templates_come_from_clip_a_file_or_are_those_of_each_class(tmp_path):
     assert prompt_texts(["cat", "dog"], templates) == ["a cat", "a pet", "a dog", "an animal"]
     assert count_prompts(templates) == 2
     file.write_text('{"cat": ["a cat"]}')
-    with pytest.raises(UserError, match="no prompts for the class 'dog'"):
+    with pytest.raises(UserError, match="there is no 'dog'"):
         read_templates(file, ["cat", "dog"])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemb.data.boxes.find import find_phrases
+from probemb.data.boxes import find_phrases
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.errors import UserError

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 import yaml
 
-from probemb.data.compositions import Compositions, Query, find_compositions
-from probemb.data.compositions.queries import KINDS
-from probemb.data.compositions.tuples import MAX_K
+from probemb.data.compositions import KINDS, MAX_K, Compositions, Query, find_compositions
 from probemb.data.failures import BadSample
 from probemb.errors import UserError, nearest
 from probemb.evaluation.composed import (
@@ -368,7 +366,7 @@ def example(gallery: EmbeddedImages, data: Compositions, query: Query, top: Sequ
     """A query's parts, and what it found."""
     correct, pictures = set(data.targets(query.concepts).tolist()), [query_part(data, part) for part in query.parts]
     for image in (gallery.kept[place] for place in top):
-        note = data.named(sorted(data.holds[image])) or data.images.places[image].name
+        note = data.named(data.holds.of_image[image].tolist()) or data.images.places[image].name
         pictures += picture_of(data.images, image, note, verdict(image in correct), SIDE)
     about = f"{len(correct & set(gallery.kept)):,} images are correct"
     return Card(f"{query.kind}: {data.named(query.concepts)}", pictures, [Cell(about)])

@@ -5,7 +5,6 @@ C classes, P prompts of a class, N images, D dimensions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,10 +16,17 @@ from probemb.cli.configuration import to_dict
 from probemb.cli.device import loader_workers
 from probemb.cli.named_paths import named_paths
 from probemb.cli.results import claim_files
-from probemb.data.labelled.classes import Classes, read_text
+from probemb.data.labelled.classes import (
+    SINGLE_TEMPLATE,
+    Classes,
+    Templates,
+    count_prompts,
+    imagenet_templates,
+    prompt_texts,
+)
 from probemb.data.labelled.images import LabelledImages, assign_labels, find_images, remarks, resolve_classes
-from probemb.data.labelled.prompts import SINGLE_TEMPLATE, Templates, count_prompts, imagenet_templates, prompt_texts
 from probemb.data.look_alikes import same_picture
+from probemb.data.reading import checked, read_json, read_lines
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
@@ -173,19 +179,14 @@ def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> 
         return imagenet_templates()
     path = Path(path)
     if path.suffix.lower() == ".json":
-        try:
-            found = json.loads(read_text(path, "prompt file", "--templates"))
+        found = read_json(path)
+        with checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
             prompts = {name: found[name] for name in class_names}
-        except KeyError as error:
-            raise UserError(f"{path} has no prompts for the class {error}.", "Give every class its prompts.") from error
-        except (ValueError, RecursionError, TypeError) as error:
-            what = f"{path} is no JSON object of prompts."
-            raise UserError(what, 'Write {"class name": ["prompt", …], …}.') from error
         texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
         if not texts or len({len(row) for row in prompts.values()}) > 1:
             raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class the same number.")
         return prompts
-    templates = [line.strip() for line in read_text(path, "template file", "--templates").splitlines() if line.strip()]
+    templates = read_lines(path)
     if not templates or any(one.count("{}") != 1 for one in templates) or len(set(templates)) < len(templates):
         what = f"The template file {path} does not hold different templates, each with `{{}}` exactly once."
         raise UserError(what, 'Write one a line, {} for the class name: "a photo of a {}."')

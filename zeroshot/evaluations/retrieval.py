@@ -13,7 +13,7 @@ import torch
 
 from probemb.cli.progress import progress
 from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.labelled.coco_objects import read_objects
+from probemb.data.compositions.coco import read_objects
 from probemb.errors import UserError
 from probemb.evaluation.analyses.containment import generality
 from probemb.evaluation.benchmarks import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,13 +16,9 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.double(), b.double()
     corner = torch.maximum(a[:, None, :2], b[None, :, :2])  # (N, M, 2)
     shared = (torch.minimum(a[:, None, 2:], b[None, :, 2:]) - corner).clamp_min(0).prod(dim=2)
-    both = area(a)[:, None] + area(b)[None, :] - shared
+    area_a, area_b = ((boxes[:, 2:] - boxes[:, :2]).clamp_min(0).prod(dim=1) for boxes in (a, b))
+    both = area_a[:, None] + area_b[None, :] - shared
     return torch.where(both > 0, shared / both.clamp_min(torch.finfo(both.dtype).tiny), 0.0)
-
-
-def area(boxes: Tensor) -> Tensor:
-    """(N, 4) -> (N,) square pixels."""
-    return (boxes[:, 2:] - boxes[:, :2]).clamp_min(0).prod(dim=1)
 
 
 def enclosing(boxes: Iterable[Box]) -> Box:
@@ -46,13 +43,11 @@ def grid_windows(width: int, height: int, scales: Sequence[float], ratios: Seque
         step: between neighbours, as a share of the window's side; places are spread evenly up to the borders.
     """
     found: dict[Box, None] = {}
-    for scale in scales:
-        for ratio in ratios:
-            w, h = min(1.0, scale * ratio**0.5), min(1.0, scale / ratio**0.5)
-            for top in _places(h, step):
-                for left in _places(w, step):
-                    box = (left * width, top * height, (left + w) * width, (top + h) * height)
-                    found[tuple(round(at, 3) for at in box)] = None
+    for scale, ratio in product(scales, ratios):
+        w, h = min(1.0, scale * ratio**0.5), min(1.0, scale / ratio**0.5)
+        for top, left in product(_places(h, step), _places(w, step)):
+            box = (left * width, top * height, (left + w) * width, (top + h) * height)
+            found[tuple(round(at, 3) for at in box)] = None
     return list(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import NamedTuple
 
 from probemb.data.boxes.geometry import Box
@@ -68,3 +69,8 @@ class PhraseDataset:
         for i, phrase in enumerate(self.phrases):
             rows[phrase.image].append(i)
         return rows
+
+
+def name_hash(name: str) -> int:
+    """The order in which images are sampled."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")

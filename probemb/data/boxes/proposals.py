@@ -9,8 +9,6 @@ Models that read regions need the proposals' features too (`read_region_proposal
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +17,13 @@ import numpy as np
 
 from probemb.data.boxes.geometry import Box, clipped, grid_windows
 from probemb.data.boxes.phrases import PhraseDataset
-from probemb.data.captions.dataset import check_unique, read_text
-from probemb.data.npy import npy_header, read_npy
-from probemb.data.regions import ENDING, RegionImages, read_header, read_regions
+from probemb.data.npy import read_npy
+from probemb.data.reading import as_list, check_unique, checked, read_json, read_lines
+from probemb.data.regions import ENDING, RegionImages, read_regions
 from probemb.errors import UserError
 
 MAX_PROPOSALS = 10_000  # of an image
+_WRITE = "Write features, boxes and ids together with `python -m tools.write_regions --proposals`."
 
 
 @dataclass(frozen=True)
@@ -50,22 +49,12 @@ class Proposals:
 
 
 def grid_proposals(data: PhraseDataset, scales: Sequence[float], ratios: Sequence[float], step: float) -> Proposals:
-    """`grid_windows` of every image. Raises UserError: too many windows."""
-    for name, values in (("scales", scales), ("ratios", ratios)):
-        if not values:
-            raise UserError(f"--grid.{name} is empty.", "Name at least one number.")
-    if max(scales) > 1:
-        raise UserError(f"--grid.scales has {max(scales):g}, more than the image.", "Give shares from 0 to 1.")
-    shared: dict[tuple[int, int], list[Box]] = {}
-    for size in data.sizes:
-        if size not in shared:
-            shared[size] = grid_windows(*size, scales, ratios, step)
-    most = max(map(len, shared.values()))
-    if most > MAX_PROPOSALS:
-        raise UserError(
-            f"The grid has {most:,} windows an image, more than {MAX_PROPOSALS:,}.",
-            "Take larger scales or a larger step.",
-        )
+    """`grid_windows` of every image. Raises UserError: too many windows, or none."""
+    if not scales or not ratios or max(scales) > 1:
+        raise UserError("--grid.scales or --grid.ratios has no usable number.", "Give shares of the image from 0 to 1.")
+    shared = {size: grid_windows(*size, scales, ratios, step) for size in set(data.sizes)}
+    if (most := max(map(len, shared.values()))) > MAX_PROPOSALS:
+        raise UserError(f"The grid has {most:,} windows an image.", "Take larger scales or a larger step.")
     return Proposals([shared[size] for size in data.sizes], 0, "grid")
 
 
@@ -79,45 +68,15 @@ def read_proposals(file: str | Path, data: PhraseDataset, top: int | None) -> Pr
 
     Raises UserError: an image without proposals; malformed boxes.
     """
-    path, remedy = Path(file), "Write {image id: [[left, top, right, bottom], ...]} in pixels, as JSON."
-    try:
-        found = json.loads(read_text(path).decode("utf-8-sig"))
-        if not isinstance(found, dict):
-            raise ValueError("it is no object with image ids")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} holds no proposals: {str(error)[:200]}.", remedy) from None
-    missing = [one for one in data.image_ids if not found.get(one)]
-    if missing:
-        raise UserError(
-            f"{path} has no proposals for {len(missing):,} of the {len(data):,} images, {missing[0]} for one.",
-            "Add them, or evaluate a split that the file covers.",
-        )
-    boxes, dropped = [], 0
+    path, content = Path(file), read_json(Path(file))
+    what, remedy = "a file of proposals", "Write {image id: [[left, top, right, bottom], ...]} in pixels, as JSON."
+    _refuse_missing(path, data, content)
+    found = []
     for one, size in zip(data.image_ids, data.sizes):
-        try:
-            rows = [_box(row) for row in found[one][:top]]
-            if len(rows) > MAX_PROPOSALS:
-                raise ValueError(f"there are {len(rows):,}, more than {MAX_PROPOSALS:,}")
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise UserError(f"The proposals of image {one} in {path} are malformed: {error}.", remedy) from None
-        inside = [box for box in (clipped(row, *size) for row in rows) if box is not None]
-        if not inside:
-            raise UserError(f"No proposal of image {one} in {path} lies in the image.", remedy)
-        dropped += len(rows) - len(inside)
-        boxes.append(inside)
-    return Proposals(boxes, dropped, str(path))
-
-
-def _box(row: object) -> Box:
-    if not isinstance(row, list) or len(row) != 4 or any(isinstance(at, bool) for at in row):
-        raise ValueError("a box is not a list of four numbers")
-    box = tuple(float(at) for at in row)
-    if not all(map(math.isfinite, box)) or box[0] >= box[2] or box[1] >= box[3]:
-        raise ValueError(f"the box {str(row)[:80]} is empty or not finite")
-    return box
-
-
-# ----------------------------------------------------------------------------------------------------------- features
+        with checked(path, f"{what} for image {one}", remedy):
+            boxes = np.array(as_list(content[one], "the boxes", MAX_PROPOSALS)[:top], np.float64)
+            found.append(_inside(boxes, np.arange(len(boxes)), size))
+    return Proposals([boxes for boxes, _, _ in found], sum(dropped for _, _, dropped in found), str(path))
 
 
 def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None) -> Proposals:
@@ -130,63 +89,44 @@ def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None
     Raises UserError: files that do not belong together, an image that they do not have, malformed boxes.
     """
     path = Path(file)
-    if not path.name.endswith(ENDING):
-        raise UserError(f"{path} is not called NAME{ENDING}.", f"Name the features. {_WRITE}")
-    beside = {one: path.with_name(path.name.removesuffix(ENDING) + one) for one in ("_ids.txt", "_boxes.npy")}
-    for name in beside.values():
-        if not name.is_file():
-            raise UserError(f"There is no {name.name} beside {path}.", _WRITE)
-    ids = [line.strip() for line in read_text(beside["_ids.txt"]).decode("utf-8-sig", "replace").splitlines()]
-    check_unique(ids, "image id", str(beside["_ids.txt"]))
-    header = read_header(path)
-    if header.shape[0] != len(ids):
-        raise UserError(
-            f"{path} has {header.shape[0]:,} rows, but {beside['_ids.txt'].name} beside it {len(ids):,} ids.", _WRITE
-        )
-    images = read_regions(path, ids, 1)
-    boxes = _read_boxes(beside["_boxes.npy"], header.shape[:2])
-    places = {one: row for row, one in enumerate(ids)}
-    missing = [one for one in data.image_ids if one not in places]
+    stem = path.name.removesuffix(ENDING)
+    ids_file, boxes_file = path.with_name(f"{stem}_ids.txt"), path.with_name(f"{stem}_boxes.npy")
+    if stem == path.name or not ids_file.is_file() or not boxes_file.is_file():
+        raise UserError(f"{path} is not NAME{ENDING} with NAME_ids.txt and NAME_boxes.npy beside it.", _WRITE)
+    ids = read_lines(ids_file)
+    check_unique(ids, "image id", ids_file)
+    images = read_regions(path, ids)
+    with checked(boxes_file, "an array of the regions' boxes", _WRITE):
+        boxes = read_npy(boxes_file, mapped=True)
+        if boxes.dtype.kind != "f" or boxes.shape != (len(ids), images.shape[0], 4):
+            raise ValueError(f"it holds {boxes.dtype} {boxes.shape}")
+    row_of = {one: row for row, one in enumerate(ids)}
+    _refuse_missing(path, data, row_of)
+    chosen, found = [row_of[one] for one in data.image_ids], []
+    for row, one, size in zip(chosen, data.image_ids, data.sizes):
+        with checked(boxes_file, f"an array of boxes for image {one}", _WRITE):
+            mine = np.array(boxes[row], np.float64)
+            found.append(_inside(mine, (mine != 0).any(1).nonzero()[0][:top], size))  # zeros alone are no proposal
+    features = replace(images, places=[images.places[row] for row in chosen])
+    kept, rows, dropped = zip(*found)
+    return Proposals(list(kept), sum(dropped), str(path), features, list(rows))
+
+
+def _refuse_missing(path: Path, data: PhraseDataset, known: object) -> None:
+    missing = [one for one in data.image_ids if not isinstance(known, dict) or known.get(one) in (None, [])]
     if missing:
         raise UserError(
-            f"{path} has no regions for {len(missing):,} of the {len(data):,} images, {missing[0]} for one.",
+            f"{path} has no proposals for {len(missing):,} of the {len(data):,} images, {missing[0]} for one.",
             "Add them, or evaluate a split that the file covers.",
         )
-    chosen = [places[one] for one in data.image_ids]
-    found = [_inside(boxes[row], size, top, path, one) for row, size, one in zip(chosen, data.sizes, data.image_ids)]
-    return Proposals(
-        [kept for kept, _, _ in found], sum(dropped for _, _, dropped in found), str(path),
-        replace(images, places=[images.places[row] for row in chosen]), [rows for _, rows, _ in found],
-    )  # fmt: skip
 
 
-_WRITE = "Write features, boxes and ids together with `python -m tools.write_regions --proposals`."
-
-
-def _read_boxes(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """(N, P, 4), memory-mapped. Raises UserError: another shape or type, cut off, or Python objects."""
-    try:
-        with open(path, "rb") as opened:
-            found, fortran, dtype = npy_header(opened)
-            if dtype.hasobject or dtype.kind != "f" or fortran:
-                raise ValueError(f"it holds {'Python objects' if dtype.hasobject else dtype}")
-            if found != (*shape, 4):
-                raise ValueError(f"its shape is {found}, not {(*shape, 4)}")
-        return read_npy(path, mapped=True)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} holds no boxes of {path.parent}'s regions: {str(error)[:200]}.", _WRITE) from None
-
-
-def _inside(
-    boxes_P4: np.ndarray, size: tuple[int, int], top: int | None, path: Path, one: str
-) -> tuple[list[Box], list[int], int]:
-    """Boxes that lie in the image, their rows, and how many do not; boxes of zeros alone are no proposals."""
-    boxes = np.array(boxes_P4, np.float64)
-    there = (boxes != 0).any(1)
-    if not np.isfinite(boxes).all() or ((boxes[:, :2] >= boxes[:, 2:]).any(1) & there).any():
-        raise UserError(f"A box of image {one} beside {path} is empty or not finite.", _WRITE)
-    rows = there.nonzero()[0][:top].tolist()
-    placed = [(row, box) for row in rows if (box := clipped(tuple(boxes[row].tolist()), *size)) is not None]
+def _inside(boxes_P4: np.ndarray, rows: np.ndarray, size: tuple[int, int]) -> tuple[list[Box], list[int], int]:
+    """Those of the rows whose boxes lie in the image: boxes, rows, and how many do not. Raises ValueError."""
+    boxes = boxes_P4[rows].reshape(-1, 4)
+    if not np.isfinite(boxes).all() or (boxes[:, :2] >= boxes[:, 2:]).any():
+        raise ValueError("a box is empty or not finite")
+    placed = [(row, box) for row, one in zip(rows.tolist(), boxes.tolist()) if (box := clipped(tuple(one), *size))]
     if not placed:
-        raise UserError(f"No proposal of image {one} beside {path} lies in the image.", _WRITE)
+        raise ValueError("no box lies in the image")
     return [box for _, box in placed], [row for row, _ in placed], len(rows) - len(placed)

@@ -15,52 +15,52 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
 
 from probemb.data.boxes.geometry import Box, clipped, enclosing, iou
-from probemb.data.boxes.phrases import MAX_PHRASES, MAX_SIDE, MAX_TEXT, Phrase, PhraseDataset
-from probemb.data.captions.dataset import check_unique, is_id
-from probemb.data.captions.image_files import locate
+from probemb.data.boxes.phrases import MAX_PHRASES, MAX_SIDE, MAX_TEXT, Phrase, PhraseDataset, name_hash
+from probemb.data.reading import (
+    all_located,
+    as_id,
+    as_list,
+    as_text,
+    check_unique,
+    checked,
+    choose_split,
+    locate,
+    parse_all,
+    parse_each,
+    read_json,
+)
 from probemb.errors import UserError
 
 REGIONS, SIZES = "region_descriptions.json", "image_data.json"
 MAX_ENTRY = 16 << 20  # characters of one image's entry
 _PIECE = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
-_FETCH = "Fetch that file of Visual Genome again."
 
 
-def find_regions(path: Path) -> Path | None:
-    """region_descriptions.json: this file, or in this folder or one of its subfolders."""
-    if path.is_file():
-        return path if path.name == REGIONS else None
-    found = [one / REGIONS for one in (path, *sorted(path.glob("*/"))) if (one / REGIONS).is_file()]
-    return found[0] if found else None
-
-
-def read_visual_genome(file: Path, images: Path | None = None, sample: int | None = None) -> PhraseDataset:
+def read_visual_genome(path: Path, split: str | None, images: Path | None, sample: int | None = None) -> PhraseDataset:
     """Every region as a phrase with one box. Raises UserError.
 
     Args:
         images: the folder with VG_100K, or with the images themselves; by default searched beside the file.
         sample: so many of the images with regions, chosen by a hash of their ids.
     """
-    rows = _entries(file, sample)
-    sizes_of = _read_sizes(file.with_name(SIZES))
+    choose_split(split, (), path)
+    file = path / REGIONS
+    rows = parse_each(file, "a list of regions", stream_list(file), _described)
+    rows = sorted(rows if sample is None else heapq.nsmallest(sample, rows, key=lambda row: name_hash(str(row[0]))))
     ids = [str(number) for number, _ in rows]
-    check_unique(ids, "image id", str(file))
+    check_unique(ids, "image id", file)
+    content = read_json(path / SIZES)
+    sizes_of = dict(parse_all(path / SIZES, "a list of images with their sizes", content, _image_size))
     if unknown := [one for one in ids if int(one) not in sizes_of]:
-        raise UserError(f"{SIZES} beside {file} does not know the image {unknown[0]}.", _FETCH)
+        raise UserError(f"{path / SIZES} does not know the image {unknown[0]}.", "Fetch that file again.")
     names = [(f"VG_100K/{one}.jpg", f"VG_100K_2/{one}.jpg", f"{one}.jpg") for one in ids]
-    located, _ = locate(names, ids, str(file), images, [file.parent])
-    if located is None:
-        raise UserError(
-            f"None of the {len(ids):,} images of {file} is there, {ids[0]}.jpg for one.",
-            "Name the folder that has VG_100K with --images.",
-        )
+    located = all_located(locate(names, ids, file, images, [path]))
     sizes = [sizes_of[int(one)] for one in ids]
     phrases, outside = [], 0
     for i, (_, regions) in enumerate(rows):
@@ -70,97 +70,54 @@ def read_visual_genome(file: Path, images: Path | None = None, sample: int | Non
             if inside is not None:
                 phrases.append(Phrase(i, text, "", (inside,)))
     if not phrases:
-        raise UserError(f"No region of {file} lies in its image.", _FETCH)
+        raise UserError(f"No region of {file} lies in its image.", "Fetch the files of Visual Genome again.")
     return PhraseDataset(located, ids, sizes, phrases, outside, None, str(file))
 
 
-def _entries(file: Path, sample: int | None) -> list[tuple[int, list[tuple[str, Box]]]]:
-    """(image id, regions) of all images with regions, or of a sample, which bounds the memory."""
-    kept: list[tuple[int, int, list]] = []  # a heap: the largest hash first
-    for place, row in enumerate(stream_list(file)):
-        number, regions = _entry(row, place, file)
-        if not regions:
-            continue
-        order = -int.from_bytes(blake2b(str(number).encode(), digest_size=8).digest(), "big")
-        if sample is None or len(kept) < sample:
-            heapq.heappush(kept, (order, number, regions))
-        else:
-            heapq.heappushpop(kept, (order, number, regions))
-    if not kept:
-        raise UserError(f"{file} describes no region.", _FETCH)
-    return sorted((number, regions) for _, number, regions in kept)
-
-
-def _entry(row: object, place: int, file: Path) -> tuple[int, list[tuple[str, Box]]]:
-    """The image's id and its regions, each a text and a box. Raises UserError."""
-    try:
-        number = row.get("id", row.get("image_id"))
-        if not is_id(number):
-            raise ValueError("there is no id of the image")
-        if not isinstance(row["regions"], list) or len(row["regions"]) > MAX_PHRASES:
-            raise ValueError(f"the regions are not a list of up to {MAX_PHRASES:,}")
-        return number, [found for one in row["regions"] if (found := _region(one)) is not None]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"Entry {place} of {file} describes no regions: {error}.", _FETCH) from None
+def _described(row: dict) -> tuple[int, list[tuple[str, Box]]] | None:
+    """The image's id and its regions, each a text and a box; None without regions."""
+    regions = [found for one in as_list(row["regions"], "the regions", MAX_PHRASES) if (found := _region(one))]
+    number = as_id(row.get("id", row.get("image_id")), "the id of the image")
+    return (number, regions) if regions else None
 
 
 def _region(one: dict) -> tuple[str, Box] | None:
-    """Text and box; None for a region without a text. Raises ValueError, KeyError, TypeError."""
-    if not isinstance(one["phrase"], str):
-        raise ValueError("a phrase is not a text")
-    x, y, width, height = (one[name] for name in ("x", "y", "width", "height"))
-    if not all(type(at) is int and abs(at) <= MAX_SIDE for at in (x, y, width, height)):
+    """Text and box; None for a region without a text."""
+    text = " ".join(as_text(one["phrase"], "a phrase").split())[:MAX_TEXT]
+    x, y, width, height = numbers = [one[name] for name in ("x", "y", "width", "height")]
+    if not all(type(at) is int and abs(at) <= MAX_SIDE for at in numbers):
         raise ValueError("a box is not of whole numbers of pixels")
-    text = " ".join(one["phrase"].split())[:MAX_TEXT]
     return (text, (float(x), float(y), float(x + width), float(y + height))) if text else None
 
 
-def _read_sizes(file: Path) -> dict[int, tuple[int, int]]:
-    sizes = {}
-    for place, row in enumerate(stream_list(file)):
-        try:
-            number, size = row.get("image_id", row.get("id")), (row["width"], row["height"])
-            if not is_id(number) or not all(type(side) is int and 0 < side <= MAX_SIDE for side in size):
-                raise ValueError("the id, width or height is not a whole number")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"Entry {place} of {file} is no image with its size: {error}.", _FETCH) from None
-        sizes[number] = size
-    return sizes
+def _image_size(row: dict) -> tuple[int, tuple[int, int]]:
+    size = row["width"], row["height"]
+    if not all(type(side) is int and 0 < side <= MAX_SIDE for side in size):
+        raise ValueError(f"the image has {size[0]} x {size[1]} pixels")
+    return as_id(row.get("image_id", row.get("id")), "the id of the image"), size
 
 
 def stream_list(file: Path) -> Iterator[object]:
     """The entries of a JSON list, one at a time; memory is bounded by the largest. Raises UserError."""
     decode = json.JSONDecoder().raw_decode
-    text, at, begun = "", 0, False  # what is read and not yet decoded begins at `at`
-    if file.exists() and not file.is_file():
-        raise UserError(f"{file} is not a regular file.", _FETCH)
-    try:
-        with open(file, encoding="utf-8-sig") as opened:
-            while True:
+    with checked(file, "a list in JSON"), open(file, encoding="utf-8-sig") as opened:
+        text = opened.read(_PIECE).lstrip()
+        if not text.startswith("["):
+            raise ValueError("it does not begin with [")
+        at = 1
+        while True:
+            at = _BETWEEN.match(text, at).end()
+            if text.startswith("]", at):
+                return
+            try:
+                found, at = decode(text, at)
+            except ValueError:
                 piece = opened.read(_PIECE)
+                if not piece or len(text) - at > MAX_ENTRY:
+                    raise
                 text, at = text[at:] + piece, 0
-                if not begun and text.strip():
-                    at = text.index("[") + 1 if text.lstrip().startswith("[") else 0
-                    if not at:
-                        raise UserError(f"{file} is not a list in JSON.", _FETCH)
-                    begun = True
-                while begun:
-                    at = _BETWEEN.match(text, at).end()
-                    if text.startswith("]", at):
-                        return
-                    try:
-                        found, at = decode(text, at)
-                    except ValueError as error:
-                        if len(text) - at > MAX_ENTRY or (not piece and at < len(text)):
-                            raise UserError(f"{file} is not JSON or too large: {error}.", _FETCH) from None
-                        break
-                    yield found
-                if not piece:
-                    raise UserError(f"{file} ends before its list does.", _FETCH)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}).", _FETCH) from None
-    except (UnicodeDecodeError, RecursionError):
-        raise UserError(f"{file} is not JSON in UTF-8.", _FETCH) from None
+            else:
+                yield found
 
 
 # ---------------------------------------------------------------------------------------------------------- triplets

@@ -5,18 +5,21 @@ Flickr    Flickr8k.token.txt, results_20130124.token: NAME.jpg#0 TAB caption
 splits    Flickr_8k.trainImages.txt, …devImages.txt, …testImages.txt: one NAME.jpg a line
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from probemb.data.reading import as_id, check_unique, checked, split_name
 from probemb.errors import UserError
 
 COCO_FILE = re.compile(r"captions_(train|val)(\d{4})\.json")
 TOKEN_FILE = re.compile(r".*(?:\.token(?:\.txt)?|_token\.txt)")
 SPLIT_FILE = re.compile(r".*[._](train|dev|val|test)(?:Images)?\.txt")
-_KEY = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _PICTURE = re.compile(r"[^/\\\0]{1,200}\.(?:jpe?g|png)", re.IGNORECASE)
+_TOKEN = re.compile(r"(([A-Za-z0-9_-]{1,100})\.(?:jpe?g|png))#(\d{1,4})\t(.*)", re.IGNORECASE)
 
 
 @dataclass
@@ -34,24 +37,16 @@ def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
 
     Raises UserError: another kind of file, or an id occurs twice.
     """
-    try:
+    with checked(label, "one of COCO's caption files", "Name annotations_trainval2014.zip as COCO publishes it."):
         data = json.loads(content)
-        names = {}
-        for one in data["images"]:
-            if type(one["id"]) is not int or one["id"] < 0 or not _PICTURE.fullmatch(one["file_name"]):
-                raise ValueError(one["file_name"])
-            if one["id"] in names:
-                raise ValueError(f"image {one['id']} occurs twice")
-            names[one["id"]] = one["file_name"]
+        check_unique((one["id"] for one in data["images"]), "image id", label)
+        names = {as_id(one["id"], "an image id"): one["file_name"] for one in data["images"]}
+        if not all(map(_PICTURE.fullmatch, names.values())):
+            raise ValueError("a file_name is not that of an image")
         captions: dict[int, list[dict]] = {number: [] for number in names}
         for one in data["annotations"]:
-            text = " ".join(one["caption"].split())
-            if text:
-                captions[one["image_id"]].append({"id": int(one["id"]), "caption": text})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        raise UserError(
-            f"{label} is not one of COCO's caption files.", "Name annotations_trainval2014.zip as COCO publishes it."
-        ) from None
+            if text := " ".join(one["caption"].split()):
+                captions[one["image_id"]].append({"id": as_id(one["id"], "an id"), "caption": text})
     pictures = [
         Picture(f"{key:012d}", names[key], [one["caption"] for one in rows], {"image_id": key, "captions": rows})
         for key, rows in sorted(captions.items())
@@ -65,21 +60,15 @@ def token_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
 
     Raises UserError: fewer than half of the lines are well-formed.
     """
-    captions: dict[str, dict[int, str]] = {}
-    bad = 0
-    lines = content.decode("utf-8-sig", "replace").splitlines()
-    for line in lines:
-        found = re.fullmatch(r"([^\t#]+)#(\d{1,4})\t(.*)", line.strip())
-        text = " ".join(found[3].split()) if found else ""
-        if not text or not _PICTURE.fullmatch(found[1]) or not _KEY.fullmatch(found[1].rpartition(".")[0]):
-            bad += bool(line.strip())
-            continue
-        captions.setdefault(found[1], {})[int(found[2])] = text
-    if 2 * bad >= max(len(lines), 1):
+    captions: dict[tuple[str, str], dict[int, str]] = {}
+    lines = [line.strip() for line in content.decode("utf-8-sig", "replace").split("\n") if line.strip()]
+    good = [found for line in lines if (found := _TOKEN.fullmatch(line)) and found[4].strip()]
+    if 2 * len(good) <= len(lines):
         raise UserError(f"{label} is not a token file.", "Its lines are `NAME.jpg#0 TAB caption`.")
-    return [
-        Picture(name.rpartition(".")[0], name, [texts[i] for i in sorted(texts)]) for name, texts in captions.items()
-    ], bad
+    for found in good:
+        captions.setdefault((found[2], found[1]), {})[int(found[3])] = " ".join(found[4].split())
+    pictures = [Picture(*names, [texts[i] for i in sorted(texts)]) for names, texts in captions.items()]
+    return pictures, len(lines) - len(good)
 
 
 def split_pictures(pictures: Sequence[Picture], lists: Mapping[str, bytes]) -> dict[str, list[Picture]]:
@@ -90,15 +79,12 @@ def split_pictures(pictures: Sequence[Picture], lists: Mapping[str, bytes]) -> d
     if not lists:
         return {"train": list(pictures)}
     known = {one.name: one for one in pictures}
-    splits: dict[str, list[Picture]] = {}
-    taken: set[str] = set()
+    splits, names = {}, []
     for split, content in lists.items():
-        names = [line.strip() for line in content.decode("utf-8", "replace").splitlines() if line.strip()]
-        twice = taken.intersection(names)
-        if twice:
-            raise UserError(f"Two splits have the image {min(twice)}.", "Name the lists of one set of splits.")
-        taken.update(names)
-        splits["val" if split == "dev" else split] = [known[name] for name in dict.fromkeys(names) if name in known]
+        lines = dict.fromkeys(line.strip() for line in content.decode("utf-8", "replace").split("\n") if line.strip())
+        splits[split_name(split)] = [known[name] for name in lines if name in known]
+        names += lines
+    check_unique(names, "image", "The lists of splits")
     if not any(splits.values()):
         raise UserError("The lists of splits name no image that has captions.", "Name lists and captions of one set.")
     return {name: chosen for name, chosen in splits.items() if chosen}

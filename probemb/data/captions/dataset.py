@@ -1,22 +1,15 @@
-"""Images with captions, as all readers return them, and checks of splits, ids and files."""
+"""Images with captions, as all readers return them."""
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from probemb.data.image_loader import Images
-from probemb.errors import UserError, nearest
-
-SPLIT_NAMES = {"dev": "val", "valid": "val", "validation": "val"}  # other names of a split
-AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it
-USUAL_SPLITS = ("train", "restval", "val", "test")
-SPLIT_PARTS = {"train": ("train", "restval")}  # COCO's restval: images of val2014 that Karpathy gave to training
-MAX_ID = 2**63 - 1
-MAX_FILE_BYTES = 1 << 30  # of an annotation file, unpacked
+from probemb.data.reading import all_located, check_unique
+from probemb.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -31,8 +24,7 @@ class CaptionDataset:
         classes: the class of each image, where images and captions of a class are matches of each other; else None.
         split: the one that was asked for; None: everything.
         source: the path given, for messages.
-        located: where the images lie; None if any is missing.
-        missing: paths or ids of missing images.
+        located: where the images lie, or the error to raise where they are needed.
     """
 
     captions: list[list[str]]
@@ -42,8 +34,7 @@ class CaptionDataset:
     classes: list[str] | None = None
     split: str | None = None
     source: str = ""
-    located: Images | None = None
-    missing: tuple[str, ...] = ()
+    located: Images | UserError | None = None
 
     def __len__(self) -> int:
         return len(self.captions)
@@ -51,9 +42,7 @@ class CaptionDataset:
     @property
     def images(self) -> Images:
         """The locations of the images. Raises UserError if any is missing; captions can be used without images."""
-        if self.located is None:
-            raise missing_images(self.source, self.missing, len(self))
-        return self.located
+        return all_located(self.located)
 
     @property
     def n_captions(self) -> int:
@@ -62,15 +51,18 @@ class CaptionDataset:
 
     def only(self, rows: Sequence[int]) -> CaptionDataset:
         """The same data with these images alone, in this order."""
-        ids, scenes, classes, located = self.caption_ids, self.scenes, self.classes, self.images
+
+        def some(values: list | None) -> list | None:
+            return values and [values[i] for i in rows]
+
         return replace(
             self,
-            captions=[self.captions[i] for i in rows],
-            image_ids=[self.image_ids[i] for i in rows],
-            caption_ids=ids and [ids[i] for i in rows],
-            scenes=scenes and [scenes[i] for i in rows],
-            classes=classes and [classes[i] for i in rows],
-            located=replace(located, places=[located.places[i] for i in rows]),
+            captions=some(self.captions),
+            image_ids=some(self.image_ids),
+            caption_ids=some(self.caption_ids),
+            scenes=some(self.scenes),
+            classes=some(self.classes),
+            located=replace(self.images, places=some(self.images.places)),
         )
 
     def class_numbers(self) -> list[int]:
@@ -100,115 +92,17 @@ class Entry(NamedTuple):
     caption_ids: list[int] | None = None
 
 
-def split_name(name: str) -> str:
-    """The canonical name of a split: "val" for "dev" and "validation"."""
-    return SPLIT_NAMES.get(name, name)
-
-
-def resolve_split(split: str | None, known: Iterable[str]) -> str | None:
-    """AUTO as a split of data with the `known` ones, or None for all data; any other split unchanged."""
-    if split != AUTO:
-        return split
-    return "test" if len(set(known) & set(USUAL_SPLITS)) > 1 else None
-
-
-def choose_split(split: str | None, known: Iterable[str], source: str) -> tuple[str, ...]:
-    """The parts that form a split; all for None. Raises UserError, naming the known ones, if there is none."""
-    known = list(dict.fromkeys(known))
-    if split is None:
-        return tuple(known)
-    parts = tuple(part for part in SPLIT_PARTS.get(split, (split,)) if part in known)
-    if not parts:
-        others = f"only {listed(sorted(known))}" if known else "none at all"
-        raise UserError(
-            f"{source} has no split '{split}', {others}.{nearest(split, known)}",
-            "Name one of these splits." if known else "Leave the split out to use all data.",
-        )
-    return parts
-
-
-def missing_images(source: str, missing: Sequence[str], total: int) -> UserError:
-    return UserError(
-        f"{len(missing)} of the {total} images of {source} are missing, the first is {missing[0]}.",
-        "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
-    )
-
-
-def assemble(
-    entries: Sequence[Entry], *, source: str, split: str | None, located: Images | None = None,
-    missing: Sequence[str] = (), scenes: list[tuple] | None = None, classes: list[str] | None = None,
-) -> CaptionDataset:  # fmt: skip
+def assemble(entries: Sequence[Entry], source: str | Path, split: str | None, located, **more) -> CaptionDataset:
     """A `CaptionDataset` of all entries. Raises UserError: no entries, no caption, or duplicate ids."""
+    if not entries:
+        raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
     for entry in entries:
         if not entry.captions:
             raise UserError(f"The image {entry.id} of {source} has no caption.", "Add one, or remove the image.")
-    if not entries:
-        raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
-    check_unique((entry.id for entry in entries), "image id", source)
-    ids = None
-    if all(entry.caption_ids is not None for entry in entries):
-        ids = [list(entry.caption_ids) for entry in entries]
-        check_unique((number for row in ids for number in row), "caption id", source)
-    return CaptionDataset(
-        captions=[entry.captions for entry in entries],
-        image_ids=[entry.id for entry in entries],
-        caption_ids=ids,
-        scenes=scenes,
-        classes=classes,
-        split=split,
-        source=source,
-        located=located,
-        missing=tuple(missing),
-    )
-
-
-def check_unique(ids: Iterable[int | str], what: str, source: str) -> None:
-    """Raises UserError if an id occurs twice."""
-    seen: set[int | str] = set()
-    for one in ids:
-        if one in seen:
-            raise UserError(f"{source} has two entries with the {what} {one}.", "Remove one of them.")
-        seen.add(one)
-
-
-def is_id(value: object) -> bool:
-    """True if a JSON value can be a COCO id: a whole number from 0 on, of at most 63 bits."""
-    return type(value) is int and 0 <= value <= MAX_ID
-
-
-def read_text(path: Path) -> bytes:
-    """The content of an annotation file, unpacked if it is gzipped. Raises UserError: not readable, or too large."""
-    try:
-        if not path.is_file():
-            what = "is not a regular file" if path.exists() else "does not exist"
-            raise UserError(f"{path} {what}.", "Name the annotation file itself.")
-        with open(path, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except UserError:
-        raise
-    except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or "the gzip data is damaged or cut off"
-        raise UserError(f"{path} cannot be read: {why}.", "Check the file, or fetch it again.") from None
-    except Exception as error:  # zlib's own errors
-        raise UserError(f"{path} cannot be unpacked: {error}.", "Fetch the file again.") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise UserError(f"{path} has more than {MAX_FILE_BYTES >> 30} GiB.", "Name an annotation file with captions.")
-    return content
-
-
-def only_file(files: Sequence[Path], path: Path, what: str) -> Path:
-    """The only file of a list. Raises UserError if there are none or several."""
-    if len(files) != 1:
-        named = ", ".join(file.name for file in files[:4])
-        raise UserError(
-            f"{path} holds {len(files)} files that match {what}{': ' if named else ''}{named}.",
-            "Name one of the files itself, or a split." if files else "Name a file with captions.",
-        )
-    return files[0]
-
-
-def listed(names: Sequence[str], last: str = "and") -> str:
-    """The names as "a, b and c" or "a, b or c"."""
-    return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    ids, captions, caption_ids = map(list, zip(*entries))
+    check_unique(ids, "image id", source)
+    if None in caption_ids:
+        caption_ids = None
+    else:
+        check_unique((number for row in caption_ids for number in row), "caption id", source)
+    return CaptionDataset(captions, ids, caption_ids, split=split, source=str(source), located=located, **more)

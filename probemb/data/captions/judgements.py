@@ -8,23 +8,22 @@ Either may be gzipped. Caption k of an image is its k-th one in the data, from 0
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from probemb.data.captions.dataset import CaptionDataset, read_text
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.image_loader import Images
+from probemb.data.reading import parse_lines, read_text
 from probemb.errors import UserError
 
-COLUMNS = ("image", "caption_image", "caption_index", "yes", "no")
-_ENDINGS = (".jpg", ".jpeg", ".png")
-_COUNT, _INDEX = re.compile(r"[0-9]{1,6}"), re.compile(r"[0-9]{1,4}")
-_REMEDY = "Correct that line, or fetch the file again."
+COLUMNS = ["image", "caption_image", "caption_index", "yes", "no"]
+Line = tuple[str, str, int, int, int]  # COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +83,6 @@ class Judgements:
         return Judgements(*rows, found.own, found.yes, found.no, found.names, self.unknown + len(self) - len(found))
 
 
-class _Line(NamedTuple):
-    image: str
-    caption_image: str
-    caption_index: int
-    yes: int
-    no: int
-
-
 def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     """The judged pairs of a file that `captions` holds, in the file's order; votes for a repeated pair are added up.
 
@@ -102,24 +93,21 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     """
     path, votes, unknown = Path(path), {}, set()
     rows, ambiguous = _rows_by_name(captions)
-    starts, total = [], 0
-    for texts in captions.captions:
-        starts.append(total)
-        total += len(texts)
-    for line in _read(path):
-        for name in (line.image, line.caption_image):
-            if name in ambiguous:
-                raise UserError(
-                    f"{captions.source} has several images of the name {name}, which {path} judges.",
-                    "Name data in which each name belongs to one image, such as one split.",
-                )
-        image, other = rows.get(line.image), rows.get(line.caption_image)
-        if image is None or other is None or line.caption_index >= len(captions.captions[other]):
-            unknown.add(line[:3])
+    starts = [0, *accumulate(map(len, captions.captions))]
+    for image, caption_image, index, yes, no in _read(path):
+        if name := ambiguous & {image, caption_image}:
+            raise UserError(
+                f"{captions.source} has several images of the name {min(name)}, which {path} judges.",
+                "Name data in which each name belongs to one image, such as one split.",
+            )
+        row, other = rows.get(image), rows.get(caption_image)
+        if row is None or other is None or index >= len(captions.captions[other]):
+            unknown.add((image, caption_image, index))
             continue
-        found = votes.setdefault((image, starts[other] + line.caption_index, image == other), [0, 0, line])
-        found[0] += line.yes
-        found[1] += line.no
+        key = row, starts[other] + index, row == other
+        vote = votes.setdefault(key, [0, 0, f"{image}\t{caption_image}#{index}"])
+        vote[0] += yes
+        vote[1] += no
     if not votes:
         raise UserError(
             f"None of the {len(unknown):,} judged pairs of {path} is in {captions.source}"
@@ -127,9 +115,8 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
             "Name the data and the split that were judged: of Flickr8k --split test.",
         )
     image, caption, own = (torch.tensor(column) for column in zip(*votes))
-    yes, no, lines = zip(*votes.values())
-    names = [f"{line.image}\t{line.caption_image}#{line.caption_index}" for line in lines]
-    return Judgements(image, caption, own, torch.tensor(yes), torch.tensor(no), names, len(unknown))
+    yes, no, names = zip(*votes.values())
+    return Judgements(image, caption, own, torch.tensor(yes), torch.tensor(no), list(names), len(unknown))
 
 
 def _rows_by_name(captions: CaptionDataset) -> tuple[dict[str, int], set[str]]:
@@ -137,10 +124,10 @@ def _rows_by_name(captions: CaptionDataset) -> tuple[dict[str, int], set[str]]:
     rows: dict[str, int] = {}
     ambiguous = set()
     for row, number in enumerate(captions.image_ids):
-        names = {_stem(str(number).rpartition(":")[2])}
-        if captions.located is not None:
-            names.add(_stem(captions.located.places[row].name.rpartition(":")[2]))  # in several tars: "TAR:KEY"
-        for name in names:
+        names = {str(number)}
+        if isinstance(captions.located, Images):
+            names.add(captions.located.places[row].name)
+        for name in {_stem(name.rpartition(":")[2]) for name in names}:  # in several tars: "TAR:KEY"
             if rows.setdefault(name, row) != row:
                 ambiguous.add(name)
     return rows, ambiguous
@@ -148,69 +135,33 @@ def _rows_by_name(captions: CaptionDataset) -> tuple[dict[str, int], set[str]]:
 
 def _stem(name: str) -> str:
     """The name without folder and ending."""
-    name = PurePosixPath(name).name
-    head, dot, ending = name.rpartition(".")
-    return head if f"{dot}{ending}".lower() in _ENDINGS else name
+    return re.sub(r"\.(jpe?g|png)$", "", PurePosixPath(name).name, flags=re.IGNORECASE)
 
 
-def _read(path: Path) -> Iterator[_Line]:
-    try:
-        text = read_text(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text in UTF-8 (byte {error.start}).", "Name a file of judgements.") from None
-    columns, found = None, False
-    for number, line in enumerate(io.StringIO(text), 1):
-        parts = line.rstrip("\r\n").split("\t")
-        if number == 1 and set(COLUMNS) <= set(parts):
-            columns = [parts.index(name) for name in COLUMNS]
-            continue
-        if not line.strip():
-            continue
-        found = True
-        try:
-            yield _crowdflower(parts) if columns is None else _table(parts, columns)
-        except ValueError as error:
-            what = str(error)[:200]
-            if number == 1:
-                what += f"; nor is it a header with {', '.join(COLUMNS)}"
-            raise UserError(f"Line {number:,} of {path} is no judgement: {what}.", _REMEDY) from None
-    if not found:
-        raise UserError(f"{path} holds no judgements.", "Name a file of judged pairs.")
+def _read(path: Path) -> list[Line]:
+    header = read_text(path).partition("\n")[0].rstrip("\r").split("\t")
+    is_table = set(COLUMNS) <= set(header)
+
+    def parse(line: str) -> Line | None:
+        parts = line.split("\t")
+        if is_table:
+            if len(parts) < len(header):
+                raise ValueError(f"it has {len(parts)} of {len(header)} columns")
+            return None if parts == header else _line(*(parts[header.index(name)] for name in COLUMNS))
+        image, caption, share, yes, no = parts
+        caption_image, _, index = caption.rpartition("#")
+        judged = _line(image, caption_image, index, yes, no)
+        if not abs(float(share) - judged[3] / (judged[3] + judged[4])) < 0.01:  # ExpertAnnotations.txt has grades
+            raise ValueError(f"{share[:40]!r} is not the share of {yes} yes and {no} no")
+        return judged
+
+    return parse_lines(path, "a list of judgements", parse)
 
 
-def _table(parts: list[str], columns: list[int]) -> _Line:
-    if len(parts) <= max(columns):
-        raise ValueError(f"it has {len(parts)} of at least {max(columns) + 1} columns")
-    image, caption_image, index, yes, no = (parts[i] for i in columns)
-    return _line(image, caption_image, index, yes, no)
-
-
-def _crowdflower(parts: list[str]) -> _Line:
-    if len(parts) != 5:
-        raise ValueError(f"it has {len(parts)} columns instead of 5")
-    image, caption, share, yes, no = parts
-    caption_image, hash, index = caption.rpartition("#")
-    if not hash:
-        raise ValueError(f"{caption[:80]!r} is not NAME.jpg#k")
-    line = _line(image, caption_image, index, yes, no)
-    try:
-        agrees = abs(float(share) - line.yes / (line.yes + line.no)) < 0.01
-    except ValueError:
-        agrees = False
-    if not agrees:  # ExpertAnnotations.txt has five columns too: three grades
-        raise ValueError(f"{share[:40]!r} is not the share of {line.yes} yes and {line.no} no")
-    return line
-
-
-def _line(image: str, caption_image: str, index: str, yes: str, no: str) -> _Line:
-    names = [_stem(name.strip()) for name in (image, caption_image)]
-    if not all(names):
-        raise ValueError("the name of an image is empty")
-    if not _INDEX.fullmatch(index):
-        raise ValueError(f"{index[:40]!r} is no number of a caption")
-    for count in (yes, no):
-        if not _COUNT.fullmatch(count):
-            raise ValueError(f"{count[:40]!r} is no number of people")
+def _line(image: str, caption_image: str, index: str, yes: str, no: str) -> Line:
+    names = _stem(image.strip()), _stem(caption_image.strip())
+    if not all(names) or not all(re.fullmatch("[0-9]{1,6}", number) for number in (index, yes, no)):
+        raise ValueError("an image has no name, or the index and the votes are not whole numbers")
     if int(yes) + int(no) == 0:
         raise ValueError("nobody judged the pair")
-    return _Line(*names, int(index), int(yes), int(no))
+    return *names, int(index), int(yes), int(no)

@@ -1,4 +1,4 @@
-"""COCO's objects: instances_train2017.json and the images, in a folder, a zip or a tar.
+"""Categories, objects and boxes in COCO's form: instances_train2017.json and its images, in a folder, a zip or a tar.
 
 {"images": [{"id", "file_name", "width", "height"}], "categories": [{"id", "name"}],
  "annotations": [{"image_id", "category_id", "bbox": [x, y, width, height], "iscrowd"}]}
@@ -13,18 +13,37 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from probemb.data.boxes.geometry import Box
-from probemb.data.captions.dataset import is_id, missing_images
-from probemb.data.captions.image_files import is_inside, locate
-from probemb.data.compositions.annotated import ConceptImages, draw_splits
-from probemb.data.compositions.annotations import MAX_OBJECTS, Rows, read_box, read_categories, read_json, read_size
+import torch
+from torch import Tensor
+
+from probemb.data.boxes.geometry import Box, clipped
+from probemb.data.boxes.phrases import MAX_SIDE
+from probemb.data.compositions.concepts import ConceptImages, draw_splits
 from probemb.data.image_loader import Images, Place, list_members
+from probemb.data.reading import (
+    all_located,
+    as_id,
+    as_inside,
+    as_list,
+    as_text,
+    check_unique,
+    checked,
+    locate,
+    malformed,
+    missing_images,
+    parse_all,
+    read_json,
+)
 from probemb.errors import UserError
 
 USUAL = "instances_train2017.json"  # of which the benchmark is made
-_FETCH = "Give COCO's instances_train2017.json, from annotations_trainval2017.zip."
+MAX_CONCEPTS = 2_000  # of annotated images; COCO has 80, LVIS 1,203
+MAX_NAME = 200  # characters
+MAX_OBJECTS = 10_000  # of an image
+OBJECTS = "a file of objects in COCO's form, such as instances_train2017.json"
 _LOCAL_HEADER = struct.Struct("<4s5HIIIHH")  # of a zip
 
 
@@ -32,16 +51,11 @@ def find_instances(path: Path) -> Path | None:
     """instances_*.json: this file, or train2017's or else the only one of a folder or its `annotations`."""
     if path.is_file():
         return path if path.name.removesuffix(".gz").endswith(".json") else None
-    for folder in (path, path / "annotations"):
-        files = sorted(folder.glob("instances_*.json*"))
-        usual = [file for file in files if file.name.startswith(USUAL)]
-        if usual or len(files) == 1:
-            return (usual or files)[0]
-        if files:
-            raise UserError(
-                f"{folder} holds {len(files)} files instances_*.json.", f"Name one of them, such as {files[0]}."
-            )
-    return None
+    files = sorted(path.glob("instances_*.json*")) or sorted(path.glob("annotations/instances_*.json*"))
+    usual = [file for file in files if file.name.startswith(USUAL)] or files
+    if len(files) > 1 and usual == files:
+        raise UserError(f"{path} holds {len(files)} files instances_*.json.", f"Name one of them, such as {files[0]}.")
+    return usual[0] if usual else None
 
 
 def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None = None) -> ConceptImages:
@@ -51,66 +65,114 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
         images: the folder (of train2017, or with it inside), zip or tar of the images; by default searched beside.
         seed, test: of the splits, see `draw_splits`; test: ids as texts.
     """
-    content = read_json(file, _FETCH)
-    try:
-        names, sizes, files = _images(content)
-        categories = read_categories(content["categories"])
-        objects = _objects(content["annotations"], sizes, categories)
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"there is no {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"{file} holds no object annotations in COCO's form: {why}.", _FETCH) from None
-    chosen = [one for one in names if objects[one]]
-    if not chosen:
-        raise UserError(f"{file} annotates no image.", _FETCH)
-    number, rows = {one: place for place, one in enumerate(categories)}, Rows()
-    for place, one in enumerate(chosen):
-        boxes = [(number[category], box) for category, box in objects[one] if box is not None]
-        rows.add(place, sorted({number[category] for category, _ in objects[one]}), boxes)
+    content, objects = read_json(file), defaultdict(list)
+    sizes, files = _read_images(file, content)
+    categories = read_categories(file, content)
+    number = {one: place for place, one in enumerate(categories)}
+
+    def parse(row: dict) -> None:
+        image, category = row["image_id"], row["category_id"]
+        if image not in sizes or category not in categories:
+            raise ValueError("it is of an unknown image or category")
+        box = read_box(row["bbox"], sizes[image])
+        objects[image].append((number[category], None if row.get("iscrowd") else box))
+
+    parse_all(file, OBJECTS, _annotations(file, content), parse, "annotation")
+    if not objects:
+        raise malformed(file, OBJECTS, "no image is annotated")
+    chosen = [one for one in sizes if one in objects]
+    held = [
+        (sorted({concept for concept, _ in objects[one]}), [crop for crop in objects[one] if crop[1] is not None])
+        for one in chosen
+    ]
     ids = [str(one) for one in chosen]
-    found = _locate([files[one] for one in chosen], ids, file, images)
-    return ConceptImages(
-        images=found,
-        names=ids,
-        concepts=tuple(categories.values()),
-        concept_ids=tuple(categories),
-        splits=draw_splits(ids, seed, test),
-        source=str(file),
-        **rows.arrays(),
-    )
+    located = _locate([files[one] for one in chosen], ids, file, images)
+    return ConceptImages.of(located, ids, held, categories, draw_splits(ids, seed, test), file)
 
 
 def read_sizes(file: Path) -> dict[int, tuple[int, int]]:
     """(width, height) of the images that any of COCO's JSON files lists, by id. Raises UserError."""
-    try:
-        return _images(read_json(file, "Name one of COCO's JSON files."))[1]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file} lists no images with their sizes.", "Name one of COCO's JSON files.") from None
+    return _read_images(file, read_json(file))[0]
 
 
-def _images(content: dict) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
-    sizes, files = {}, {}
-    for one in content["images"]:
-        number, name = one["id"], one["file_name"]
-        if not is_id(number) or number in sizes:
-            raise ValueError(f"the image id {str(number)[:40]} is none, or occurs twice")
-        if not isinstance(name, str) or not is_inside(name):
-            raise ValueError(f"the image {str(name)[:100]!r} does not lie in the image folder")
-        sizes[number], files[number] = read_size(one["width"], one["height"]), name
-    return list(sizes), sizes, files
+def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
+    """Multi-hot object categories of each image, (N, L) uint8, the labels for plausible matches (PMRP).
+
+    All zero for an image without annotations.
+
+    Args:
+        file: instances_val2014.json, or another JSON with "categories" and "annotations" of that form.
+        image_ids: COCO's id of each image.
+
+    Raises UserError: the file is missing, too large or malformed; none of the images occurs in it.
+    """
+    path, row_of = Path(file), {name: row for row, name in enumerate(image_ids)}
+    content = read_json(path)
+    categories = {one: place for place, one in enumerate(read_categories(path, content))}
+
+    def parse(row: dict) -> tuple[int, int] | None:
+        place = categories[row["category_id"]]
+        return (row_of[row["image_id"]], place) if row["image_id"] in row_of else None
+
+    pairs = parse_all(path, OBJECTS, _annotations(path, content), parse, "annotation")
+    if not pairs:
+        raise malformed(path, OBJECTS, f"none of the {len(image_ids):,} images is annotated")
+    labels = torch.zeros(len(image_ids), len(categories), dtype=torch.uint8)
+    labels[tuple(torch.tensor(pairs).T)] = 1
+    return labels
 
 
-def _objects(rows: list, sizes: dict, categories: dict) -> dict[int, list[tuple[int, Box | None]]]:
-    """(category, box) of the annotations of each image; the box is None for groups and for less than a pixel."""
-    found: dict[int, list[tuple[int, Box | None]]] = defaultdict(list)
-    for one in rows:
-        image, category = one["image_id"], one["category_id"]
-        if not is_id(image) or not is_id(category) or image not in sizes or category not in categories:
-            raise ValueError("an annotation is of an unknown image or category")
-        box = read_box(one["bbox"], sizes[image])
-        found[image].append((category, None if one.get("iscrowd") else box))
-        if len(found[image]) > MAX_OBJECTS:
-            raise ValueError(f"the image {image} has more than {MAX_OBJECTS:,} annotations")
-    return found
+def _annotations(file: Path, content: object) -> list:
+    with checked(file, OBJECTS):
+        return as_list(content["annotations"], "the annotations")
+
+
+def _read_images(file: Path, content: object) -> tuple[dict[int, tuple[int, int]], dict[int, str]]:
+    """Sizes and names of the images by id. Raises UserError."""
+
+    def parse(row: dict) -> tuple[int, tuple[int, int], str]:
+        return as_id(row["id"], "the id"), read_size(row["width"], row["height"]), as_inside(row["file_name"])
+
+    with checked(file, OBJECTS):
+        rows = parse_all(file, OBJECTS, content["images"], parse, "image")
+    check_unique((number for number, _, _ in rows), "image id", file)
+    return {number: size for number, size, _ in rows}, {number: name for number, _, name in rows}
+
+
+def read_categories(file: Path, content: object) -> dict[int, str]:
+    """The name of each category by its id, in the order of the ids, from [{"id", "name"}]. Raises UserError."""
+
+    def parse(row: dict) -> tuple[int, str]:
+        name = as_text(row["name"], "the name")
+        if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+            raise ValueError(f"{name[:80]!r} is no name of a concept")
+        return as_id(row["id"], "the id"), name
+
+    with checked(file, "a list of categories"):
+        rows = as_list(content["categories"], "the categories", MAX_CONCEPTS)
+    rows = parse_all(file, "a list of categories", rows, parse, "category")
+    check_unique((number for number, _ in rows), "category", file)
+    check_unique((name for _, name in rows), "category", file)
+    return dict(sorted(rows))
+
+
+def read_size(width: object, height: object) -> tuple[int, int]:
+    """Raises ValueError: no size of an image."""
+    if not all(type(side) is int and 0 < side <= MAX_SIDE for side in (width, height)):
+        raise ValueError(f"an image has {str(width)[:20]} x {str(height)[:20]} pixels")
+    return width, height
+
+
+def read_box(box: object, size: tuple[int, int]) -> Box | None:
+    """[x, y, width, height] as (left, top, right, bottom) inside an image; None if less than a pixel is.
+
+    Raises ValueError: no numbers.
+    """
+    numbers = isinstance(box, list) and len(box) == 4 and all(type(at) in (int, float) for at in box)
+    if not numbers or not all(abs(at) <= 10 * MAX_SIDE for at in box):  # NaN is not
+        raise ValueError(f"a box is {str(box)[:80]}, not [x, y, width, height]")
+    left, top, width, height = box
+    return clipped((left, top, left + width, top + height), *size)
 
 
 def _locate(files: list[str], ids: list[str], file: Path, images: Path | None) -> Images:
@@ -118,29 +180,21 @@ def _locate(files: list[str], ids: list[str], file: Path, images: Path | None) -
         inside = _in_zip(images) if zipfile.is_zipfile(images) else _in_tar(images)
         missing = [name for name in files if PurePosixPath(name).name not in inside]
         if missing:
-            raise missing_images(str(file), missing, len(files))
+            raise missing_images(file, missing, len(files))
         places = [inside[PurePosixPath(name).name]._replace(name=one) for name, one in zip(files, ids)]
         return Images(places=places, source=str(file))
     folder = file.name.removesuffix(".gz").removesuffix(".json").removeprefix("instances_")
     beside = [file.parent, file.parent.parent, file.parent / folder, file.parent.parent / folder]
-    found, _ = locate([(name, f"{folder}/{name}") for name in files], ids, str(file), images, beside)
-    if found is None:
-        raise UserError(
-            f"None of the {len(files):,} images of {file} is there, {files[0]} for one.",
-            "Name the folder, zip or tar of the images.",
-        )
-    return found
+    return all_located(locate([(name, f"{folder}/{name}") for name in files], ids, file, images, beside))
 
 
 def _in_tar(path: Path) -> dict[str, Place]:
-    return {
-        PurePosixPath(one.name).name: Place(one.name, str(path), one.offset, one.size) for one in list_members(path)
-    }
+    members = list_members(path)
+    return {PurePosixPath(one.name).name: Place(one.name, str(path), one.offset, one.size) for one in members}
 
 
 def _in_zip(path: Path) -> dict[str, Place]:
     """The places of a zip's files by name; COCO's zips store images as they are. Raises UserError."""
-    remedy = "Fetch it again, or unpack it and name the folder."
     found = {}
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -148,11 +202,12 @@ def _in_zip(path: Path) -> dict[str, Place]:
                 if one.is_dir():
                     continue
                 if one.compress_type != zipfile.ZIP_STORED or one.flag_bits & 1:
-                    raise UserError(f"{path} holds {one.filename[:100]!r} compressed or encrypted.", remedy)
+                    raise ValueError(f"it holds {one.filename[:100]!r} compressed or encrypted")
                 file.seek(one.header_offset)
                 header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
                 start = one.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
                 found[PurePosixPath(one.filename).name] = Place(one.filename, str(path), start, one.file_size)
     except (OSError, ValueError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
-        raise UserError(f"{path} is no zip that can be read: {str(error)[:200]}.", remedy) from None
+        remedy = "Fetch it again, or unpack it and name the folder."
+        raise malformed(path, "a zip of images", error, remedy=remedy) from None
     return found

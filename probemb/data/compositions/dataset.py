@@ -14,14 +14,44 @@ from typing import NamedTuple
 
 import numpy as np
 
-from probemb.data.compositions.crops import Crops
-from probemb.data.compositions.holdings import Holdings
-from probemb.data.compositions.queries import Part, Query, image_part, kind_of
+from probemb.data.boxes.geometry import Box
+from probemb.data.compositions.concepts import Crop, CroppedImages, Crops, Holdings
 from probemb.data.image_loader import Images
 from probemb.data.randomness import stream_of
 from probemb.errors import UserError
 
+KINDS = ("images", "mixed", "texts")
 QUERIES = 10_000  # as many as the published file of test queries has
+
+
+class Part(NamedTuple):
+    """One part of a query: an image (its index, and a box in its pixels or None for all of it), or a text.
+
+    Attributes:
+        concept: the number of the concept that it stands for; -1 if it is not one, as for changes of attributes.
+    """
+
+    concept: int
+    image: int = -1
+    box: Box | None = None
+    text: str | None = None
+
+    @property
+    def is_image(self) -> bool:
+        return self.text is None
+
+
+class Query(NamedTuple):
+    """Parts, and the concepts that a correct target has."""
+
+    parts: tuple[Part, ...]
+    concepts: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS: "images" alone, "texts" alone, or "mixed"."""
+        images = sum(part.is_image for part in self.parts)
+        return "texts" if not images else "images" if images == len(self.parts) else "mixed"
 
 
 class Example(NamedTuple):
@@ -40,7 +70,7 @@ class Compositions:
         source: the path given, for messages; split: its name.
         images: the targets (gallery), opened by number.
         concepts: the text of each concept.
-        holds: image -> frozenset of its concepts, with the inverse lists.
+        holds: the concepts of each image, and the images of each concept.
         crops: for each concept what image queries are cut from.
         tuples: (T, k) int64, to train on or to ask for.
         unseen: (U, k) further combinations with targets here, which are not among the `tuples` of any split.
@@ -60,15 +90,6 @@ class Compositions:
     infeasible: np.ndarray
     queries: list[Query] | None = None
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        asked = np.unique(np.concatenate([one.ravel() for one in (self.tuples, self.unseen, self.infeasible)]))
-        without = [self.concepts[concept] for concept in asked if not len(self.crops[concept])]
-        if without:
-            raise UserError(
-                f"{self.source}, split '{self.split}', has nothing to cut image queries of '{without[0]}' from.",
-                "Leave that concept out, or use more data.",
-            )
 
     def __len__(self) -> int:
         return len(self.images)
@@ -111,14 +132,7 @@ class Compositions:
             )
         target = int(targets[random.randint(len(targets))])
         as_image = random.randint(2, size=len(concepts)) == 1
-        parts = (
-            image_part(concept, self.crops[concept].draw(random, [target])) if image else self.text_part(concept)
-            for concept, image in zip(concepts, as_image)
-        )
-        return Example(tuple(parts), target, concepts)
-
-    def text_part(self, concept: int) -> Part:
-        return Part(concept, text=self.concepts[concept])
+        return Example(self._parts(concepts, as_image, random, [target]), target, concepts)
 
     def sampled_queries(self, number: int = QUERIES, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
         """So many test queries, a pure function of the data and the seed.
@@ -130,29 +144,30 @@ class Compositions:
             tuples: (T, k) other combinations, such as `unseen` or `infeasible`; by default `self.tuples`.
         """
         tuples = self.tuples if tuples is None else tuples
-        if not len(tuples) or number < 1:
-            return []
-        k = tuples.shape[1]
         found = []
-        for row in range(number):
-            random = stream_of("query", seed, row)
+        for row in range(number if len(tuples) else 0):
             concepts = tuple(tuples[row % len(tuples)].tolist())
-            mixture = sum(divmod(row, len(tuples))) % 2**k  # every combination meets every mixture in turn
-            answers = self.targets(concepts)
-            parts = tuple(
-                image_part(concept, self.crops[concept].draw(random, answers))
-                if mixture >> place & 1
-                else self.text_part(concept)
-                for place, concept in enumerate(concepts)
-            )
-            found.append(Query(parts, concepts, kind_of(parts)))
+            mixture = sum(divmod(row, len(tuples)))  # every combination meets every mixture in turn
+            as_image = [mixture >> place & 1 for place in range(len(concepts))]
+            parts = self._parts(concepts, as_image, stream_of("query", seed, row), self.targets(concepts))
+            found.append(Query(parts, concepts))
         return found
+
+    def _parts(self, concepts, as_image, random: np.random.RandomState, without) -> tuple[Part, ...]:
+        """The text of each concept, or a crop of an image that is not among those `without`."""
+        return tuple(
+            Part(concept, *self.crops[concept].draw(random, without)) if image else self.text_part(concept)
+            for concept, image in zip(concepts, as_image)
+        )
+
+    def text_part(self, concept: int) -> Part:
+        return Part(concept, text=self.concepts[concept])
 
     def digest(self) -> str:
         """A fingerprint of everything that examples depend on but the pixels."""
         found = hashlib.sha256("\0".join(place.name for place in self.images.places).encode(errors="replace"))
         found.update("\0".join(self.concepts).encode(errors="replace"))
-        found.update(np.ascontiguousarray(self.tuples).tobytes() + self.holds.pairs().tobytes())
+        found.update(np.ascontiguousarray(self.tuples).tobytes() + self.holds.pairs.tobytes())
         for crops in self.crops:
             found.update(crops.owners.tobytes() + crops.boxes.tobytes())
         return found.hexdigest()[:16]
@@ -160,3 +175,33 @@ class Compositions:
     def named(self, concepts: Sequence[int]) -> str:
         """The concepts' texts, for messages."""
         return " + ".join(self.concepts[int(concept)] for concept in concepts)
+
+
+class QueryParts(NamedTuple):
+    """The different parts of Q queries of k parts each; a part that several queries share is there once.
+
+    Attributes:
+        images: M crops and whole images, in a fixed order, each opened on its own: `ImageBatches` streams them.
+        texts: T texts.
+        rows: (Q, k) int64; r >= 0 is image r, r < 0 is text -r - 1.
+    """
+
+    images: CroppedImages
+    texts: list[str]
+    rows: np.ndarray
+
+
+def query_parts(images: Images, queries: Sequence[Query]) -> QueryParts:
+    """Collect the inputs to encode for these queries, which have equally many parts."""
+    crops: dict[Crop, int] = {}
+    texts: dict[str, int] = {}
+    rows = [
+        [
+            crops.setdefault(Crop(part.image, part.box), len(crops))
+            if part.is_image
+            else -texts.setdefault(part.text, len(texts)) - 1
+            for part in query.parts
+        ]
+        for query in queries
+    ]
+    return QueryParts(CroppedImages.of(images, crops), list(texts), np.array(rows, np.int64).reshape(len(queries), -1))

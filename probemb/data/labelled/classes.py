@@ -1,4 +1,6 @@
-"""Classes of a labelled set of images: their names, in the order of the labels."""
+"""Labelled images, their classes in the order of the labels, and prompts that describe these."""
+
+from __future__ import annotations
 
 import json
 import re
@@ -7,11 +9,16 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+
+from probemb.data.image_loader import Images
+from probemb.data.reading import check_unique, checked, read_text
 from probemb.errors import UserError
 
 WNID = re.compile(r"n\d{8}")
 BUILT_IN = "the built-in ImageNet names"
-MAX_FILE = 64 << 20  # bytes of a class or template file
+SINGLE_TEMPLATE = "a photo of a {}."
+Templates = Sequence[str] | dict[str, list[str]]  # for all classes, or the prompts of each class by its name
 
 
 @dataclass(frozen=True)
@@ -31,20 +38,34 @@ class Classes:
     def __len__(self) -> int:
         return len(self.names)
 
-    def only(self, keys: Sequence[str]) -> "Classes":
+    def only(self, keys: Sequence[str]) -> Classes:
         """Those with one of these keys, in the same order."""
-        wanted = set(keys)
-        kept = [(name, key) for name, key in zip(self.names, self.keys, strict=True) if key in wanted]
+        kept = [(name, key) for name, key in zip(self.names, self.keys, strict=True) if key in set(keys)]
         if len(kept) == len(self):
             return self
-        names, keys = zip(*kept)
-        return Classes(names, keys, f"{self.source}, {len(names)} of them")
+        return Classes(*map(tuple, zip(*kept)), f"{self.source}, {len(kept)} of them")
+
+
+@dataclass(kw_only=True)
+class LabelledImages(Images):
+    """Images and their labels.
+
+    Attributes:
+        marks: the label in the data: a class index, or the name of the class folder.
+        folders: all class folders in sorted order, including empty ones; None where labels are indices.
+        class_file: classes.json or classes.txt beside the data.
+        classes, templates: what the data's own layout says; None without.
+    """
+
+    marks: list[int | str]
+    folders: list[str] | None = None
+    class_file: Path | None = None
+    classes: Classes | None = None
+    templates: tuple[str, ...] | None = None
 
 
 def imagenet_classes(keys: Sequence[str] | None = None) -> Classes:
     """The 1000 ILSVRC classes under CLIP's names, in the order of the sorted WordNet ids; keys: `imagenet_folders`."""
-    from open_clip import IMAGENET_CLASSNAMES
-
     return Classes(tuple(IMAGENET_CLASSNAMES), None if keys is None else tuple(keys), BUILT_IN)
 
 
@@ -52,10 +73,10 @@ def imagenet_folders(folders: Sequence[str]) -> tuple[str, ...] | None:
     """Folder names of all 1000 classes, if these are folders of ImageNet: all or some WordNet ids (ImageNet, -A, -R,
     -Sketch), or the numbers 0 to 999 (ImageNetV2). None for other folders.
     """
-    numbers = tuple(str(i) for i in range(1000))
+    numbers = tuple(map(str, range(1000)))
     if set(folders) == set(numbers):
         return numbers
-    if folders and all(WNID.fullmatch(folder) for folder in folders):
+    if folders and all(map(WNID.fullmatch, folders)):
         wnids = tuple((files("timm") / "data" / "_info" / "imagenet_synsets.txt").read_text().split())
         return wnids if set(folders) <= set(wnids) else None
     return None
@@ -68,79 +89,75 @@ def read_classes(path: str | Path) -> Classes:
     under "name", "open_clip_name" or "class_name", and optionally "index" and a key under "wnid", "key" or "folder".
     Raises UserError: a missing, empty or unreadable file, an empty name, an index that is missing or occurs twice.
     """
-    path = Path(path)
-    text = read_text(path, "class-name file", "--classes")
-    if path.suffix.lower() == ".json":
-        names, keys = _classes_from_json(text, path)
-    else:
-        names, keys = [line.strip() for line in text.splitlines()], None
-        while names and not names[-1]:
-            names.pop()
-    if not names:
-        raise UserError(f"The class-name file {path} is empty.", "Write one class name a line.")
-    for i, name in enumerate(names):
-        if not isinstance(name, str) or not name.strip():
-            raise UserError(f"Class {i} in {path} has no name.", "Give every class a name; the line is its label.")
-    if keys and len(set(keys)) < len(keys):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise UserError(f"{path} lists the class {twice} twice.", "Keep one entry for each class.")
+    path, keys = Path(path), None
+    text = read_text(path)
+    with checked(path, "a class-name file", "Write one class name a line, or a JSON list of names."):
+        if path.suffix.lower() == ".json":
+            names, keys = _classes_from_json(json.loads(text))
+        else:
+            names = [line.strip() for line in text.rstrip().splitlines()]
+        for i, name in enumerate(names):
+            if not isinstance(name, str) or not name.strip():
+                raise ValueError(f"class {i} has no name")
+        if not names:
+            raise ValueError("it is empty")
+    check_unique(keys or (), "class", path)
     return Classes(tuple(name.strip() for name in names), tuple(keys) if keys else None, str(path))
 
 
-def refuse_same_names(classes: Classes) -> None:
-    """Raise UserError if two classes have the same prompts; CLIP's own names of ImageNet have two such pairs."""
-    names = [" ".join(name.casefold().split()) for name in classes.names]
-    if (
-        len(set(names)) == len(names)
-        or classes.source.startswith(BUILT_IN)
-        or classes.names == imagenet_classes().names
-    ):
-        return
-    same = next(name for name in names if names.count(name) > 1)
-    first, second = [i for i, name in enumerate(names) if name == same][:2]
-    raise UserError(
-        f"Classes {first} and {second} of {classes.source} have the same name, {classes.names[second]}.",
-        "Their prompts would be the same: give them names that differ, such as `crane bird` and `construction crane`.",
-    )
-
-
-def _classes_from_json(text: str, path: Path) -> tuple[list, list[str] | None]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {str(error)[:200]}.", "Correct the class-name file.") from error
+def _classes_from_json(content: object) -> tuple[list, list[str] | None]:
+    """Names and keys. Raises ValueError."""
     if isinstance(content, dict) and isinstance(content.get("classes"), list):
         content = content["classes"]
     if isinstance(content, dict):
-        return list(content.values()), [str(key) for key in content]
+        return list(content.values()), list(content)
     if not isinstance(content, list):
-        raise UserError(f"{path} holds no list of class names.", "Write a JSON list of names, or one name a line.")
+        raise ValueError("it holds no list")
     if not any(isinstance(entry, dict) for entry in content):
         return content, None
 
-    def field(entry, *names):
+    def field(entry: object, *names: str):
         return next((entry[n] for n in names if isinstance(entry, dict) and n in entry), None)
 
     indices = [field(entry, "index", "label") for entry in content]
     if any(index is not None for index in indices):
-        if sorted(str(i) for i in indices) != sorted(str(i) for i in range(len(content))):
-            raise UserError(
-                f'The "index" entries of {path} are not 0 to {len(content) - 1}, each once.',
-                "Number the classes from 0, without gaps.",
-            )
+        if sorted(map(str, indices)) != sorted(map(str, range(len(content)))):
+            raise ValueError(f'its "index" entries are not 0 to {len(content) - 1}, each once')
         content = [entry for _, entry in sorted(zip(indices, content), key=lambda pair: int(pair[0]))]
     names = [field(entry, "name", "open_clip_name", "class_name") for entry in content]
     keys = [field(entry, "wnid", "key", "folder") for entry in content]
-    return names, None if any(key is None for key in keys) else [str(key) for key in keys]
+    return names, None if None in keys else list(map(str, keys))
 
 
-def read_text(path: Path, what: str, option: str) -> str:
-    """The content of a small UTF-8 file. Raises UserError, which names `what` it is and the `option` that gave it."""
-    if not path.is_file():
-        raise UserError(f"The {what} {path} does not exist.", f"Check the path given to {option}.")
-    if path.stat().st_size > MAX_FILE:
-        raise UserError(f"The {what} {path} is larger than {MAX_FILE >> 20} MiB.", f"Check the path given to {option}.")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (UnicodeDecodeError, OSError) as error:
-        raise UserError(f"The {what} {path} cannot be read as UTF-8 text.", "Save it as UTF-8.") from error
+def refuse_same_names(classes: Classes) -> None:
+    """Raise UserError if two classes have the same prompts; CLIP's own names of ImageNet have two such pairs."""
+    if classes.source.startswith(BUILT_IN) or classes.names == tuple(IMAGENET_CLASSNAMES):
+        return
+    seen: dict[str, int] = {}
+    for i, name in enumerate(classes.names):
+        first = seen.setdefault(" ".join(name.casefold().split()), i)
+        if first != i:
+            raise UserError(
+                f"Classes {first} and {i} of {classes.source} have the same name, {name}.",
+                "Give them names that differ, such as `crane bird` and `construction crane`.",
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- prompts
+
+
+def imagenet_templates() -> list[str]:
+    """CLIP's 80 ImageNet templates, each with one `{}` for the class name."""
+    return [template("{}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+def prompt_texts(class_names: Sequence[str], templates: Templates) -> list[str]:
+    """All C x P texts, the prompts of one class next to each other."""
+    if isinstance(templates, dict):
+        return [prompt for name in class_names for prompt in templates[name]]
+    return [template.replace("{}", name) for name in class_names for template in templates]
+
+
+def count_prompts(templates: Templates) -> int:
+    """P, the number of prompts of a class."""
+    return len(next(iter(templates.values())) if isinstance(templates, dict) else templates)

@@ -3,7 +3,7 @@
 import pytest
 
 from probemb.data.boxes import find_phrases
-from probemb.data.boxes.entities import MAX_DEPTH, MAX_FILE
+from probemb.data.boxes.entities import MAX_BYTES
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture
 
@@ -78,8 +78,8 @@ OUTSIDE = '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>'
     [
         (LAUGHS + annotation("<object><name>&c;</name></object>"), "document type"),
         (OUTSIDE + annotation("<object><name>&b;</name></object>"), "document type"),
-        ("<a>" * (MAX_DEPTH + 1) + "</a>" * (MAX_DEPTH + 1), "deep"),
-        (" " * (MAX_FILE + 1), "more than 4 MiB"),
+        ("<a>" * 300_000 + "</a>" * 300_000, "width is ''"),
+        (" " * (MAX_BYTES + 1), "more than 4 MiB"),
     ],
 )
 def test_annotations_that_are_refused(entities, content, what):

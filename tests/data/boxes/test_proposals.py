@@ -60,7 +60,7 @@ def test_proposals_of_a_file(data, tmp_path):
     ("content", "what"),
     [
         ('{"0": [[0, 0, NaN, 5]], "1": [[0, 0, 5, 5]]}', "not finite"),
-        (json.dumps({"0": [[0, 0, 5, 5]] * 10_001, "1": [[0, 0, 5, 5]]}), "more than 10,000"),
+        (json.dumps({"0": [[0, 0, 5, 5]] * 10_001, "1": [[0, 0, 5, 5]]}), "not a list of up to 10,000"),
     ],
 )
 def test_files_that_are_refused(data, tmp_path, content, what):
@@ -98,8 +98,8 @@ def test_each_image_has_its_own_boxes_and_features(data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"boxes": np.full((3, 3, 4), None, object)}, "it holds Python objects"),
-        ({"ids": ("7", "1", "8")}, "no regions for 1 of the 2 images, 0 for one"),
+        ({"boxes": np.full((3, 3, 4), None, object)}, "is not an array of the regions' boxes"),
+        ({"ids": ("7", "1", "8")}, "no proposals for 1 of the 2 images, 0 for one"),
     ],
 )
 def test_files_that_do_not_belong_together(data, tmp_path, options, what):

@@ -61,7 +61,7 @@ def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch):
 
 def test_entries_that_are_refused(tmp_path):
     for rows in [{"id": "../../etc", "regions": []}], [{"id": 1, "regions": [region(1, "x", 10**9, 0, 5, 5)]}]:
-        with pytest.raises(UserError, match=r"no id|whole numbers"):
+        with pytest.raises(UserError, match=r"in entry 1, .* whole number"):
             find_phrases(write(tmp_path / "vg", rows))
 
 

@@ -92,8 +92,8 @@ def changed(**changes):
 
 
 HOSTILE = [
-    ("<!DOCTYPE html>\n<html><body>404</body></html>", "is a web page, not captions. Fetch the annotation file again"),
-    ("{" * 200_000, "not JSON"),
+    ("<!DOCTYPE html>\n<html><body>404</body></html>", "is not JSON"),
+    ("{" * 200_000, "is not JSON"),
     (changed(filename="../../etc/passwd"), r"'val2014/\.\./\.\./etc/passwd' does not lie in the image folder"),
     (changed(filename="a\0b"), "does not lie in the image folder"),
     (changed(cocoid=2**80), "the cocoid is not a whole number"),
@@ -180,9 +180,9 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
     assert dict(found.images.bad) == {
         "b": "there are captions, but no image",
         "c": "there is no caption",
-        "d": "the image_id of the json is not a whole number from 0 on",
+        "d": "the image_id is not a whole number from 0 on",
         "e": "there are 2 caption_ids for 1 captions",
-        "f": "the caption_ids of the json are not a list of whole numbers from 0 on",
+        "f": "a caption id is not a whole number from 0 on",
     }
 
 

@@ -51,7 +51,7 @@ def test_scenes_as_regions_have_every_true_match(tmp_path):
 @pytest.mark.parametrize(
     ("array", "what"),
     [
-        (np.zeros((8, R, W), np.float32), "8 rows, but its captions are of 7 images"),
+        (np.zeros((8, R, W), np.float32), "8 rows, but there are 7 images"),
         (np.array([{}] * 7, object), "holds Python objects"),
     ],
 )

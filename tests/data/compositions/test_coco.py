@@ -62,7 +62,7 @@ def test_images_concepts_and_crops(folder):
     assert found.names == [str(one) for one in kept]
     assert found.concepts == ("person", "dog", "bottle")
     assert [found.splits.count(one) for one in ("train", "val", "test")] == [10, 3, 3]
-    assert all(found.holdings()[i] == {0, 1, 2} for i in range(len(found)))
+    assert found.holdings().dense().all()
     people, dogs, bottles = found.crops()
     assert [crop.box for crop in people][:2] == [(2.0, 1.0, 10.0, 7.0), (12.0, 0.0, 20.0, 4.0)]
     assert dogs.images.tolist() == [row for row, one in enumerate(kept) if one % 2]  # no crops of groups

@@ -4,9 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from probemb.data.compositions import Compositions, query_parts
-from probemb.data.compositions.crops import Crops
-from probemb.data.compositions.holdings import Holdings
+from probemb.data.compositions import Compositions, Crops, Holdings, query_parts
 from probemb.data.image_loader import Images, Place
 from probemb.data.randomness import stream_of
 from tests.data.compositions.drawn import picture

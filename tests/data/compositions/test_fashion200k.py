@@ -28,7 +28,7 @@ def test_training_examples_change_one_word(folder):
         assert image.image == data.sources[row % 6]
         before, after = texts[image.image], texts[target]
         assert [data.concepts[one] for one in concepts] == [after]
-        assert set(concepts) == data.holds[target]
+        assert list(concepts) == data.holds.of_image[target].tolist()
         [x] = [word for word in before.split() if word not in after.split()]
         [y] = [word for word in after.split() if word not in before.split()]
         assert change.text == f"replace {x} with {y}"

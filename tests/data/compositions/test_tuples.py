@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from probemb.data.compositions import ConceptImages, TupleNumbers, sample_tuples
-from probemb.data.compositions.annotated import draw_splits
+from probemb.data.compositions.concepts import draw_splits
 from probemb.data.compositions.tuples import feasible_tuples
 from probemb.data.image_loader import Images, Place
 

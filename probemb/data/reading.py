@@ -1,0 +1,250 @@
+"""Checked reading of annotation files from outside: bounded, in UTF-8, and with one shape of error.
+
+A reader parses one entry at a time and raises what malformed content makes Python raise (ValueError with the reason,
+KeyError, TypeError); `checked` and `parse_all` turn that into a UserError with file, entry and reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from probemb.data.image_loader import Images, Place
+from probemb.errors import UserError, nearest
+
+MAX_FILE = 1 << 30  # bytes of an annotation file, unpacked
+MAX_ID = 2**63 - 1
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, csv.Error)
+REMEDY = "Correct the file, or fetch it again."
+AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it
+USUAL_SPLITS = ("train", "restval", "val", "test")
+_SPLIT_NAMES = {"dev": "val", "valid": "val", "validation": "val"}  # other names of a split
+_SPLIT_PARTS = {"train": ("train", "restval")}  # COCO's restval: images of val2014 that Karpathy gave to training
+_IMAGE_FOLDERS = ("images", "flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "")
+T = TypeVar("T")
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def malformed(path: str | Path, what: str, error: Exception | str, entry: str = "", remedy: str = REMEDY) -> UserError:
+    """The error for content that is not `what` it should be."""
+    why = f"there is no {error}" if isinstance(error, KeyError) else str(error)[:200]
+    return UserError(f"{path} is not {what}: {entry and f'in {entry}, '}{why}.", remedy)
+
+
+@contextmanager
+def checked(path: str | Path, what: str, remedy: str = REMEDY) -> Iterator[None]:
+    """Raises UserError for malformed content that is found inside."""
+    try:
+        yield
+    except MALFORMED as error:
+        raise malformed(path, what, error, remedy=remedy) from None
+
+
+def parse_each(
+    path: str | Path, what: str, rows: Iterable, parse: Callable[..., T | None], unit: str = "entry"
+) -> Iterator[T]:
+    """`parse` of every row, without None. Raises UserError, which names the row, counted from 1."""
+    number = 0
+    try:
+        for row in rows:
+            number += 1
+            if (one := parse(row)) is not None:
+                yield one
+    except MALFORMED as error:
+        raise malformed(path, what, error, f"{unit} {number}") from None
+
+
+def parse_all(*args, **more) -> list:
+    """A list of `parse_each`."""
+    return list(parse_each(*args, **more))
+
+
+def parse_lines(path: Path, what: str, parse: Callable[[str], T | None]) -> list[T]:
+    """`parse` of every line that is not blank. Raises UserError, which names the line."""
+    lines = read_text(path).split("\n")
+    return parse_all(path, what, lines, lambda line: parse(line.strip("\r")) if line.strip() else None, "line")
+
+
+def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
+    """The content of a regular file, unpacked if it is gzipped. Raises UserError: not readable, or too large."""
+    if not path.is_file():
+        what = "is not a regular file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}.", "Check the path.")
+    try:
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else open(path, "rb") as file:
+            content = file.read(limit + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}.", "Check the file, or fetch it again.") from None
+    if len(content) > limit:
+        raise UserError(f"{path} has more than {limit >> 20:,} MiB.", "Check the path.")
+    return content
+
+
+def read_text(path: Path, limit: int = MAX_FILE) -> str:
+    """The content of a file in UTF-8, also gzipped. Raises UserError."""
+    with checked(path, "a text in UTF-8"):
+        return read_bytes(path, limit).decode("utf-8-sig")
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text that are not blank, stripped. Raises UserError."""
+    return [line.strip() for line in read_text(path).split("\n") if line.strip()]
+
+
+def read_json(path: Path) -> object:
+    """The content of a JSON file, also gzipped. Raises UserError."""
+    text = read_text(path)
+    with checked(path, "JSON"):
+        return json.loads(text)
+
+
+# ------------------------------------------------------------------------------------------------------------ values
+
+
+def is_id(value: object) -> bool:
+    """True if a JSON value can be a COCO id: a whole number from 0 on, of at most 63 bits."""
+    return type(value) is int and 0 <= value <= MAX_ID
+
+
+def as_id(value: object, what: str) -> int:
+    if not is_id(value):
+        raise ValueError(f"{what} is not a whole number from 0 on")
+    return value
+
+
+def as_text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is not a text")
+    return value
+
+
+def as_list(value: object, what: str, limit: int = MAX_ID) -> list:
+    if not isinstance(value, list) or len(value) > limit:
+        raise ValueError(f"{what} are not a list of up to {limit:,}" if limit < MAX_ID else f"{what} are not a list")
+    return value
+
+
+def as_inside(name: object) -> str:
+    """The name of a file that stays inside the folder it is joined to."""
+    path = PurePosixPath(as_text(name, "the name of an image"))
+    plain = path.name and len(name) < 4096 and name.isprintable() and "\\" not in name and ":" not in name
+    if not plain or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"the image {name[:200]!r} does not lie in the image folder")
+    return str(path)
+
+
+def check_unique(ids: Iterable[int | str], what: str, source: str | Path) -> None:
+    """Raises UserError if an id occurs twice."""
+    seen: set[int | str] = set()
+    for one in ids:
+        if one in seen:
+            raise UserError(f"{source} has two entries with the {what} {one}.", "Remove one of them.")
+        seen.add(one)
+
+
+def only_file(files: Sequence[Path], folder: Path, what: str) -> Path:
+    """The only file of a list. Raises UserError if there are none or several."""
+    if len(files) != 1:
+        named = f": {', '.join(file.name for file in files[:4])}" if files else ""
+        raise UserError(f"{folder} holds {len(files)} files that match {what}{named}.", "Name one file, or a split.")
+    return files[0]
+
+
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """The names as "a, b and c" or "a, b or c"."""
+    return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# ------------------------------------------------------------------------------------------------------------ splits
+
+
+def split_name(name: str) -> str:
+    """The canonical name of a split: "val" for "dev" and "validation"."""
+    return _SPLIT_NAMES.get(name, name)
+
+
+def choose_split(split: str | None, known: Iterable[str], source: str | Path) -> tuple[str | None, tuple[str, ...]]:
+    """The canonical split, None for all data, and the parts of the data that form it.
+
+    Raises UserError, naming the known ones, if there is no such split.
+    """
+    known, split = list(dict.fromkeys(known)), split and split_name(split)
+    if split == AUTO:
+        split = "test" if len(set(known) & set(USUAL_SPLITS)) > 1 else None
+    if split is None:
+        return None, tuple(known)
+    parts = tuple(part for part in _SPLIT_PARTS.get(split, (split,)) if part in known)
+    if not parts:
+        others = f"only {listed(sorted(known))}" if known else "none at all"
+        raise UserError(
+            f"{source} has no split '{split}', {others}.{nearest(split, known)}",
+            "Name one of these splits." if known else "Leave the split out to use all data.",
+        )
+    return split, parts
+
+
+# ------------------------------------------------------------------------------------------------------------ images
+
+
+def locate(
+    candidates: Sequence[Sequence[str]], names: Sequence[str], source: Path, images: Path | None, beside: Sequence[Path]
+) -> Images | UserError:
+    """The location of each image; the error to raise where they are needed if images beside the annotations are absent.
+
+    Args:
+        candidates: for each image its possible paths below the folder; the first existing one is used.
+        images: the folder; None searches beside the annotations.
+
+    Raises UserError: only some of the images are there, or none in the folder given.
+    """
+    if images is not None and not images.is_dir():
+        raise UserError(f"The image folder {images} does not exist.", "Name the folder that holds the images.")
+
+    @cache
+    def names_in(folder: str) -> frozenset[str]:  # one listing per folder, not one `stat` for each of 100,000 images
+        with suppress(OSError):
+            return frozenset(os.listdir(folder))
+        return frozenset()
+
+    def exists(path: str) -> bool:
+        folder, name = os.path.split(path)
+        return name in names_in(folder)
+
+    best: list[str | None] = [None] * len(candidates)
+    for root in [images] if images is not None else [folder / name for folder in beside for name in _IMAGE_FOLDERS]:
+        if root.is_dir():
+            paths = ([os.path.join(root, name) for name in group] for group in candidates)
+            found = [next(filter(exists, group), None) for group in paths]
+            best = min(best, found, key=lambda files: files.count(None))
+    missing = [name for name, file in zip(names, best) if file is None]
+    if not missing:
+        return Images(places=[Place(name, file) for name, file in zip(names, best)], source=str(source))
+    error = missing_images(source, missing, len(names))
+    if images is not None or len(missing) < len(names):
+        raise error
+    return error
+
+
+def missing_images(source: str | Path, missing: Sequence[str], total: int) -> UserError:
+    return UserError(
+        f"{len(missing):,} of the {total:,} images of {source} are missing, the first is {missing[0]}.",
+        "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
+    )
+
+
+def all_located(images: Images | UserError) -> Images:
+    """Raises UserError: the images are absent."""
+    if isinstance(images, UserError):
+        raise images
+    return images
