@@ -14,15 +14,24 @@ from itertools import combinations
 
 from probemb.data.boxes.geometry import Box
 from probemb.data.scenes.drawing import boxes
-from probemb.data.scenes.samples import class_names, kind_label
-from probemb.data.scenes.world import CAMERA, COLOURS, CORNERS, MIDDLE, SHAPES, Scene, Thing, pick, pick_weighted
+from probemb.data.scenes.world import (
+    CAMERA,
+    COLOURS,
+    CORNERS,
+    MIDDLE,
+    SHAPES,
+    Scene,
+    Thing,
+    class_names,
+    kind_label,
+    pick,
+    pick_weighted,
+)
 
 SETTINGS = {"drawing": "drawing", "dark": "dark picture", "bright": "bright picture"}  # value of the camera -> text
 OBJECTS = {1: 0.05, 2: 0.1, 3: 0.1, 4: 0.2, 5: 0.55}  # share of the pictures by number of objects
-_NARROW, _WIDE = (
-    (40, 7),
-    (6, 24),
-)  # groups, and kinds in each: triples and more recur in narrow ones, pairs vary in wide
+# Number of groups, and of kinds in each: triples and more recur in narrow ones, pairs vary in wide ones.
+_NARROW, _WIDE = (40, 7), (6, 24)
 _IN_NARROW = 0.78  # share of the pictures
 _PATCH = (0.07, 0.47, 0.53, 0.93)  # borders of the corners, as shares of the side
 

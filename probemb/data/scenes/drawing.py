@@ -5,6 +5,7 @@ The objects' exact places, sizes and rotations, the background, and the grain de
 
 import math
 import random
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -92,7 +93,7 @@ def _place(thing: Thing, side: int, draw: random.Random) -> list[list[tuple[floa
     x, y = (side * (centre + spread * (2 * draw.random() - 1)) for centre in _CENTRES[thing.cell])
     turn = _TURN * (2 * draw.random() - 1)
     cos, sin = radius * math.cos(turn), radius * math.sin(turn)
-    return [[(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in outline] for outline in _outlines(thing.shape)]
+    return [[(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in outline] for outline in _OUTLINES[thing.shape]]
 
 
 def _draw_thing(
@@ -144,33 +145,29 @@ def _grain(size: int) -> np.ndarray:
     return np.random.RandomState(7).standard_normal((size + 61, size + 61)).astype(np.float32)
 
 
-@lru_cache
-def _outlines(shape: str) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Polygons of a shape of radius 1 around (0, 0), y downwards; after the first one come holes."""
-    if shape == "circle":
-        return (_regular(48, 0.95),)
-    if shape == "ring":
-        return _regular(48, 1.0), _regular(48, 0.54)
-    if shape == "square":
-        return (((-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)),)
-    if shape == "diamond":
-        return (((0, -1.12), (0.74, 0), (0, 1.12), (-0.74, 0)),)
-    if shape == "triangle":
-        return (((0, -1.0), (1.02, 0.8), (-1.02, 0.8)),)
-    if shape == "star":
-        spikes = zip(_regular(5, 1.15), _regular(5, 0.46, math.pi / 5))
-        return (tuple(point for pair in spikes for point in pair),)
-    if shape == "cross":
-        a, b = 0.34, 1.0
-        corners = ((-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a), (a, b), (-a, b), (-a, a), (-b, a), (-b, -a))
-        return ((*corners, (-a, -a)),)
-    if shape == "heart":
-        turns = [2 * math.pi * i / 48 for i in range(48)]
-        heights = [13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in turns]
-        return (tuple((1.02 * math.sin(t) ** 3, -h / 15.5 - 0.12) for t, h in zip(turns, heights)),)
-    raise ValueError(f"unknown shape: {shape}")
-
-
 def _regular(corners: int, radius: float, turn: float = 0.0) -> tuple[tuple[float, float], ...]:
     angles = [2 * math.pi * i / corners + turn for i in range(corners)]
     return tuple((radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles)
+
+
+def _heart() -> Iterator[tuple[float, float]]:
+    for t in (2 * math.pi * i / 48 for i in range(48)):
+        height = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+        yield 1.02 * math.sin(t) ** 3, -height / 15.5 - 0.12
+
+
+_SPIKES = zip(_regular(5, 1.15), _regular(5, 0.46, math.pi / 5))
+_A, _B = 0.34, 1.0  # half the width and the length of the cross
+_OUTLINES = {  # polygons of radius 1 around (0, 0), y downwards; after the first one come holes
+    "circle": (_regular(48, 0.95),),
+    "ring": (_regular(48, 1.0), _regular(48, 0.54)),
+    "square": (((-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)),),
+    "diamond": (((0, -1.12), (0.74, 0), (0, 1.12), (-0.74, 0)),),
+    "triangle": (((0, -1.0), (1.02, 0.8), (-1.02, 0.8)),),
+    "star": (tuple(point for pair in _SPIKES for point in pair),),
+    "cross": (
+        ((-_A, -_B), (_A, -_B), (_A, -_A), (_B, -_A), (_B, _A), (_A, _A), (_A, _B), (-_A, _B), (-_A, _A), (-_B, _A),
+         (-_B, -_A), (-_A, -_A)),
+    ),
+    "heart": (tuple(_heart()),),
+}  # fmt: skip

@@ -11,7 +11,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -24,10 +24,11 @@ from probemb.data.scenes.world import (
     PLACES,
     RELATIONS,
     SHAPES,
-    SIZES,
     Scene,
     Thing,
+    kind_label,
     layouts,
+    scene_from_json,
 )
 
 SIZE_WORDS = {"small": ("small",), "large": ("large", "huge"), "huge": ("huge",)}
@@ -56,9 +57,11 @@ class Pattern:
 class Predicate:
     """Everything that a caption states: a conjunction.
 
-    things up to three different objects relation holds between the first two of them (a key of RELATIONS) number (low,
-    high): how many objects of the scene fit things[0], the only pattern then; inclusive medium, light, focus camera
-    settings (CAMERA)
+    Attributes:
+        things: up to three different objects.
+        relation: holds between the first two of them, a key of RELATIONS.
+        number: (low, high), inclusive: how many objects of the scene fit things[0], the only pattern then.
+        medium, light, focus: camera settings, of CAMERA.
     """
 
     things: tuple[Pattern, ...] = ()
@@ -67,46 +70,6 @@ class Predicate:
     medium: str | None = None
     light: str | None = None
     focus: str | None = None
-
-    def __post_init__(self):
-        known = (
-            all(
-                pattern.shape in (None, *SHAPES)
-                and pattern.colour in (None, *COLOURS)
-                and pattern.size in (None, *SIZE_WORDS)
-                and pattern.place in (None, *PLACES)
-                for pattern in self.things
-            )
-            and self.relation in (None, *RELATIONS)
-            and all(getattr(self, setting) in (None, *values) for setting, values in CAMERA.items())
-        )
-        if not known or len(self.things) > MAX_OBJECTS:
-            raise ValueError(f"unknown attribute or too many objects: {self}")
-        if (self.relation and len(self.things) < 2) or (self.number and (len(self.things) != 1)):
-            raise ValueError("a relation needs two objects, a number exactly one pattern")
-
-    def to_json(self) -> dict:
-        """A compact description that `predicate_from_json` reads."""
-        row = {name: value for name, value in asdict(self).items() if value not in (None, ())}
-        if self.things:
-            row["things"] = [{k: v for k, v in asdict(thing).items() if v is not None} for thing in self.things]
-        if self.number:
-            row["number"] = list(self.number)
-        return row
-
-
-def predicate_from_json(row: dict) -> Predicate:
-    """Inverse of `Predicate.to_json`. Raises ValueError."""
-    try:
-        row = dict(row)
-        things = tuple(Pattern(**thing) for thing in row.pop("things", ()))
-        number = row.pop("number", None)
-        if number is not None:
-            low, high = number
-            number = (int(low), int(high))
-        return Predicate(things, number=number, **row)
-    except TypeError as error:
-        raise ValueError(f"not the description of a caption: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -136,22 +99,22 @@ class Caption:
 
 def match_matrix(scenes: Sequence[Scene], captions: Sequence[Caption | Predicate]) -> np.ndarray:
     """Mask of the captions that are true of scenes: (N scenes, M captions) bool."""
-    predicates = [_predicate(caption) for caption in captions]
+    predicates = list(map(_predicate, captions))
+    kinds = {thing: i for i, thing in enumerate(dict.fromkeys(thing for one in scenes for thing in one.things))}
+    rows = np.full((len(scenes), MAX_OBJECTS), len(kinds))  # (N, 3) places in `kinds`; its length: no object
+    for row, one in zip(rows, scenes):
+        row[: len(one.things)] = [kinds[thing] for thing in one.things]
+    cells = np.array([*(thing.cell for thing in kinds), NO_CELL])[rows]
+    patterns = dict.fromkeys(pattern for predicate in predicates for pattern in predicate.things)
+    fits = {pattern: np.array([*map(pattern.fits, kinds), False])[rows] for pattern in patterns}  # (N, 3) each
+    camera = {name: np.array([getattr(one, name) for one in scenes]) for name in CAMERA}
     distinct = {predicate: i for i, predicate in enumerate(dict.fromkeys(predicates))}
     columns = np.empty((len(scenes), len(distinct)), dtype=bool)
-    codes, cells = _tabulate(scenes)
-    camera = {name: np.array([getattr(one, name) for one in scenes]) for name in CAMERA}
-    patterns = {pattern for predicate in distinct for pattern in predicate.things}
-    fits = {pattern: _pattern_table(pattern)[codes] & (cells != NO_CELL) for pattern in patterns}  # (N, 3) each
-    places = {place: np.isin(cells, allowed) for place, allowed in PLACES.items()}
-    for pattern in patterns:
-        if pattern.place:
-            fits[pattern] &= places[pattern.place]
     for predicate, column in distinct.items():
         found = _objects_fit(predicate, [fits[pattern] for pattern in predicate.things], cells)
         for name in CAMERA:
-            if getattr(predicate, name) is not None:
-                found = found & (camera[name] == getattr(predicate, name))
+            if (stated := getattr(predicate, name)) is not None:
+                found = found & (camera[name] == stated)
         columns[:, column] = found
     return columns[:, [distinct[predicate] for predicate in predicates]]
 
@@ -211,23 +174,46 @@ def _objects_fit(stated: Predicate, fits: list[np.ndarray], cells: np.ndarray) -
     return result
 
 
-def _tabulate(scenes: Sequence[Scene]) -> tuple[np.ndarray, np.ndarray]:
-    """Objects as numbers: codes of (shape, colour, size), and cells (NO_CELL: no object), both (N, MAX_OBJECTS)."""
-    codes = np.zeros((len(scenes), MAX_OBJECTS), dtype=np.int64)
-    cells = np.full((len(scenes), MAX_OBJECTS), NO_CELL)
-    for row, one in enumerate(scenes):
-        for column, thing in enumerate(one.things):
-            codes[row, column] = _CODES[thing.shape, thing.colour, thing.size]
-            cells[row, column] = thing.cell
-    return codes, cells
+# ------------------------------------------------------------------------------------------------------------ KEY.json
+
+_STATED = {"shape": SHAPES, "colour": COLOURS, "size": SIZE_WORDS, "place": PLACES, "relation": RELATIONS, **CAMERA}
 
 
-_KINDS = list(itertools.product(SHAPES, COLOURS, SIZES))
-_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+def sample_to_json(scene: Scene, captions: Sequence[Caption]) -> dict:
+    """The KEY.json of an image: captions and their predicates, each object's index into `class_names()`, the scene."""
+    return {
+        "captions": [caption.text for caption in captions],
+        "labels": [kind_label(thing) for thing in scene.things],
+        "scene": scene.to_json(),
+        "predicates": [_compact(caption.predicate) for caption in captions],
+    }
 
 
-@lru_cache(maxsize=10_000)
-def _pattern_table(pattern: Pattern) -> np.ndarray:
-    """Mask of the codes whose object has the stated shape, colour and size: (codes,) bool."""
-    anywhere = Pattern(pattern.shape, pattern.colour, pattern.size)
-    return np.array([anywhere.fits(Thing(*kind, cell=NO_CELL)) for kind in _KINDS])
+def _compact(stated: Predicate | Pattern) -> dict:
+    row = {name: value for name, value in vars(stated).items() if value not in (None, ())}
+    if "things" in row:
+        row["things"] = list(map(_compact, stated.things))
+    return row | ({"number": list(stated.number)} if "number" in row else {})
+
+
+def sample_from_json(row: dict) -> tuple[Scene, list[Caption]]:
+    """Scene and captions of a KEY.json, from which `match_matrix` gives the true matches. Raises ValueError."""
+    try:
+        texts = zip(row["captions"], row["predicates"], strict=True)
+        captions = [Caption(text, _predicate_from_json(dict(stated))) for text, stated in texts]
+        return scene_from_json(row["scene"]), captions
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a sample of the synthetic world: {error}") from None
+
+
+def _predicate_from_json(row: dict) -> Predicate:
+    """Raises ValueError, TypeError."""
+    things = tuple(Pattern(**thing) for thing in row.pop("things", ()))
+    number = row.pop("number", None)
+    found = Predicate(things, number=number and tuple(map(int, number)), **row)
+    stated = [(name, value) for one in (found, *things) for name, value in vars(one).items() if name in _STATED]
+    if not all(value is None or value in _STATED[name] for name, value in stated):
+        raise ValueError(f"unknown attribute: {row}")
+    if len(things) > MAX_OBJECTS or (found.relation and len(things) < 2) or (number and len(things) * len(number) != 2):
+        raise ValueError("a relation needs two objects, a number exactly one pattern")
+    return found

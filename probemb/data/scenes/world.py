@@ -140,3 +140,53 @@ def _finish(draw: random.Random, kinds: list[tuple[str, str]]) -> Scene:
     camera = {name: pick_weighted(draw, [(p, v) for v, p in values.items()]) for name, values in CAMERA.items()}
     things = tuple(Thing(shape, colour, size, cell) for (shape, colour), (size, cell) in zip(kinds, spots))
     return Scene(things, seed=int(draw.random() * 2**32), **camera)
+
+
+# ----------------------------------------------------------------------------------------------------------- classes
+
+_KINDS = list(itertools.product(COLOURS, SHAPES))
+
+
+def class_names() -> list[str]:
+    """Names of the 64 kinds of objects, such as "red circle", which fit "a photo of a {}."."""
+    return [f"{colour} {shape}" for colour, shape in _KINDS]
+
+
+def sized_class_names() -> list[str]:
+    """Names of the 192 classes of zero-shot classification, such as "small red circle": every kind in three sizes."""
+    return [f"{size} {kind}" for size in SIZES for kind in class_names()]
+
+
+def kind_label(thing: Thing) -> int:
+    """Index into `class_names()`."""
+    return _KINDS.index((thing.colour, thing.shape))
+
+
+def class_label(scene: Scene) -> int | None:
+    """Index into `class_names()` of the scene's only object; None for scenes with several."""
+    return kind_label(scene.things[0]) if len(scene.things) == 1 else None
+
+
+def sized_class_label(scene: Scene) -> int:
+    """Index into `sized_class_names()` of the scene's only object."""
+    (thing,) = scene.things
+    return SIZES.index(thing.size) * len(_KINDS) + kind_label(thing)
+
+
+def class_scene(seed: int | str, index: int) -> Scene:
+    """Scene `index` of a balanced set of single-object scenes: its class is `index` modulo 64."""
+    colour, shape = _KINDS[index % len(_KINDS)]
+    return single_scene(seed, index, shape, colour)
+
+
+def unseen_classes() -> list[int]:
+    """Indices of the 16 classes that have no images in training; each colour and each shape is in two of them."""
+    return [i for i in range(len(_KINDS)) if sum(divmod(i, len(SHAPES))) % 4 == 0]
+
+
+def scene_of_split(seed: int | str, index: int, unseen: bool) -> Scene:
+    """Scene `index` of a balanced set of single-object scenes, of the unseen classes or of all others."""
+    held = unseen_classes()
+    chosen = [kind for label, kind in enumerate(_KINDS) if (label in held) == unseen]
+    colour, shape = chosen[index % len(chosen)]
+    return single_scene(seed, index, shape, colour)
