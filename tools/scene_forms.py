@@ -347,5 +347,5 @@ def write_combinations(folder: Path, seed: int) -> None:
     for k in (2, 3, 4):
         drawn = sample_tuples(found, k, seed, impossible=composed.impossible_pairs(seed))
         for name in FILES if k == 2 else ["seen"]:
-            rows = getattr(drawn, name).tolist()
+            rows = drawn[name].tolist()
             write(FILES[name].format(k), [[concept + 1 for concept in row] for row in rows])

@@ -209,7 +209,7 @@ def locate(
     Raises UserError: only some of the images are there, or none in the folder given.
     """
     if images is not None and not images.is_dir():
-        raise UserError(f"The image folder {images} does not exist.", "Name the folder that holds the images.")
+        raise UserError(f"{images} is not a folder.", "Name the folder that holds the images.")
 
     @cache
     def names_in(folder: str) -> frozenset[str]:  # one listing per folder, not one `stat` for each of 100,000 images

@@ -14,5 +14,4 @@ from probemb.data.compositions.dataset import QueryParts as QueryParts
 from probemb.data.compositions.dataset import query_parts as query_parts
 from probemb.data.compositions.find import find_compositions as find_compositions
 from probemb.data.compositions.tuples import MAX_K as MAX_K
-from probemb.data.compositions.tuples import TupleNumbers as TupleNumbers
 from probemb.data.compositions.tuples import sample_tuples as sample_tuples

@@ -1,4 +1,4 @@
-"""Categories, objects and boxes in COCO's form: instances_train2017.json and its images, in a folder, a zip or a tar.
+"""Categories, objects and boxes in COCO's form: instances_train2017.json and its images.
 
 {"images": [{"id", "file_name", "width", "height"}], "categories": [{"id", "name"}],
  "annotations": [{"image_id", "category_id", "bbox": [x, y, width, height], "iscrowd"}]}
@@ -10,11 +10,9 @@ images are those of MPC's list and the others are divided 4:1.
 
 from __future__ import annotations
 
-import struct
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from torch import Tensor
 from probemb.data.boxes.geometry import Box, clipped
 from probemb.data.boxes.phrases import MAX_SIDE
 from probemb.data.compositions.concepts import ConceptImages, draw_splits
-from probemb.data.image_loader import Images, Place, list_members
 from probemb.data.reading import (
     all_located,
     as_id,
@@ -33,7 +30,6 @@ from probemb.data.reading import (
     checked,
     locate,
     malformed,
-    missing_images,
     parse_all,
     read_json,
 )
@@ -44,7 +40,6 @@ MAX_CONCEPTS = 2_000  # of annotated images; COCO has 80, LVIS 1,203
 MAX_NAME = 200  # characters
 MAX_OBJECTS = 10_000  # of an image
 OBJECTS = "a file of objects in COCO's form, such as instances_train2017.json"
-_LOCAL_HEADER = struct.Struct("<4s5HIIIHH")  # of a zip
 
 
 def find_instances(path: Path) -> Path | None:
@@ -62,7 +57,7 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
     """The images of an instances file. Raises UserError: malformed, or images are missing.
 
     Args:
-        images: the folder (of train2017, or with it inside), zip or tar of the images; by default searched beside.
+        images: the folder of train2017, or the one around it; by default searched beside.
         seed, test: of the splits, see `draw_splits`; test: ids as texts.
     """
     content, objects = read_json(file), defaultdict(list)
@@ -86,7 +81,10 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
         for one in chosen
     ]
     ids = [str(one) for one in chosen]
-    located = _locate([files[one] for one in chosen], ids, file, images)
+    folder = file.name.removesuffix(".gz").removesuffix(".json").removeprefix("instances_")
+    beside = [file.parent, file.parent.parent, file.parent / folder, file.parent.parent / folder]
+    names = [(files[one], f"{folder}/{files[one]}") for one in chosen]
+    located = all_located(locate(names, ids, file, images, beside))
     return ConceptImages.of(located, ids, held, categories, draw_splits(ids, seed, test), file)
 
 
@@ -173,41 +171,3 @@ def read_box(box: object, size: tuple[int, int]) -> Box | None:
         raise ValueError(f"a box is {str(box)[:80]}, not [x, y, width, height]")
     left, top, width, height = box
     return clipped((left, top, left + width, top + height), *size)
-
-
-def _locate(files: list[str], ids: list[str], file: Path, images: Path | None) -> Images:
-    if images is not None and images.is_file():
-        inside = _in_zip(images) if zipfile.is_zipfile(images) else _in_tar(images)
-        missing = [name for name in files if PurePosixPath(name).name not in inside]
-        if missing:
-            raise missing_images(file, missing, len(files))
-        places = [inside[PurePosixPath(name).name]._replace(name=one) for name, one in zip(files, ids)]
-        return Images(places=places, source=str(file))
-    folder = file.name.removesuffix(".gz").removesuffix(".json").removeprefix("instances_")
-    beside = [file.parent, file.parent.parent, file.parent / folder, file.parent.parent / folder]
-    return all_located(locate([(name, f"{folder}/{name}") for name in files], ids, file, images, beside))
-
-
-def _in_tar(path: Path) -> dict[str, Place]:
-    members = list_members(path)
-    return {PurePosixPath(one.name).name: Place(one.name, str(path), one.offset, one.size) for one in members}
-
-
-def _in_zip(path: Path) -> dict[str, Place]:
-    """The places of a zip's files by name; COCO's zips store images as they are. Raises UserError."""
-    found = {}
-    try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-            for one in archive.infolist():
-                if one.is_dir():
-                    continue
-                if one.compress_type != zipfile.ZIP_STORED or one.flag_bits & 1:
-                    raise ValueError(f"it holds {one.filename[:100]!r} compressed or encrypted")
-                file.seek(one.header_offset)
-                header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-                start = one.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
-                found[PurePosixPath(one.filename).name] = Place(one.filename, str(path), start, one.file_size)
-    except (OSError, ValueError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
-        remedy = "Fetch it again, or unpack it and name the folder."
-        raise malformed(path, "a zip of images", error, remedy=remedy) from None
-    return found

@@ -20,7 +20,7 @@ from probemb.data.compositions.dataset import Compositions
 from probemb.data.compositions.fashion200k import LABELS, read_fashion200k
 from probemb.data.compositions.lists import has_lists, published_queries, published_tuples, read_test_images
 from probemb.data.compositions.shards import read_concept_shards, shard_splits
-from probemb.data.compositions.tuples import TupleNumbers, no_tuples, sample_tuples
+from probemb.data.compositions.tuples import NUMBERS, no_tuples, sample_tuples
 from probemb.data.reading import listed, split_name
 from probemb.errors import UserError
 
@@ -39,7 +39,7 @@ def find_compositions(
         split: "train", "val" or "test".
         k: concepts in a combination; of no meaning for Fashion200k.
         setup: "seen" has the same combinations in all splits; "unseen" has others in "test", of the same concepts.
-        images: folder, zip or tar of COCO's images, or folder of Fashion200k's; by default searched beside the data.
+        images: folder of COCO's or Fashion200k's images; by default searched beside the data.
         lists: folder of MPC's published lists; by default searched beside shards, else combinations are drawn.
         sizes: one of COCO's JSON files with the sizes of the original images, where the boxes of shards are theirs.
         seed: of drawn splits and combinations.
@@ -57,24 +57,23 @@ def find_compositions(
         return read_fashion200k(path, split, pictures)
     folder = Path(lists) if lists is not None else path if path.is_dir() and has_lists(path) else None
     found = _read(path, pictures, seed, None if folder is None else read_test_images(folder), sizes)
-    numbers = TupleNumbers() if setup == "seen" else TupleNumbers(infeasible=0)
+    numbers = NUMBERS if setup == "seen" else NUMBERS | {"infeasible": 0}
     if folder is None:
         tuples, notes = sample_tuples(found, k, seed, numbers), []
     else:
         tuples, notes = published_tuples(found, folder, k, split)
-        if setup == "unseen" and not len(tuples.unseen_train):
+        if setup == "unseen" and not len(tuples["unseen_train"]):
             drawn = sample_tuples(found, k, seed, numbers)
-            tuples = replace(tuples, unseen_train=drawn.unseen_train, unseen_test=drawn.unseen_test)
+            tuples |= {name: drawn[name] for name in ("unseen_train", "unseen_test")}
     name = "seen" if setup == "seen" else "unseen_test" if split == "test" else "unseen_train"
-    asked, more = getattr(tuples, name), tuples.feasible if setup == "seen" else no_tuples()
-    wanted = getattr(numbers, name)
-    if folder is None and len(asked) < wanted:
-        notes.append(f"There are {len(asked):,} combinations; the benchmark has {wanted:,}.")
+    asked, more = tuples[name], tuples["feasible"] if setup == "seen" else no_tuples()
+    if folder is None and len(asked) < numbers[name]:
+        notes.append(f"There are {len(asked):,} combinations; the benchmark has {numbers[name]:,}.")
     here = found.split(split)
     crops = here.crops()
     has_crops = np.array([len(one) > 0 for one in crops])
-    rows = [one[has_crops[one].all(axis=1)] for one in (asked, more, tuples.infeasible)]
-    if left_out := sum(map(len, (asked, more, tuples.infeasible))) - sum(map(len, rows)):
+    rows = [one[has_crops[one].all(axis=1)] for one in (asked, more, tuples["infeasible"])]
+    if left_out := sum(map(len, (asked, more, tuples["infeasible"]))) - sum(map(len, rows)):
         why = f"'{split}' has no image queries of one of their concepts"
         notes.append(f"{left_out:,} combinations are left out: {why}.")
     if not len(rows[0]):
@@ -88,7 +87,7 @@ def find_compositions(
     )
     if folder is None or split != "test" or setup == "unseen":
         return result
-    queries, left_out = published_queries(result, here, folder, tuples.seen)
+    queries, left_out = published_queries(result, here, folder, tuples["seen"])
     return replace(result, queries=queries, notes=(*result.notes, *left_out))
 
 

@@ -19,11 +19,10 @@ import numpy as np
 
 from probemb.data.compositions.concepts import ConceptImages, Crop
 from probemb.data.compositions.dataset import Compositions, Part, Query
-from probemb.data.compositions.tuples import Tuples
 from probemb.data.reading import as_id, as_list, check_unique, checked, parse_all, read_json
 from probemb.errors import UserError
 
-FILES = {  # of combinations of {} concepts, by their name in `Tuples`
+FILES = {  # of combinations of {} concepts, by their name in `NUMBERS`
     "seen": "{}_cat_combinations.json",
     "unseen_train": "{}_unseen_train.json",  # as the next one, of composed scenes
     "unseen_test": "{}_unseen_test.json",
@@ -70,7 +69,7 @@ def read_tuples(folder: Path, name: str, k: int, number: Mapping[int, int]) -> n
     return np.array(rows, dtype=np.int64).reshape(-1, k)
 
 
-def published_tuples(found: ConceptImages, lists: Path, k: int, split: str) -> tuple[Tuples, list[str]]:
+def published_tuples(found: ConceptImages, lists: Path, k: int, split: str) -> tuple[dict[str, np.ndarray], list[str]]:
     """The combinations of the lists that images here have, and sentences on those that are left out.
 
     Seen ones have an image in "train" and in the split, others in the split that they are asked for in; infeasible ones
@@ -100,7 +99,7 @@ def published_tuples(found: ConceptImages, lists: Path, k: int, split: str) -> t
         raise UserError(
             f"{lists} has no {FILES['seen'].format(k)} that the images have.", "Ask for another number of concepts."
         )
-    return Tuples(**kept), notes
+    return kept, notes
 
 
 def published_queries(

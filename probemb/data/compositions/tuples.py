@@ -7,7 +7,7 @@ here all of them are found first, and drawn from: the same distribution.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from itertools import combinations
 
 import numpy as np
@@ -16,78 +16,58 @@ from probemb.data.compositions.concepts import SPLITS, ConceptImages
 from probemb.data.randomness import stream_of
 from probemb.errors import UserError
 
+NUMBERS = {  # of combinations
+    "seen": 1000,  # asked for in all splits
+    "unseen_train": 100,  # pairs of another setup
+    "unseen_test": 500,  # pairs of that setup, of concepts of its training pairs
+    "feasible": 250,  # further pairs that are not trained on
+    "infeasible": 250,  # pairs that are in no image at all
+}
+MINIMUM = (8, 2, 2)  # images of train, val and test that a feasible combination is in
 MAX_FEASIBLE = 5_000_000  # combinations; COCO has some ten thousand
 MAX_K = 10
-
-
-@dataclass(frozen=True)
-class TupleNumbers:
-    """Numbers of combinations to draw, fewer where there are no more, and of images that a feasible one is in.
-
-    Attributes:
-        seen: asked for in all splits.
-        unseen_train, unseen_test: pairs of another setup; all concepts of the test pairs are in the training pairs.
-        feasible, infeasible: further pairs that are not trained on: feasible ones, and such as are in no image at all.
-        minimum: images of train, val and test.
-    """
-
-    seen: int = 1000
-    unseen_train: int = 100
-    unseen_test: int = 500
-    feasible: int = 250
-    infeasible: int = 250
-    minimum: tuple[int, int, int] = (8, 2, 2)
 
 
 def no_tuples(k: int = 2) -> np.ndarray:
     return np.empty((0, k), dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class Tuples:
-    """Combinations of concept numbers, each (T, k) int64 in ascending order of the numbers of a row.
-
-    Attributes: those of `TupleNumbers`; all but `seen` are empty unless k is 2.
-    """
-
-    seen: np.ndarray
-    unseen_train: np.ndarray = field(default_factory=no_tuples)
-    unseen_test: np.ndarray = field(default_factory=no_tuples)
-    feasible: np.ndarray = field(default_factory=no_tuples)
-    infeasible: np.ndarray = field(default_factory=no_tuples)
-
-
 def sample_tuples(
-    found: ConceptImages, k: int = 2, seed: int = 0, numbers: TupleNumbers | None = None,
+    found: ConceptImages, k: int = 2, seed: int = 0, numbers: Mapping[str, int] = NUMBERS,
     impossible: set[tuple[int, ...]] | None = None,
-) -> Tuples:  # fmt: skip
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Draw the benchmark's combinations; a pure function of the data, k and the seed.
 
     Args:
+        numbers: of each kind, fewer where there are no more.
         impossible: pairs that the infeasible ones are drawn from, where the data's makers know them; those that occur
             in an image all the same are left out.
 
+    Returns:
+        Combinations of concept numbers, (T, k) int64 in ascending order of the numbers of a row; all but the seen ones
+        are empty unless k is 2.
+
     Raises UserError: a split is missing, or there are more than 5,000,000.
     """
-    numbers = numbers or TupleNumbers()
 
     def shuffled(rows: np.ndarray, name: str) -> np.ndarray:
         return rows[stream_of("tuples", seed, k, name).permutation(len(rows))]
 
-    feasible = feasible_tuples(found, k, numbers.minimum)
-    order = shuffled(feasible, "seen")
-    seen, more = order[: numbers.seen], order[numbers.seen :]
+    feasible = feasible_tuples(found, k, MINIMUM)
+    seen = shuffled(feasible, "seen")
+    drawn = dict.fromkeys(NUMBERS, no_tuples()) | {"seen": seen[: numbers["seen"]]}
     if k != 2:
-        return Tuples(seen)
-    other = shuffled(feasible, "unseen")
-    train, rest = other[: numbers.unseen_train], other[numbers.unseen_train :]
-    test = rest[np.isin(rest, train).all(axis=1)][: numbers.unseen_test]
+        return drawn
+    unseen, first = shuffled(feasible, "unseen"), numbers["unseen_train"]
+    drawn |= {"feasible": seen[numbers["seen"] :], "unseen_train": unseen[:first], "unseen_test": unseen[first:]}
+    known = np.isin(drawn["unseen_test"], drawn["unseen_train"]).all(axis=1)
+    drawn["unseen_test"] = drawn["unseen_test"][known]
     held = found.holdings().dense().astype(np.float32)
     together = held.T @ held > 0
     rows = [pair for pair in combinations(np.flatnonzero(shown(found)).tolist(), 2) if not together[pair]]
     rows = [pair for pair in rows if impossible is None or pair in impossible]
-    never = shuffled(np.array(rows, dtype=np.int64).reshape(-1, 2), "infeasible")
-    return Tuples(seen, train, test, more[: numbers.feasible], never[: numbers.infeasible])
+    drawn["infeasible"] = shuffled(np.array(rows, dtype=np.int64).reshape(-1, 2), "infeasible")
+    return {name: rows[: numbers[name]] for name, rows in drawn.items()}
 
 
 def feasible_tuples(found: ConceptImages, k: int, minimum: tuple[int, int, int]) -> np.ndarray:

@@ -1,14 +1,12 @@
-"""COCO's instances file: a small file set in the published layout, in a folder, a zip and a tar; hostile files."""
+"""COCO's instances file: a small file set in the published layout, and hostile files."""
 
 import json
-import zipfile
 
 import pytest
 
 from probemb.data.compositions.coco import read_coco
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture
-from tests.world import write_tar
 
 NAMES = {1: "person", 18: "dog", 44: "bottle"}
 N = 24
@@ -71,25 +69,6 @@ def test_images_concepts_and_crops(folder):
         image = found.images.open(row)
         assert image.size == (20, 10)
         assert image.getpixel((0, 0))[0] == 10 * (one - 100)
-
-
-def test_pictures_in_a_folder_a_zip_and_a_tar_are_the_same(folder, tmp_path):
-    names = [f"{100 + i:012d}.jpg" for i in range(N)]
-    members = [(f"train2017/{name}", (folder / "train2017" / name).read_bytes()) for name in names]
-    with zipfile.ZipFile(tmp_path / "images.zip", "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("train2017/", b"")
-        for name, data in members:
-            archive.writestr(name, data)
-    tar = write_tar(tmp_path / "images.tar", members)
-    file = folder / "annotations" / "instances_train2017.json"
-    plain = read_coco(file, folder / "train2017", 0)
-    for place in (tmp_path / "images.zip", tar):
-        other = read_coco(file, place, 0)
-        for row in range(len(plain)):
-            assert other.images.open(row).tobytes() == plain.images.open(row).tobytes()
-    (tmp_path / "cut.zip").write_bytes((tmp_path / "images.zip").read_bytes()[:-40])
-    with pytest.raises(UserError):
-        read_coco(file, tmp_path / "cut.zip", 0)
 
 
 def broken(change):
