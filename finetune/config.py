@@ -343,6 +343,7 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
 
 
 PIXELS = "mix.ratio augment.scale augment.hflip augment.cutout"  # options that change them
+COMPOSED = "noise_ratio size_augment data.positives data.cache_features ranking"
 OFF = {"size_augment": 0.0, "epochs": 0, "swa_epochs": 0}  # where the default is not
 
 
@@ -351,7 +352,7 @@ def _without_effect(config: Config) -> Iterator[UserError]:
     queries = " ".join(f"compose.{field.name}" for field in fields(Compose))
     for condition, because, names in (
         (not method.trained, f"{name} trains nothing", "epochs noise_ratio swa_epochs"),
-        (method.composes, f"{name} trains on composed queries", "noise_ratio size_augment data.positives ranking"),
+        (method.composes, f"{name} trains on composed queries", COMPOSED),
         (not method.composes, f"{name} trains on pairs", queries),
         (not method.soft_labels, f"{name} needs pairs that match or do not", "mix.ratio mix.smoothing"),
         (not method.probabilistic, f"{name} predicts no variances", "ranking model.n_unc_layers compose.ranking"),

@@ -30,13 +30,9 @@ from probemb.errors import UserError
 JUDGED_FROM = 1000  # rows
 
 
-class Unusable(Exception):
-    """A row that cannot be used: the name of its image, and why."""
-
-
 class Rows(ABC):
-    """Data set for a DataLoader: (epoch, step) -> this rank's rows of that global batch, collated, or the error, and
-    (name, reason) of images that could not be used.
+    """Data set: (epoch, step) -> this rank's rows of that global batch, collated, or the error, and (name, reason) of
+    images that could not be used.
 
     Args:
         number: rows of an epoch. An incomplete last batch is left out of its epoch.
@@ -59,10 +55,11 @@ class Rows(ABC):
         self.steps = number // batch_size  # in an epoch
         self.share = range(rank * each, (rank + 1) * each)
         self._epoch, self._order = -1, np.empty((0, 0), np.int64)
+        self.reading = 0  # the image that is being read, or whose text
 
     @abstractmethod
     def read(self, epoch: int, number: int) -> Any:
-        """One row, a function of the seed and the arguments. Raises Unusable."""
+        """One row, a function of the seed and the arguments. Raises if an image cannot be used: that of `reading`."""
 
     @abstractmethod
     def collate(self, rows: list) -> NamedTuple: ...
@@ -92,38 +89,30 @@ class Rows(ABC):
         for ahead in range(len(order)):
             try:
                 return self.read(epoch, order[(row + ahead) % len(order)])
-            except Unusable as error:
-                last = error.args
+            except (UserError, MemoryError):
+                raise
+            except Exception as error:  # one bad image must not stop a run
+                known = isinstance(error, BadSample)
+                reason = str(error) if known else f"the transform or tokenizer failed ({type(error).__name__}: {error})"
+                name = self.data.images.places[self.reading].name
                 if not ahead:
-                    failures.append(last)
+                    failures.append((name, reason))
         raise UserError(
-            f"Not one image of a whole batch of {len(order)} can be used (the last, {last[0]}: {last[1]}).",
+            f"Not one image of a whole batch of {len(order)} can be used (the last, {name}: {reason}).",
             "Check the images.",
         )
 
     def image(self, index: int, *seeds: int, box: Box | None = None) -> Tensor:
         """An image, or a part of it, transformed; the transform's random numbers are a function of the seeds."""
-
-        def transformed() -> Tensor:
-            part = self.data.images.part(index, box)
-            seed_all(number_of("transform", self.seed, *seeds))
-            return self.transform(part)
-
-        return self._usable(index, transformed)
+        self.reading = index
+        part = self.data.images.part(index, box)
+        seed_all(number_of("transform", self.seed, *seeds))
+        return self.transform(part)
 
     def tokens(self, text: str, index: int) -> Tensor:
         """(L,) int64; `index`: the image that a failure is counted for."""
-        return torch.as_tensor(self._usable(index, lambda: self.tokenizer([text])))[0]
-
-    def _usable(self, index: int, make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:  # one bad image must not stop a run
-            reason = f"the transform or tokenizer failed ({type(error).__name__}: {error})"
-            reason = str(error) if isinstance(error, BadSample) else reason
-            raise Unusable(self.data.images.places[index].name, reason) from None
+        self.reading = index
+        return torch.as_tensor(self.tokenizer([text]))[0]
 
 
 def epoch_order(number: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
@@ -308,7 +297,7 @@ class Loader:
             workers,
             batch_size=None,
             sampler=self._places,
-            collate_fn=_identity,
+            collate_fn=tuple,
             persistent_workers=workers > 0,  # forked once, before a thread writes a checkpoint
             multiprocessing_context="fork" if workers else None,
             pin_memory=pin_memory,
@@ -359,10 +348,6 @@ class Loader:
         """End the workers; dropping the loader or ending the interpreter does the same."""
         if self._end is not None:
             self._end()
-
-
-def _identity(item):
-    return item
 
 
 def refuse_unusable(data: CaptionDataset | Compositions, share: float) -> None:

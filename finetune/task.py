@@ -56,7 +56,7 @@ class Task(ABC):
     """One kind of training examples. `train` is None for a method that trains nothing, `validation` without any."""
 
     metric: ClassVar[str]  # of the validation, which selects the epoch
-    splits: ClassVar[tuple[str, ...]] = ("train", "validation")  # attributes
+    unpaired = None  # a split without pairing
 
     def __init__(self, config: Config):
         """Find the data. Raises UserError: a split is missing, or too much of the validation split is unusable."""
@@ -75,24 +75,13 @@ class Task(ABC):
         """Of the training split."""
 
     def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
-        """Fit the data to the models; with `data.cache_features`, read their features. Raises UserError."""
-        data, engine = self.config.data, self.config.engine
-        splits = {name: split for name in self.splits if (split := getattr(self, name)) is not None}
-        for split in splits.values():
+        """Fit the data to the models. Raises UserError."""
+        for split in filter(None, (self.train, self.validation, self.unpaired)):
             check_images(networks[0], split.images)
-            if not self.method.composes:
-                check_words(networks[0], split)
         augmentation = Augmentation(self.config.augment.scale, self.config.augment.hflip)
-        self.transforms = create_transforms(networks[0], augmentation, data.resize)
+        self.transforms = create_transforms(networks[0], augmentation, self.config.data.resize)
         self.tokenizer = create_tokenizer(networks[0])
         self.device, self.evaluated_by = device, Device(str(device), "bf16" if bf16 else "fp32")
-        if data.cache_features is None or self.train is None:
-            return
-        options = {"device": device, "batch_size": engine.eval_batch_size, "workers": data.workers}
-        options["failure_share"] = data.failure_share
-        for name, split in splits.items():
-            setattr(self, name, cache_features(networks, split, data.cache_features, data.resize, **options))
-        self.transforms = Transforms(unchanged, unchanged)
 
     @abstractmethod
     def rows(self) -> Rows:
@@ -138,7 +127,7 @@ def of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
 class PairTask(Task):
     """Images with one of their captions."""
 
-    metric, splits = "rsum", ("train", "validation", "unpaired")
+    metric = "rsum"
     TEXT, IMAGE, MIX, LOSS, CUTOUT, WORDS = range(6)  # uses of random numbers
 
     def __init__(self, config: Config):
@@ -150,7 +139,6 @@ class PairTask(Task):
         self.image_of = None  # the image of each caption, where captions are moved
         if self.train is not None and config.noise_ratio:
             self.train, self.image_of = shuffle_captions(self.train, config.noise_ratio, config.seed)
-        self.unpaired = None
         if data.unpaired is not None:
             self.unpaired = find_captions(data.unpaired, "train", images=data.unpaired_images, exif=data.exif)
 
@@ -161,6 +149,21 @@ class PairTask(Task):
     @property
     def texts(self) -> list[str]:
         return self.train.flat()
+
+    def prepare(self, networks, device, bf16=False) -> None:
+        """With `data.cache_features`, also read the networks' features."""
+        super().prepare(networks, device, bf16)
+        data, cached = self.config.data, self.config.data.cache_features is not None and self.train is not None
+        for name in ("train", "validation", "unpaired"):
+            if (split := getattr(self, name)) is None:
+                continue
+            check_words(networks[0], split)
+            if cached:
+                options = {"device": device, "batch_size": self.config.engine.eval_batch_size, "workers": data.workers}
+                options["failure_share"] = data.failure_share
+                setattr(self, name, cache_features(networks, split, data.cache_features, data.resize, **options))
+        if cached:
+            self.transforms = Transforms(unchanged, unchanged)
 
     def rows(self) -> Pairs:
         config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None

@@ -9,6 +9,7 @@ Letters: B items of this rank's share of the batch, W ranks, D dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
@@ -300,10 +301,13 @@ class ProLIP(_Sigmoid):
     def __call__(self, pairs: Pairs) -> LossOutput:
         import torch
 
-        from probemb.losses import ProLIPLoss
+        from probemb.losses import prolip_loss
 
         o = self.options
-        loss = ProLIPLoss(o.vib, o.inclusion, o.masked_inclusion, o.inclusion_scale, o.form)
+        loss = partial(
+            prolip_loss, vib=o.vib, inclusion=o.inclusion, masked_inclusion=o.masked_inclusion,
+            inclusion_scale=o.inclusion_scale, form=o.form,
+        )  # fmt: skip
         image, text = pairs.image, pairs.text
         if pairs.masked is None:
             return loss(image, text, *self.scale_and_bias(pairs))

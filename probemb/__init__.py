@@ -9,13 +9,12 @@ from importlib import import_module
 _HOME = {
     "Gaussian": "probemb.gaussian",
     "PairwiseMatchLoss": "probemb.losses",
-    "ClipLoss": "probemb.losses",
     "create_model": "probemb.models",
     "load_model": "probemb.models",
     "save_model": "probemb.models",
     "UserError": "probemb.errors",
 }
-__all__ = ["ClipLoss", "Gaussian", "PairwiseMatchLoss", "UserError", "create_model", "load_model", "save_model"]
+__all__ = ["Gaussian", "PairwiseMatchLoss", "UserError", "create_model", "load_model", "save_model"]
 __version__ = "0.1.0"
 
 

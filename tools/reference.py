@@ -13,10 +13,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config import CONFIGS
 from finetune.config import Config as Finetuning
 from finetune.methods import GROUPS, METHODS
 from pretrain.config import Config as Pretraining
 from pretrain.objectives import OBJECTIVES
+from probemb.cli.yaml_file import read_file
 from zeroshot.imagenet import ImagenetConfig
 from zeroshot.retrieval import RetrievalConfig
 
@@ -48,7 +50,8 @@ def page() -> str:
         if name == "pretrain.run":
             parts.append("**loss**, of each objective\n\n" + "\n".join(_choices(OBJECTIVES, OBJECTIVES)) + "\n")
         if name == "finetune.run":
-            groups = (f"*{group}*\n\n" + "\n".join(_choices(names, METHODS)) for group, names in GROUPS.items())
+            own = {name: read_file(CONFIGS / f"{name}.yaml").get("loss", {}) for name in METHODS}
+            groups = (f"*{group}*\n\n" + "\n".join(_choices(names, METHODS, own)) for group, names in GROUPS.items())
             parts.append("**loss**, of each method\n\n" + "\n\n".join(groups) + "\n")
     return "\n".join(parts)
 
@@ -85,19 +88,26 @@ def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str
         yield from _blocks(value, said, f"{key}.")
 
 
-def _choices(names: Any, classes: Mapping[str, Any]) -> Iterator[str]:
-    """A line per class with its options: of a subclass of an earlier one those that differ, help where it is new."""
+def _choices(names: Any, classes: Mapping[str, Any], own: Mapping[str, dict] | None = None) -> Iterator[str]:
+    """A line per class with its options: of a subclass of an earlier one those that differ, help where it is new.
+
+    `own`: defaults by name, in place of the class'.
+    """
+    defaults = {
+        name: {f.name: f.default for f in fields(classes[name].Options)} | (own or {}).get(name, {}) for name in names
+    }
     done: dict[str, type] = {}
     said: dict[str, str] = {}
     for name in names:
         options, shown = classes[name].Options, []
         base = next((other for other in reversed(done) if issubclass(options, done[other])), None)
-        before = {field.name: field.default for field in fields(done[base])} if base else {}
+        before = defaults[base] if base else {}
         for field in fields(options):
             text = _texts(options).get(field.name, "")
             about = f" ({text})" if said.get(field.name) != text else ""
-            if about or field.name not in before or before[field.name] != field.default:
-                shown.append(f"`{field.name}` {_shown(field.default)}{about}")
+            default = defaults[name][field.name]
+            if about or field.name not in before or before[field.name] != default:
+                shown.append(f"`{field.name}` {_shown(default)}{about}")
             said[field.name] = text
         yield f"- `{name}`: {', '.join([f'as `{base}`'] * bool(base) + shown) or 'none'}"
         done[name] = options

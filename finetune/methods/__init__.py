@@ -1,12 +1,12 @@
-"""All methods by their names on the command line, one file per family."""
+"""All methods by their names on the command line, one file per family; configs/ has their recipes."""
 
 from finetune.methods import autoencoders, composed, noisy, pcmepp, points, probabilistic, regions
-from finetune.methods.base import Method
+from finetune.methods.base import Method, variant
 
 GROUPS: dict[str, dict[str, type[Method]]] = {
     "PCME++": {
         "pcmepp": pcmepp.PCMEPlusPlus,
-        "pcmepp-clip": pcmepp.PCMEPlusPlusCLIP,
+        "pcmepp-clip": pcmepp.PCMEPlusPlus,
         "pcmepp-mu": pcmepp.PCMEPlusPlusMean,
     },
     "probabilistic": {
@@ -18,8 +18,8 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
     "triplets and InfoNCE": {
         "infonce": points.InfoNCE,
         "vse": points.VSE,
-        "vse0": points.VSE0,
-        "vsepp": points.VSEPlusPlus,
+        "vse0": points.VSE,
+        "vsepp": points.VSE,
         "order": points.Order,
         "pvse": points.PVSE,
         "daa": points.DAA,
@@ -43,12 +43,12 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
     },
     "composed": {
         "mpc": composed.MPC,
-        "mpc-mlp": composed.MPCMLP,
-        "mpc-cosine": composed.with_composer(composed.PCMEAddition, "product"),
+        "mpc-mlp": variant(composed.MPC, composer="mlp"),
+        "mpc-cosine": variant(composed.PCMEAddition, composer="product"),
         "pcme-addition": composed.PCMEAddition,
-        "relationship": composed.with_composer(composed.TIRG, "relationship"),
-        "film": composed.with_composer(composed.TIRG, "film"),
-        "mrn": composed.with_composer(composed.TIRG, "mrn"),
+        "relationship": variant(composed.TIRG, composer="relationship"),
+        "film": variant(composed.TIRG, composer="film"),
+        "mrn": variant(composed.TIRG, composer="mrn"),
         "tirg": composed.TIRG,
     },
     "trains nothing": {

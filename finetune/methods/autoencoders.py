@@ -72,7 +72,7 @@ class MSE(Method):
     def loss(self, batch: Batch, model) -> LossOutput:
         parts = self.parts(batch, model)
         loss = sum(weight * value for weight, value in parts.values())
-        terms = {name: value.detach() for name, (_, value) in parts.items()}
+        terms = {name: value for name, (_, value) in parts.items()}
         return LossOutput(loss, terms | jwae.code_statistics(torch.cat(self.codes(batch))))
 
     def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -94,26 +94,18 @@ class MSE(Method):
 
     def reconstruction(self, batch: Batch, model, image: Tensor, text: Tensor) -> Parts:
         """Errors of images and captions, means; a rank decodes its own rows, and the mean is of all ranks."""
-        own, o = own_rows(len(image)), self.options
-        errors = {"image": self.image_error(batch, image, own), "text": self.text_error(batch, model, text, own)}
+        own, o, decoders, mask = own_rows(len(image)), self.options, self.module.decoders, batch.images.mask
+        mask, features = None if mask is None else mask[own], batch.images.features[own]
+        of_images = jwae.reconstruction(features, decoders["image"](image[own]), o.image_norm, mask)
+        if self.generates_words:
+            words = model.cut_padding(batch.words)
+            seen = jwae.drop_words(words, o.word_dropout, batch.generator)  # drawn for the batch of all ranks
+            of_texts = decoders["text"].nll(text[own], words[own], seen[own]).mean()
+        else:
+            of_texts = jwae.reconstruction(batch.texts.features[own], decoders["text"](text[own]), "squared")
         items = len(image) if o.reduce == "sum" else 1
-        weights = {"image": items * o.image_weight, "text": items * o.text_weight}
-        return {side: (weights[side], distributed.gather(error[None]).mean()) for side, error in errors.items()}
-
-    def image_error(self, batch: Batch, image: Tensor, own: slice) -> Tensor:
-        """Mean over a rank's own images, ()."""
-        mask = None if batch.images.mask is None else batch.images.mask[own]
-        decoded = self.module.decoders["image"](image[own])
-        return jwae.reconstruction(batch.images.features[own], decoded, self.options.image_norm, mask)
-
-    def text_error(self, batch: Batch, model, text: Tensor, own: slice) -> Tensor:
-        """Mean over a rank's own captions, ()."""
-        decoder = self.module.decoders["text"]
-        if not self.generates_words:
-            return jwae.reconstruction(batch.texts.features[own], decoder(text[own]), "squared")
-        words = model.cut_padding(batch.words)
-        seen = jwae.drop_words(words, self.options.word_dropout, batch.generator)  # drawn for the batch of all ranks
-        return decoder.nll(text[own], words[own], seen[own]).mean()
+        errors = {"image": (o.image_weight, of_images), "text": (o.text_weight, of_texts)}
+        return {side: (items * weight, distributed.gather(x[None]).mean()) for side, (weight, x) in errors.items()}
 
 
 class MMDMSE(MSE):
@@ -136,21 +128,30 @@ class MMDMSE(MSE):
         return super().parts(batch, model) | {"mmd": (self.options.mmd_weight, discrepancy)}
 
 
+@dataclass(frozen=True)
+class Prior(MSE.Options):
+    """Options of a prior on the codes.
+
+    Args:
+        image_prior: weight of the image codes' divergence from the prior.
+        text_prior: weight of the text codes'.
+    """
+
+    image_prior: NonNegativeFloat = 0.2
+    text_prior: NonNegativeFloat = 0.2
+
+
 class JWAEMSE(MSE):
     """jWAE-MSE: both codes' distributions are also held to N(0, I) by one discriminator."""
 
     @dataclass(frozen=True)
-    class Options(MSE.Options):
+    class Options(Prior):
         """Gaussian regularisation. Source: jWAE Eq. 6, §5.1.
 
         Args:
-            image_prior: weight of the image codes' divergence from the prior.
-            text_prior: weight of the text codes'.
             discriminator_lr: Adam's.
         """
 
-        image_prior: NonNegativeFloat = 0.2
-        text_prior: NonNegativeFloat = 0.2
         discriminator_lr: PositiveFloat = 5e-5
 
     def build(self, model, data) -> None:
@@ -188,28 +189,11 @@ class JWAEMSE(MSE):
         """Called before the discriminator's step; its gradients are those of its own loss."""
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Options of jWAE-MH, Gaussian regularisation and reconstruction. Source: jWAE §5.1.
-
-    Args:
-        image_prior: weight of the images' divergence from the prior.
-        text_prior: weight of the captions'.
-        reduce: of the reconstructions' errors: mean (public code) or sum (Eq. 6).
-    """
-
-    reduce: Literal["sum", "mean"] = "mean"
-    image_weight: NonNegativeFloat = 0.5
-    text_weight: NonNegativeFloat = 0.005
-    image_prior: NonNegativeFloat = 0.01
-    text_prior: NonNegativeFloat = 0.01
-
-
 def hinge_of_cosines(batch: Batch, image_ND: Tensor, text_ND: Tensor, options: Hinge) -> Parts:
     """The triplet loss of the codes' cosines, summed over pairs."""
     with torch.autocast(image_ND.device.type, enabled=False):
         similarity = F.normalize(image_ND, dim=-1) @ F.normalize(text_ND, dim=-1).T
-        hardest = batch.epoch >= options.warmup_epochs
+        hardest = options.hardest_in(batch.epoch)
         return {"triplet": (1.0, triplet_loss(similarity, batch.match, options.margin, hardest).loss)}
 
 
@@ -217,7 +201,7 @@ class JWAEMH(JWAEMSE):
     """jWAE-MH: pairs are told from others by the triplet loss of the codes' cosines."""
 
     @dataclass(frozen=True)
-    class Options(Weights, Hinge, JWAEMSE.Options):
+    class Options(Hinge, JWAEMSE.Options):
         """Triplet loss and Gaussian regularisation. Source: jWAE Eqs. 1 and 9, §5.1."""
 
     def supervision(self, batch: Batch, model) -> Parts:
@@ -228,7 +212,7 @@ class VAEMH(MSE):
     """VAE-MH: variational autoencoders; the triplet loss is of one sample of every item."""
 
     @dataclass(frozen=True)
-    class Options(Weights, Hinge, MSE.Options):
+    class Options(Hinge, Prior):
         """Triplet loss and KL divergence of every item. Source: jWAE Eq. 2, Table 4; weights as of jWAE-MH."""
 
     probabilistic = True
@@ -253,7 +237,7 @@ class JWAESCAN(JWAEMH, SCAN):
     """
 
     @dataclass(frozen=True)
-    class Options(Weights, SCAN.Options, JWAEMSE.Options):
+    class Options(SCAN.Options, JWAEMSE.Options):
         """SCAN and Gaussian regularisation. Source: jWAE §5.1; SCAN.
 
         Args:

@@ -33,11 +33,10 @@ class Batch:
     by_other: Callable[[], tuple[Encoded, Encoded]] | None = None  # the same pairs by the other one, without gradient
     words: Tensor | None = None  # (N, L) int64, the captions' tokens before augmentation, if the method wants them
     parts: Gaussian | None = None  # (N, k, D), of composed queries
-    with_unpaired: Batch | None = None
+    with_unpaired: Batch | None = None  # with more images and texts behind the pairs; match and indices are the pairs'
 
     @property
     def everything(self) -> Batch:
-        """With unpaired images and texts behind the pairs; match and indices are of the pairs alone."""
         return self.with_unpaired or self
 
     @property
@@ -53,32 +52,28 @@ class Batch:
 
 @dataclass(frozen=True)
 class Hinge:
-    """Options of a triplet loss.
+    """Triplet loss. Source: VSE++ §3; PCME++ §B.2.
 
     Args:
         margin: of the hinges, in units of the similarity.
         warmup_epochs: first epochs, with all negatives, then the hardest; towers from random weights collapse with the
             hardest alone.
+        hardest: the hardest negative's hinge rather than the sum of all.
     """
 
     margin: PositiveFloat = 0.2
     warmup_epochs: NonNegativeInt = 1
-
-
-@dataclass(frozen=True)
-class HardestHinge(Hinge):
-    """Options of a triplet loss with the hardest negatives from the first epoch, or with all of them.
-
-    Args:
-        hardest: the hardest negative's hinge rather than the sum of all.
-    """
-
-    warmup_epochs: NonNegativeInt = 0
     hardest: bool = True
+
+    def hardest_in(self, epoch: int) -> bool:
+        return self.hardest and epoch >= self.warmup_epochs
 
 
 class Method:
-    """A finetuning method: its options, what it asks of the encoders, and its loss."""
+    """A finetuning method: its options, what it asks of the encoders, and its loss.
+
+    Where the defaults of its YAML differ from those of `Options`, the YAML's count.
+    """
 
     @dataclass(frozen=True)
     class Options:
@@ -113,7 +108,7 @@ class Method:
         self.build(model, data)
 
     def build(self, model: DualEncoder, data: Any) -> None:
-        """Make what the method has of its own: its loss, decoders, buffers."""
+        """Make what the method has of its own: parameters, decoders, buffers."""
 
     @classmethod
     def model_options(cls, options: Any) -> dict:
@@ -140,3 +135,8 @@ class Method:
     def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
         """Trained scalars that are logged, by name."""
         return {name: getattr(model, name) for name in self.trains}
+
+
+def variant(method: type[Method], **attributes: Any) -> type[Method]:
+    """The same method with other attributes, such as another composer."""
+    return type(method.__name__, (method,), attributes)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import nn
 
 from finetune.methods.base import Batch, Method
-from probemb.losses import LossOutput, MPCLoss, SampledCosineLoss, ScaledCosineLoss
+from probemb.losses import LossOutput
+from probemb.losses.mpc import mpc_loss, sampled_cosine_loss, scaled_cosine_loss
 
 
 class Composed(Method):
@@ -33,32 +36,49 @@ class Composed(Method):
         return batch.match > 0 if self.options.spare_correct else None
 
 
-@dataclass(frozen=True)
-class Softmax:
-    """Options of a softmax over targets.
+class PCMEAddition(Composed):
+    """PCME + addition: the sum of the parts' normals (MPC Eq. 9), under a softmax of the mean cosine of samples."""
 
-    Args:
-        samples: of every target, J of Eq. 5 and 6; of Eq. 5 of every composition too.
-        temperature: divides the similarities; Eq. 7 has none, which is 1, for means of any length. Here they have unit
-            length, and the log-densities of Eq. 6, in nats, lie so far apart that nothing is learned at 1.
-        reverse: weight of the softmax over queries for every target; the other direction has the rest.
-        log_var_l2: weight of the mean squared log-variance (Eq. 8).
-        spare_correct: targets of other rows that have all concepts of a query are no negatives; the paper has them as
-            negatives.
-    """
+    @dataclass(frozen=True)
+    class Options:
+        """Softmax over targets of a similarity of samples. Source: MPC Eq. 5 to 8.
 
-    samples: PositiveInt = 7
-    temperature: PositiveFloat = 16.0
-    reverse: ClosedUnitInterval = 0.0
-    log_var_l2: NonNegativeFloat = 1e-3
-    spare_correct: bool = False
+        Args:
+            samples: of every target, J of Eq. 5 and 6; of Eq. 5 of every composition too.
+            temperature: divides the similarities; Eq. 7 has none, which is 1, for means of any length. Here they have
+                unit length, and the log-densities of Eq. 6, in nats, lie so far apart that nothing is learned at 1.
+            reverse: weight of the softmax over queries for every target; the other direction has the rest.
+            log_var_l2: weight of the mean squared log-variance (Eq. 8).
+            spare_correct: targets of other rows that have all concepts of a query are no negatives; the paper has them
+                as negatives.
+        """
+
+        samples: PositiveInt = 7
+        temperature: PositiveFloat = 16.0
+        reverse: ClosedUnitInterval = 0.0
+        log_var_l2: NonNegativeFloat = 1e-3
+        spare_correct: bool = False
+
+    probabilistic = True
+    composer = "addition"
+
+    def softmax(self) -> dict:
+        """The options of the losses."""
+        o = self.options
+        return {
+            "n_samples": o.samples, "temperature": o.temperature, "reverse": o.reverse, "log_var_l2": o.log_var_l2
+        }  # fmt: skip
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        query, noise = model.composer(batch.parts).gaussian, batch.generator
+        return sampled_cosine_loss(batch.parts, query, batch.image, self.correct(batch), noise, **self.softmax())
 
 
-class MPC(Composed):
+class MPC(PCMEAddition):
     """Product of densities and the probabilistic similarity."""
 
     @dataclass(frozen=True)
-    class Options(Softmax):
+    class Options(PCMEAddition.Options):
         """Softmax over targets of how probable they are under the composition. Source: MPC Eq. 2 to 8.
 
         Args:
@@ -68,50 +88,13 @@ class MPC(Composed):
 
         similarity: Literal["sampled", "expected", "code"] = "sampled"
 
-    probabilistic = True
     composer = "product"
     composed_ranking = "density"
 
-    def build(self, model, data) -> None:
-        o = self.options
-        self.criterion = MPCLoss(o.similarity, o.samples, o.temperature, o.reverse, o.log_var_l2)
-
     def loss(self, batch: Batch, model) -> LossOutput:
+        options = self.softmax() | {"form": self.options.similarity}
         query = model.composer(batch.parts)
-        return self.criterion(batch.parts, query, batch.image, self.correct(batch), batch.generator)
-
-
-class MPCMLP(MPC):
-    """MPC without Eq. 2: a learned map of both normals to one."""
-
-    @dataclass(frozen=True)
-    class Options(MPC.Options):
-        """Those of `mpc`; the learned map finds the scale of its own variances."""
-
-        temperature: PositiveFloat = 1.0
-
-    composer = "mlp"
-
-
-class PCMEAddition(Composed):
-    """PCME + addition: the sum of the parts' normals (MPC Eq. 9), under a softmax of the mean cosine of samples."""
-
-    @dataclass(frozen=True)
-    class Options(Softmax):
-        """Mean cosine of samples of the composition and of the target. Source: MPC Eq. 5 and 8."""
-
-        temperature: PositiveFloat = 0.0625
-
-    probabilistic = True
-    composer = "addition"
-
-    def build(self, model, data) -> None:
-        o = self.options
-        self.criterion = SampledCosineLoss(o.samples, o.temperature, o.reverse, o.log_var_l2)
-
-    def loss(self, batch: Batch, model) -> LossOutput:
-        query = model.composer(batch.parts).gaussian
-        return self.criterion(batch.parts, query, batch.image, self.correct(batch), batch.generator)
+        return mpc_loss(batch.parts, query, batch.image, self.correct(batch), batch.generator, **options)
 
 
 class TIRG(Composed):
@@ -132,13 +115,8 @@ class TIRG(Composed):
     composer = "tirg"
 
     def build(self, model, data) -> None:
-        self.module.criterion = ScaledCosineLoss(self.options.scale)
+        self.module.scale = nn.Parameter(torch.full((1,), float(self.options.scale)))
 
     def loss(self, batch: Batch, model) -> LossOutput:
         query = model.composer(batch.parts).gaussian.mean
-        return self.module.criterion(query, batch.image.mean, self.correct(batch))
-
-
-def with_composer(method: type[Composed], composer: str) -> type[Composed]:
-    """The same method with another composer."""
-    return type(method.__name__, (method,), {"composer": composer})
+        return scaled_cosine_loss(query, batch.image.mean, self.module.scale, self.correct(batch))

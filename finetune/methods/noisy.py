@@ -9,8 +9,8 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from finetune.methods.base import Batch, Method
-from probemb.gaussian import Gaussian
-from probemb.losses import DECLLoss, LossOutput, NCRLoss, clean_probability, refine_labels, split_clean
+from probemb.losses import LossOutput, noisy
+from probemb.losses.output import cosine_similarity
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class NCR(Method):
 
     def build(self, model, data) -> None:
         module, shape = self.module, (self.networks, data.n_captions)
-        module.loss = NCRLoss(self.options.margin, self.options.soft_margin)
         module.register_buffer("last_loss", torch.full(shape, float("nan")))
         module.register_buffer("clean_probability", torch.ones(shape, dtype=torch.float64))
         module.register_buffer("clean", torch.ones(shape, dtype=torch.bool))
@@ -60,30 +59,29 @@ class NCR(Method):
         for losses, probability, clean in zip(module.last_loss, module.clean_probability, module.clean):
             seen = losses.isfinite()
             if seen.any():
-                probability[seen] = clean_probability(losses[seen]).to(seen.device)
-                clean.copy_(split_clean(probability))
+                probability[seen] = noisy.clean_probability(losses[seen]).to(seen.device)
+                clean.copy_(noisy.split_clean(probability))
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        image, text, match, module = batch.image, batch.text, batch.match, self.module
-        loss, pairs = module.loss, batch.pair_index.to(match.device)
-        module.last_loss[batch.network, pairs] = loss.pair_losses(image, text, match).to(module.last_loss.dtype)
-        if batch.epoch < self.options.warmup_epochs:
-            return loss(image, text, match, hardest=False)
-        other = 1 - batch.network
+        o, match, module = self.options, batch.match, self.module
+        pairs, similarity = batch.pair_index.to(match.device), cosine_similarity(batch.image, batch.text)
+        seen = noisy.ncr_pair_losses(similarity.detach(), match, o.margin)
+        module.last_loss[batch.network, pairs] = seen.to(module.last_loss.dtype)
+        if batch.epoch < o.warmup_epochs:
+            return noisy.ncr_loss(similarity, None, match, margin=o.margin, hardest=False)
+        other, clean_only = 1 - batch.network, 2 * batch.epoch < self.epochs
         probability, clean = module.clean_probability[other, pairs], module.clean[other, pairs]
-        clean_only = 2 * batch.epoch < self.epochs
-        label = refine_labels(
-            loss.predict(image, text, match),
-            probability.to(match.dtype),
-            clean,
-            None if clean_only else loss.predict(*(side.gaussian for side in batch.by_other()), match),
-        )
+        predicted, by_other = noisy.ncr_predict(similarity.detach(), match, o.margin), None
+        if not clean_only:
+            theirs = cosine_similarity(*(side.gaussian for side in batch.by_other()))
+            by_other = noisy.ncr_predict(theirs, match, o.margin)
+        label = noisy.refine_labels(predicted, probability.to(match.dtype), clean, by_other)
         if clean_only:
             # At least two pairs: a single one has no negative.
             kept = clean.nonzero().flatten() if clean.sum() > 1 else probability.topk(2).indices
-            image, text = (Gaussian(g.mean[kept], g.log_var[kept]) for g in (image, text))
+            similarity = cosine_similarity(batch.image[kept], batch.text[kept])
             match, label = match[kept][:, kept], label[kept]
-        out = loss(image, text, match, label=label)
+        out = noisy.ncr_loss(similarity, label, match, margin=o.margin, soft_margin=o.soft_margin)
         out.terms["clean"] = clean.float().mean()
         return out
 
@@ -102,7 +100,6 @@ class DECL(Method):
         tau: PositiveFloat = 0.1
 
     def build(self, model, data) -> None:
-        self.module.loss = DECLLoss(margin=self.options.margin, tau=self.options.tau)
         for name in ("now_clean", "last_clean"):  # classified in this epoch, and in the last one
             self.module.register_buffer(name, torch.ones(data.n_captions, dtype=torch.bool))
 
@@ -110,10 +107,12 @@ class DECL(Method):
         self.module.last_clean.copy_(self.module.now_clean)
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        module, pairs = self.module, batch.pair_index.to(batch.match.device)
-        module.now_clean[pairs] = module.loss.correspondence(batch.image, batch.text, batch.match)[0]
-        clean = module.last_clean[pairs] if batch.epoch >= self.options.warmup_epochs else None
-        out = module.loss(batch.image, batch.text, batch.match, clean=clean, step=batch.step)
+        o, module, match = self.options, self.module, batch.match
+        pairs, similarity = batch.pair_index.to(match.device), cosine_similarity(batch.image, batch.text)
+        module.now_clean[pairs] = noisy.decl_correspondence(similarity.detach(), o.tau, match)[0]
+        clean = module.last_clean[pairs] if batch.epoch >= o.warmup_epochs else None
+        negatives = noisy.n_negatives(len(similarity), batch.step)
+        out = noisy.decl_loss(similarity, match, clean, negatives=negatives, tau=o.tau, margin=o.margin)
         if clean is not None:
             out.terms["clean"] = clean.float().mean()
         return out

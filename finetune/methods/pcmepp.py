@@ -1,4 +1,4 @@
-"""PCME++, the same with the CLIP loss beside it, and the same between means."""
+"""PCME++, with or without the CLIP loss beside it, and the same between means."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PCMEPlusPlusMean(Method):
             return out
         similarity = batch.image.mean @ batch.text.mean.T
         clip = infonce_loss(similarity, model.inverse_temperature(), batch.match).loss
-        return LossOutput(out.loss + self.options.clip * clip, {"clip": clip.detach(), **out.terms})
+        return LossOutput(out.loss + self.options.clip * clip, {"clip": clip, **out.terms})
 
     def scalars(self, model) -> dict[str, Tensor]:
         return {name: getattr(model, name) for name in ("scale", "shift")}
@@ -70,7 +70,7 @@ class PCMEPlusPlus(PCMEPlusPlusMean):
 
     @dataclass(frozen=True)
     class Options(PCMEPlusPlusMean.Options):
-        """Match loss. Source: PCME++ §B.2, Table B.1.
+        """Match loss. Source: PCME++ §B.2, Table B.1; with the CLIP loss §C.6 (pretraining).
 
         Args:
             vib: weight beta of the information bottleneck.
@@ -84,20 +84,3 @@ class PCMEPlusPlus(PCMEPlusPlusMean):
 
     def loss(self, batch: Batch, model) -> LossOutput:
         return self.match_loss(batch, model, self.options.vib, self.options.distance)
-
-
-class PCMEPlusPlusCLIP(PCMEPlusPlus):
-    """PCME++ with the loss of pretraining: the CLIP loss beside the match loss, and no pseudo-positives.
-
-    A caption that fits many images then keeps a large variance (docs/concepts.md). a and b go on from the run in
-    model.pretrained.
-    """
-
-    @dataclass(frozen=True)
-    class Options(PCMEPlusPlus.Options):
-        """Match loss and CLIP loss. Source: PCME++ §C.6 (pretraining)."""
-
-        scale: PositiveFloat | None = None
-        shift: NonNegativeFloat | None = None
-        clip: NonNegativeFloat = 1.0
-        pseudo_positive: NonNegativeFloat = 0.0

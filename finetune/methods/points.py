@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import Tensor
+from torch import Tensor, nn
 
-from finetune.methods.base import Batch, HardestHinge, Hinge, Method
-from probemb import losses
-from probemb.losses import LossOutput
+from finetune.methods.base import Batch, Hinge, Method
+from probemb.losses import LossOutput, infonce_loss, triplet_loss
+from probemb.losses.noisy import CaptionSimilarity, daa_loss, p2rm_loss
+from probemb.losses.output import cosine_similarity
+from probemb.losses.triplet import order_similarity, pvse_loss
+
+HALF_SIDE = 0.1  # of P2RM's rectangles at the start, times the square root of D
 
 
 class ZeroShot(Method):
@@ -36,67 +42,35 @@ class InfoNCE(Method):
     soft_labels = True
 
     def build(self, model, data) -> None:
-        self.module.loss = losses.InfoNCELoss(self.options.temperature)
+        self.module.tau = nn.Parameter(torch.full((1,), float(self.options.temperature)))
 
     @classmethod
     def model_options(cls, options) -> dict:
         return super().model_options(options) | {"temperature_trained": True}
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        model.logit_scale.data.copy_(self.module.loss.tau.detach().log())  # so that a saved model has it
-        return self.module.loss(batch.image, batch.text, batch.match)
+        model.logit_scale.data.copy_(self.module.tau.detach().log())  # so that a saved model has it
+        return infonce_loss(cosine_similarity(batch.image, batch.text), self.module.tau, batch.match)
 
     def scalars(self, model) -> dict[str, Tensor]:
-        return {"temperature": self.module.loss.tau}
+        return {"temperature": self.module.tau}
 
 
 class VSE(Method):
-    """VSE infinity: triplet loss, all negatives during the warm-up, then the hardest."""
+    """Triplet loss of the cosines: VSE0, VSE++ and VSE infinity differ in their options and recipes."""
 
-    @dataclass(frozen=True)
-    class Options(Hinge):
-        """Triplet loss of cosines. Source: PCME++ §B.2; VSE++ §3."""
-
-    def build(self, model, data) -> None:
-        self.module.loss = losses.TripletLoss(self.options.margin)
-
-    def loss(self, batch: Batch, model, **more: Tensor) -> LossOutput:
-        hardest = batch.epoch >= self.options.warmup_epochs
-        return self.module.loss(batch.image, batch.text, batch.match, hardest=hardest, **more)
-
-
-class VSEPlusPlus(VSE):
-    """The hinge of the hardest negative."""
-
-    @dataclass(frozen=True)
-    class Options(VSE.Options):
-        """Triplet loss of cosines, hardest negative. Source: VSE++ §3."""
-
-        warmup_epochs: NonNegativeInt = 0
-
-
-class VSE0(VSE):
-    """The sum of all negatives' hinges."""
-
-    @dataclass(frozen=True)
-    class Options:
-        """Triplet loss of cosines. Source: VSE++ §4.
-
-        Args:
-            margin: of the hinges, in units of the cosine.
-        """
-
-        margin: PositiveFloat = 0.2
+    Options = Hinge
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        return self.module.loss(batch.image, batch.text, batch.match, hardest=False)
+        similarity, o = cosine_similarity(batch.image, batch.text), self.options
+        return triplet_loss(similarity, batch.match, o.margin, o.hardest_in(batch.epoch))
 
 
-class P2RM(VSE):
+class P2RM(Method):
     """Point-to-rectangle matching on top of VSE."""
 
     @dataclass(frozen=True)
-    class Options(VSE.Options):
+    class Options(Hinge):
         """Triplet loss and point-to-rectangle matching.
 
         Args:
@@ -106,14 +80,20 @@ class P2RM(VSE):
         weight: NonNegativeFloat = 1.0
 
     def build(self, model, data) -> None:
-        self.module.loss = losses.P2RMLoss(model.embed_dim, self.options.margin, self.options.weight)
+        start = torch.full((model.embed_dim,), math.log(HALF_SIDE / math.sqrt(model.embed_dim)))
+        self.module.log_half_image, self.module.log_half_text = nn.Parameter(start.clone()), nn.Parameter(start)
+
+    def loss(self, batch: Batch, model) -> LossOutput:
+        o, half = self.options, (self.module.log_half_image.exp(), self.module.log_half_text.exp())
+        hardest = o.hardest_in(batch.epoch)
+        return p2rm_loss(batch.image, batch.text, batch.match, *half, o.margin, o.weight, hardest)
 
 
-class DAA(VSE):
+class DAA(Method):
     """VSE, and ranks that agree with the captions' tf-idf similarity."""
 
     @dataclass(frozen=True)
-    class Options(VSE.Options):
+    class Options(Hinge):
         """Triplet loss and agreement of ranks. Source: DAA.
 
         Args:
@@ -123,15 +103,16 @@ class DAA(VSE):
         weight: NonNegativeFloat = 25.0
 
     def build(self, model, data) -> None:
-        self.module.loss = losses.DAALoss(self.options.margin, self.options.weight)
-        self.semantic = losses.CaptionSimilarity(data.flat(), data.owner())
+        self.semantic = CaptionSimilarity(data.flat(), data.owner())
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        semantic = self.semantic(batch.image_index.tolist(), batch.pair_index.tolist())
-        return super().loss(batch, model, semantic=semantic.to(batch.match.device))
+        o, similarity = self.options, cosine_similarity(batch.image, batch.text)
+        semantic = self.semantic(batch.image_index.tolist(), batch.pair_index.tolist()).to(similarity.device)
+        options = dict(margin=o.margin, weight=o.weight, hardest=o.hardest_in(batch.epoch))
+        return daa_loss(similarity, semantic, batch.match, **options)
 
 
-class Order(VSE):
+class Order(Method):
     """Order embeddings: a caption lies above its image."""
 
     @dataclass(frozen=True)
@@ -150,18 +131,17 @@ class Order(VSE):
 
     ranking = "order"
 
-    def build(self, model, data) -> None:
-        self.module.loss = losses.OrderLoss(self.options.margin, self.options.hardest, squared=self.options.squared)
-
     def loss(self, batch: Batch, model) -> LossOutput:
-        return self.module.loss(batch.image, batch.text, batch.match)
+        o = self.options
+        similarity = order_similarity(batch.image.mean, batch.text.mean, squared=o.squared)
+        return triplet_loss(similarity, batch.match, o.margin, o.hardest)
 
 
-class PVSE(VSE):
+class PVSE(Method):
     """PVSE: the closest ones of K embeddings of both, that differ, from one space."""
 
     @dataclass(frozen=True)
-    class Options(HardestHinge):
+    class Options(Hinge):
         """Multi-instance triplet loss, diversity and discrepancy. Source: PVSE, its public recipe for COCO.
 
         Args:
@@ -173,6 +153,7 @@ class PVSE(VSE):
 
         embeddings: PositiveInt = 2
         margin: PositiveFloat = 0.1
+        warmup_epochs: NonNegativeInt = 0
         diversity: NonNegativeFloat = 0.1
         mmd: NonNegativeFloat = 0.01
         kernel: Literal["rbf", "unsquared"] = "rbf"
@@ -181,16 +162,14 @@ class PVSE(VSE):
     heads = ("pie",)
     ranking = "multi-instance"
 
-    def build(self, model, data) -> None:
-        o = self.options
-        self.module.loss = losses.PVSELoss(o.margin, o.hardest, o.diversity, o.mmd, kernel=o.kernel)
-
     @classmethod
     def model_options(cls, options) -> dict:
         more = {"ranking": "csd"} if options.embeddings == 1 else {}
         return {**super().model_options(options), "n_embeddings": options.embeddings, **more}
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        tokens = batch.images.tokens, batch.texts.tokens
-        hardest = self.options.hardest and batch.epoch >= self.options.warmup_epochs
-        return self.module.loss(batch.image, batch.text, batch.match, tokens, hardest=hardest)
+        o, residuals = self.options, (batch.images.tokens, batch.texts.tokens)
+        return pvse_loss(
+            batch.image, batch.text, batch.match, residuals, margin=o.margin, hardest=o.hardest_in(batch.epoch),
+            diversity_weight=o.diversity, mmd_weight=o.mmd, kernel=o.kernel,
+        )  # fmt: skip

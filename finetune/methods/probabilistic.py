@@ -9,8 +9,10 @@ from typing import Literal
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from finetune.methods.base import Batch, Hinge, Method
-from probemb.losses import LossOutput, ProLIPLoss, pcme_loss, prob_triplet_loss
+from finetune.methods.base import Batch, Method
+from probemb.losses import LossOutput, prolip_loss
+from probemb.losses.pcme import pcme_loss
+from probemb.losses.triplet import prob_triplet_loss
 
 
 class PCME(Method):
@@ -83,10 +85,6 @@ class ProLIP(Method):
     trains = ("logit_scale", "logit_bias")
     match = "cosine"
 
-    def build(self, model, data) -> None:
-        o = self.options
-        self.criterion = ProLIPLoss(o.vib, o.inclusion, inclusion_scale=o.inclusion_scale, form=o.form)
-
     @classmethod
     def model_options(cls, options) -> dict:
         o = options
@@ -94,8 +92,11 @@ class ProLIP(Method):
         return {**super().model_options(options), **scalars}
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        scale = model.inverse_temperature()
-        return self.criterion(batch.image, batch.text, scale, model.logit_bias, match=batch.match)
+        o, scale = self.options, model.inverse_temperature()
+        return prolip_loss(
+            batch.image, batch.text, scale, model.logit_bias, match=batch.match, vib=o.vib, inclusion=o.inclusion,
+            inclusion_scale=o.inclusion_scale, form=o.form,
+        )  # fmt: skip
 
     def scalars(self, model) -> dict[str, Tensor]:
         """a and b of the match probability that follows."""
@@ -106,10 +107,12 @@ class ProbVSEPlusPlus(Method):
     """VSE++ with normals in place of points, ranked by the similarity that is trained."""
 
     @dataclass(frozen=True)
-    class Options(Hinge):
+    class Options:
         """Triplet loss of a similarity of normals. Source: Probabilistic VSE++/VSRN Eq. 3 to 8, §4.2.
 
         Args:
+            margin: of the hinges, in units of the similarity.
+            warmup_epochs: first epochs, with all negatives.
             similarity: wasserstein2 (the paper's choice for COCO), min-kl (VSE++ with a trained image tower), kl, of
                 the image from the caption (VSE++ on Flickr30k), or reverse-kl, of the caption from the image (Table 6).
             negatives: hardest (the paper's Eq. 3), semi-hard (its text: the hardest one that is farther than the pair)
@@ -118,9 +121,10 @@ class ProbVSEPlusPlus(Method):
                 predicted value).
         """
 
+        margin: PositiveFloat = 0.2
+        warmup_epochs: NonNegativeInt = 0
         similarity: Literal["wasserstein2", "min-kl", "kl", "reverse-kl"] = "wasserstein2"
         negatives: Literal["hardest", "semi-hard", "all"] = "hardest"
-        warmup_epochs: NonNegativeInt = 0
         covariance: Literal["ellipsoidal", "spherical-mean", "spherical"] = "ellipsoidal"
 
     probabilistic = True

@@ -8,13 +8,14 @@ from typing import Literal
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
 
-from finetune.methods.base import Batch, HardestHinge, Method
+from finetune.methods.base import Batch, Hinge, Method
 from finetune.methods.points import VSE
 from finetune.methods.probabilistic import ProbVSEPlusPlus
 from probemb import distributed
 from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
 from probemb.errors import UserError
-from probemb.losses import LossOutput, scan_loss
+from probemb.losses import LossOutput
+from probemb.losses.triplet import scan_loss
 
 LAMBDAS = {"t2i": (9.0, 6.0), "i2t": (4.0, 5.0)}  # of the softmax and of "lse", of the published models (Flickr30k)
 
@@ -23,7 +24,7 @@ class SCAN(Method):
     """Stacked cross attention: every token of one side attends to the other side's."""
 
     @dataclass(frozen=True)
-    class Options(HardestHinge):
+    class Options(Hinge):
         """Triplet loss of attention scores. Source: SCAN §3, §4.2.
 
         Args:
@@ -34,6 +35,7 @@ class SCAN(Method):
             lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
         """
 
+        warmup_epochs: NonNegativeInt = 0
         direction: Literal["t2i", "i2t"] = "t2i"
         aggregation: Literal["lse", "mean", "sum", "max"] = "lse"
         norm: Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"] = (
@@ -53,8 +55,8 @@ class SCAN(Method):
 
     def loss(self, batch: Batch, model) -> LossOutput:
         images, texts = (unit_tokens(side.tokens, side.mask) for side in (batch.images, batch.texts))
-        hardest = self.options.hardest and batch.epoch >= self.options.warmup_epochs
-        return scan_loss(images, texts, batch.match, cross_attention(self.options), self.options.margin, hardest)
+        o = self.options
+        return scan_loss(images, texts, batch.match, cross_attention(o), o.margin, o.hardest_in(batch.epoch))
 
 
 def cross_attention(options: SCAN.Options) -> CrossAttention:
@@ -63,32 +65,30 @@ def cross_attention(options: SCAN.Options) -> CrossAttention:
     return CrossAttention(options.direction, options.aggregation, options.norm, *lambdas)
 
 
-@dataclass(frozen=True)
-class CaptionOptions:
-    """Options of the decoder that generates captions from regions.
-
-    Args:
-        caption_weight: of the captions' negative log-likelihood, a mean over captions (VSRN: 1); 0 for no decoder.
-        word_width: of the decoder's word embeddings.
-        hidden: of the GRUs that read the regions and generate the words.
-    """
-
-    caption_weight: NonNegativeFloat = 1.0
-    word_width: PositiveInt = 300
-    hidden: PositiveInt = 512
-
-
 class Captioned(Method):
     """Adds captions generated from regions to the loss of the class behind it. Source: VSRN (Li et al., ICCV 2019).
 
     The decoder attends to the regions before every word.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """Captions generated from regions.
+
+        Args:
+            caption_weight: of the captions' negative log-likelihood, a mean over captions (VSRN: 1); 0 for no decoder.
+            word_width: of the decoder's word embeddings.
+            hidden: of the GRUs that read the regions and generate the words.
+        """
+
+        caption_weight: NonNegativeFloat = 1.0
+        word_width: PositiveInt = 300
+        hidden: PositiveInt = 512
+
     over_regions = True
     wants_words = True
 
     def build(self, model, data) -> None:
-        super().build(model, data)
         if not self.options.caption_weight:
             return
         from probemb.models.autoencoder import RegionDecoder
@@ -108,28 +108,23 @@ class Captioned(Method):
         each = self.module.decoders["caption"].nll(regions, words[own], words[own])
         caption = distributed.gather(each.mean()[None]).mean()
         loss = out.loss + self.options.caption_weight * caption
-        return LossOutput(loss, {"triplet": out.loss.detach(), **out.terms, "caption": caption.detach()})
+        return LossOutput(loss, {"triplet": out.loss, **out.terms, "caption": caption})
 
 
 class VSRN(Captioned, VSE):
     """Graph reasoning over regions and a GRU, with VSE++'s hardest negatives and captions generated from regions."""
 
     @dataclass(frozen=True)
-    class Options(CaptionOptions, VSE.Options):
+    class Options(Captioned.Options, Hinge):
         """Triplet loss, and captions generated from regions. Source: VSRN, joint matching and generation."""
-
-        warmup_epochs: NonNegativeInt = 0
 
 
 class ProbVSRN(Captioned, ProbVSEPlusPlus):
     """VSRN with normals in place of points."""
 
     @dataclass(frozen=True)
-    class Options(CaptionOptions, ProbVSEPlusPlus.Options):
+    class Options(Captioned.Options, ProbVSEPlusPlus.Options):
         """Triplet loss of a similarity of normals; the paper names no other."""
-
-        margin: PositiveFloat = 0.1
-        caption_weight: NonNegativeFloat = 0.0
 
 
 def own_rows(n: int) -> slice:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, cosine_similarity
+from probemb.gaussian import at_least_float32
+from probemb.losses.output import LossOutput
 from probemb.losses.ring import BLOCK, number, pass_on, round_trip
 
 
@@ -41,7 +41,7 @@ def clip_loss(
         i2t = F.cross_entropy(scaled_image @ all_text_ND.T, target)
         t2i = F.cross_entropy(scaled_text @ all_image_ND.T, target)
     loss = 0.5 * (i2t + t2i)
-    return LossOutput(loss, {"clip": loss.detach()})
+    return LossOutput(loss, {"clip": loss})
 
 
 def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | float, block: int = BLOCK) -> LossOutput:
@@ -60,7 +60,7 @@ def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | floa
         scale = number(logit_scale, image_BD)
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (image_BD, text_BD, scale))
         loss = _RingCrossEntropy.apply(block, wanted, image_BD, text_BD, scale)
-    return LossOutput(loss, {"clip": loss.detach()})
+    return LossOutput(loss, {"clip": loss})
 
 
 class _RingCrossEntropy(torch.autograd.Function):
@@ -120,18 +120,6 @@ def _gradients(
     return of_image, of_text, of_scale
 
 
-class ClipLoss(nn.Module):
-    """`clip_loss` with a learnable inverse temperature, stored as its logarithm."""
-
-    def __init__(self, init_scale: float = 1 / 0.07):
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.full((1,), math.log(init_scale)))
-
-    def forward(self, image_BD: Tensor, text_BD: Tensor) -> LossOutput:
-        """Unit rows (B, D) and (B, D)."""
-        return clip_loss(image_BD, text_BD, self.log_scale.exp())
-
-
 def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Tensor | None = None) -> LossOutput:
     """Mean of both directions' cross entropies of tau * similarity against the labels. Source: PCME++, rival InfoNCE.
 
@@ -142,26 +130,16 @@ def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Ten
         similarity_NM: cosines, images in rows; N = M unless `match_NM` is given.
         tau: the multiplier itself, an inverse temperature, not its logarithm.
         match_NM: in [0, 1]; None is the identity.
-
-    Returns:
-        loss, and both directions as terms "i2t" and "t2i".
-
-    Raises:
-        ValueError: labels whose shape does not fit the similarities.
     """
     with torch.autocast(similarity_NM.device.type, enabled=False):
         logits = tau * at_least_float32(similarity_NM)
         if match_NM is None:
-            if logits.shape[0] != logits.shape[1]:
-                raise ValueError(f"{tuple(logits.shape)} pairs have no identity; pass match")
             target = torch.arange(len(logits), device=logits.device)
             i2t, t2i = F.cross_entropy(logits, target), F.cross_entropy(logits.T, target)
-        elif match_NM.shape != logits.shape:
-            raise ValueError(f"match is {tuple(match_NM.shape)}, the pairs are {tuple(logits.shape)}")
         else:
             match_NM = match_NM.to(logits.dtype)
             i2t, t2i = _cross_entropy_of_labels(logits, match_NM), _cross_entropy_of_labels(logits.T, match_NM.T)
-    return LossOutput(0.5 * (i2t + t2i), {"i2t": i2t.detach(), "t2i": t2i.detach()})
+    return LossOutput(0.5 * (i2t + t2i), {"i2t": i2t, "t2i": t2i})
 
 
 def _cross_entropy_of_labels(logits: Tensor, match: Tensor) -> Tensor:
@@ -169,15 +147,3 @@ def _cross_entropy_of_labels(logits: Tensor, match: Tensor) -> Tensor:
     mass = match.sum(1, keepdim=True)
     target = match / torch.where(mass > 0, mass, torch.ones_like(mass))
     return -(target * logits.log_softmax(1)).sum() / (mass > 0).sum().clamp(min=1)
-
-
-class InfoNCELoss(nn.Module):
-    """`infonce_loss` of the cosines of the means, with a learnable multiplier `tau`."""
-
-    def __init__(self, init_tau: float = 1.0):
-        super().__init__()
-        self.tau = nn.Parameter(torch.full((1,), float(init_tau)))
-
-    def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> LossOutput:
-        """Gaussians (N, D) and (M, D), match (N, M) in [0, 1] or None for the identity."""
-        return infonce_loss(cosine_similarity(image, text), self.tau, match)

@@ -2,7 +2,7 @@
 
 Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", Eqs. 5-9. The weights
 of the parts are the caller's. The paper writes sums over items for the reconstruction; here, as in the public code, it
-is the mean over items, so that its weight does not depend on the batch.
+is the mean over items, so that its weight does not depend on the batch. All results are scalars, ().
 
 Shapes: N items, D dimensions of a code, P of a feature, T tokens of an item, L words of a caption.
 """
@@ -17,33 +17,24 @@ from torch.nn import functional as F
 
 from probemb.gaussian import Gaussian, at_least_float32
 
-Norm = Literal["l1", "l2", "squared"]
-Kernel = Literal["rbf", "imq"]
 SCALES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the kernels' squared width, as for WAE-MMD
 FIRST_DROPPED = 2  # padding (0), and the unknown word or, in the public code, the start (1) are never dropped
+NORMS = {
+    "l1": lambda difference: difference.abs().sum(-1),
+    "l2": lambda difference: torch.linalg.vector_norm(difference, dim=-1),
+    "squared": lambda difference: difference.square().sum(-1),
+}
 
 
-def reconstruction(x: Tensor, decoded: Tensor, norm: Norm = "l1", mask_NT: Tensor | None = None) -> Tensor:
-    """Mean over items of ‖x − x̂‖, with tokens of the sum over an item's tokens, (). Source: Eq. 6, first term.
+def reconstruction(x: Tensor, decoded: Tensor, norm: str = "l1", mask_NT: Tensor | None = None) -> Tensor:
+    """Mean over items of ‖x − x̂‖, with tokens of the sum over an item's tokens. Source: Eq. 6, first term.
 
     Args:
         x: (N, P) or (N, T, P); a target, so it gets no gradient.
-        decoded: of the same shape.
-        norm: "l1", "l2", or "squared" for ‖·‖² (the mean-squared error of sentence vectors).
-        mask_NT: (N, T) bool, True for tokens that count; None for all.
-
-    Raises:
-        ValueError: shapes that differ.
+        norm: a name in NORMS; "squared" is the mean-squared error of sentence vectors.
+        mask_NT: bool, True for tokens that count; None for all.
     """
-    if x.shape != decoded.shape:
-        raise ValueError(f"the features are {tuple(x.shape)}, their reconstruction {tuple(decoded.shape)}")
-    difference = at_least_float32(x).detach() - at_least_float32(decoded)
-    if norm == "l1":
-        error = difference.abs().sum(-1)
-    elif norm == "l2":
-        error = torch.linalg.vector_norm(difference, dim=-1)
-    else:
-        error = difference.square().sum(-1)
+    error = NORMS[norm](at_least_float32(x).detach() - at_least_float32(decoded))
     if mask_NT is not None:
         error = error * mask_NT
     return error.sum() / len(x)
@@ -59,19 +50,16 @@ def drop_words(words_NL: Tensor, rate: float, generator: torch.Generator | None 
 
 
 def encoder_loss(logits: Tensor) -> Tensor:
-    """Loss of encoders against a discriminator: −log D(code), mean over codes, (). Source: Eq. 6, D_JS.
+    """Loss of encoders against a discriminator: −log D(code), mean over codes. Source: Eq. 6, D_JS.
 
     The GAN's form of the Jensen-Shannon divergence, with the gradient that does not vanish while the discriminator
-    wins: the cross entropy of codes with the label of the prior.
-
-    Args:
-        logits: the discriminator's, any shape; sigmoid(logit) is the probability of the prior.
+    wins. `logits`: the discriminator's, any shape; sigmoid(logit) is the probability of the prior.
     """
     return F.softplus(-at_least_float32(logits)).mean()
 
 
 def discriminator_loss(prior_logits: Tensor, code_logits: Tensor) -> Tensor:
-    """Loss of the discriminator: cross entropy of prior samples (1) and of codes (0), each a mean, summed, ().
+    """Loss of the discriminator: cross entropy of prior samples (1) and of codes (0), each a mean, summed.
 
     At its optimum it is 2 log 2 − 2 D_JS.
     """
@@ -91,9 +79,8 @@ def prior_samples(codes_ND: Tensor, generator: torch.Generator | None = None) ->
 def code_statistics(codes_ND: Tensor) -> dict[str, Tensor]:
     """Two numbers that codes of N(0, I) are known to have, without a gradient.
 
-    Returns:
-        "code_square", the mean of |c|² / D, 1 for the prior; "code_dimensions", the participation ratio of the
-        covariance's eigenvalues, (Σ λ)² / Σ λ², which is D for the prior in the limit, and N D / (N + D) of N samples.
+    "code_square" is the mean of |c|² / D, 1 for the prior; "code_dimensions" the participation ratio of the
+    covariance's eigenvalues, (Σ λ)² / Σ λ², which is D for the prior in the limit, and N D / (N + D) of N samples.
     """
     codes = at_least_float32(codes_ND.detach())
     centred = codes - codes.mean(0)
@@ -103,32 +90,26 @@ def code_statistics(codes_ND: Tensor) -> dict[str, Tensor]:
 
 
 def code_mse(image_ND: Tensor, text_ND: Tensor) -> Tensor:
-    """Mean over pairs of ‖f_v(x) − f_t(y)‖², (). Source: Eq. 7."""
+    """Mean over pairs of ‖f_v(x) − f_t(y)‖². Source: Eq. 7."""
     return (at_least_float32(image_ND) - at_least_float32(text_ND)).square().sum(-1).mean()
 
 
 def vae_kl(codes: Gaussian) -> Tensor:
-    """KL(N(μ, σ²) ‖ N(0, I)) of the (N, D) codes, summed over dimensions, mean over items, (). Source: Eq. 2."""
+    """KL(N(μ, σ²) ‖ N(0, I)) of the (N, D) codes, summed over dimensions, mean over items. Source: Eq. 2."""
     mean, log_var = at_least_float32(codes.mean), at_least_float32(codes.log_var)
     return 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(-1).mean()
 
 
-def mmd(x_ND: Tensor, y_MD: Tensor, kernel: Kernel = "rbf", base: float | None = None) -> Tensor:
-    """Squared maximum mean discrepancy of two sets of codes, unbiased, mean over kernels of several widths, ().
+def mmd(x_ND: Tensor, y_MD: Tensor, kernel: Literal["rbf", "imq"] = "rbf", base: float | None = None) -> Tensor:
+    """Squared maximum mean discrepancy of two sets of codes, unbiased, mean over kernels of several widths.
 
     k(d²) = exp(−d² / (2 c)) for "rbf" and c / (c + d²) for "imq", with c = scale · base over `SCALES`. An unbiased
-    estimate may be below 0. Source: Gretton et al., "A Kernel Two-Sample Test"; the inverse multiquadratic and its
-    scales: Tolstikhin et al., "Wasserstein Auto-Encoders".
+    estimate may be below 0, and needs two codes of each kind. Source: Gretton et al., "A Kernel Two-Sample Test"; the
+    inverse multiquadratic and its scales: Tolstikhin et al., "Wasserstein Auto-Encoders".
 
-    Args:
-        base: unit of c; None for the mean squared distance among all codes, as a constant (2 D if they are N(0, I)).
-
-    Raises:
-        ValueError: fewer than two codes on a side.
+    `base`: unit of c; None for the mean squared distance among all codes, as a constant (2 D if they are N(0, I)).
     """
     n, m = len(x_ND), len(y_MD)
-    if min(n, m) < 2:
-        raise ValueError(f"an unbiased MMD needs two codes of each kind, these are {n} and {m}")
     codes = torch.cat([at_least_float32(x_ND), at_least_float32(y_MD)])
     centred = codes - codes.detach().mean(0)  # distances from products lose less precision near the origin
     norms = centred.square().sum(-1)

@@ -10,7 +10,7 @@ from probemb import distributed, labels
 from probemb.distances import SAMPLES, get_distance, match_log_odds_of_samples
 from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
-from probemb.losses.ring import BLOCK, sum_over_pairs
+from probemb.losses.ring import BLOCK, number, sum_over_pairs
 
 OWN_BLOCK = 64  # own pairs that are compared at a time, with one another too
 
@@ -40,54 +40,42 @@ def pairwise_match_loss(
     vib: float = 0.0,
     all_image: Gaussian | None = None,
     all_text: Gaussian | None = None,
-    text_match: Tensor | None = None,
     offset: int = 0,
     generator: torch.Generator | None = None,
 ) -> LossOutput:
     """L_match(image to text) + L_match(text to image) + pseudo_positive * L_pp + vib * L_vib. Source: PCME++ Eq. 2, 3.
 
     L_match is the mean over all pairs of the binary cross entropy of sigmoid(-scale * distance + shift).
-
-    With ranks, pass all ranks' items and the row at which this rank's start: the mean over the ranks is the loss of one
-    process on the whole batch, in value and gradient.
+    With ranks, pass all ranks' items and the row at which this rank's start, and no `match`: the mean over the ranks is
+    the loss of one process on the whole batch, in value and gradient.
 
     Args:
         image, text: (B, D) and (C, D); C = B unless `match` is given.
-        match: (B, M) in [0, 1], images in rows, M = C or all ranks' texts; None is the identity.
-        scale, shift: a and b of Eq. 2, numbers or tensors of one element.
-        distance: a name in DISTANCES. For "match-probability" scale and shift act inside the probability.
-        pseudo_positive: weight alpha of the pseudo-positive loss.
-        vib: weight beta of the information bottleneck.
+        match: (B, C) in [0, 1], images in rows; None is the identity.
+        scale, shift: a and b of Eq. 2. For "match-probability" they act inside the probability.
+        distance: a name in DISTANCES.
+        pseudo_positive, vib: weights alpha and beta.
         all_image, all_text: the gathered batch, (N, D) each, or None.
-        text_match: (C, N) in [0, 1], texts in rows, needed beside `match` when a batch is gathered.
-        offset: index of this rank's first item in the gathered batch.
         generator: of the samples of "match-probability"; None is torch's own.
-
-    Raises:
-        UserError: an unknown distance.
-        ValueError: labels whose shape does not fit the items.
     """
-    gathered = all_image is not None or all_text is not None
-    if gathered and (all_image is None or all_text is None or (match is None) != (text_match is None)):
-        raise ValueError("a gathered batch needs all_image and all_text, and match and text_match both or neither")
     with torch.autocast(image.mean.device.type, enabled=False):
-        logits = match_logits(image, all_text if gathered else text, scale, shift, distance, generator=generator)
+        others = text if all_text is None else all_text
+        logits = match_logits(image, others, scale, shift, distance, generator=generator)
         i2t = _direction(logits, match, offset, pseudo_positive)
-        if gathered and match is None and not pseudo_positive:
-            t2i = i2t  # over all ranks both are the mean over the same pairs, so each rank counts its images' twice
-        elif gathered:
-            reverse = match_logits(text, all_image, scale, shift, distance, reverse=True, generator=generator)
-            t2i = _direction(reverse, text_match, offset, pseudo_positive)
-        else:
+        if all_image is None:
             t2i = _direction(logits.T, None if match is None else match.T, offset, pseudo_positive, i2t)
-        bottleneck = vib_kl(image) + vib_kl(text)
-        terms = {"match": i2t["match"] + t2i["match"], "vib": bottleneck}
-        loss = terms["match"] + vib * bottleneck
+        elif pseudo_positive:
+            reverse = match_logits(text, all_image, scale, shift, distance, reverse=True, generator=generator)
+            t2i = _direction(reverse, None, offset, pseudo_positive)
+        else:
+            t2i = i2t  # over all ranks both are the mean over the same pairs, so each rank counts its images' twice
+        terms = {"match": i2t["match"] + t2i["match"], "vib": vib_kl(image) + vib_kl(text)}
+        loss = terms["match"] + vib * terms["vib"]
         if pseudo_positive:
             terms["pseudo_positive"] = i2t["pseudo"] + t2i["pseudo"]
             loss = loss + pseudo_positive * terms["pseudo_positive"]
             terms["n_pseudo"] = i2t["n_pseudo"] + t2i["n_pseudo"]
-    return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+    return LossOutput(loss, terms)
 
 
 def ring_match_loss(
@@ -103,23 +91,15 @@ def ring_match_loss(
     """`pairwise_match_loss` over all ranks' items, B on each: texts go round, so memory is O(B * block + B D).
 
     Item i of image matches item i of text, and nothing else; there are no pseudo-positives. The mean over the ranks is
-    the loss of one process on the whole batch, in value and gradient.
-
-    Args:
-        image, text: (B, D), on every rank as many.
-        scale, shift, distance, vib: as of `pairwise_match_loss`.
-        block: texts that are compared at a time.
+    the loss of one process on the whole batch, in value and gradient. `block`: texts that are compared at a time.
     """
     with torch.autocast(image.mean.device.type, enabled=False):
         image, text = image.float(), text.float()
-        numbers = [
-            torch.as_tensor(x, device=image.mean.device).to(image.mean.dtype).reshape(()) for x in (scale, shift)
-        ]
+        numbers = number(scale, image.mean), number(shift, image.mean)
 
         def softplus_of_pairs(mean_i, log_var_i, mean_t, log_var_t, a, b) -> Tensor:
-            return F.softplus(
-                match_logits(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), a, b, distance)
-            ).sum()
+            logits = match_logits(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), a, b, distance)
+            return F.softplus(logits).sum()
 
         items = (image.mean, image.log_var), (text.mean, text.log_var)
         total = sum_over_pairs(softplus_of_pairs, *items, numbers, block)
@@ -130,7 +110,7 @@ def ring_match_loss(
         # The mean over the pairs of this rank's images, in both directions, which have the same pairs over all ranks.
         match = 2 * (total - sum(own)) / (len(image) * distributed.world_size() * len(image))
         bottleneck = vib_kl(image) + vib_kl(text)
-    return LossOutput(match + vib * bottleneck, {"match": match.detach(), "vib": bottleneck.detach()})
+    return LossOutput(match + vib * bottleneck, {"match": match, "vib": bottleneck})
 
 
 def match_logits(
@@ -158,13 +138,8 @@ def _direction(
     logits_NM: Tensor, match_NM: Tensor | None, offset: int, pseudo_positive: float, other: dict | None = None
 ) -> dict[str, Tensor]:
     """Binary cross entropies of one direction; `other` is the transposed pairs' result, whose softplus is reused."""
-    n, m = logits_NM.shape
     if match_NM is None:
-        if offset + n > m:
-            raise ValueError(f"{n} items from {offset} on have no identity partners among {m}; pass match")
         matched = logits_NM.diagonal(offset).sum()  # the identity needs no N x M matrix
-    elif match_NM.shape != logits_NM.shape:
-        raise ValueError(f"match is {tuple(match_NM.shape)}, the pairs are {tuple(logits_NM.shape)}")
     else:
         match_NM = match_NM.to(logits_NM.dtype)
         matched = (match_NM * logits_NM).sum()
@@ -172,7 +147,7 @@ def _direction(
     out = {"softplus": softplus, "match": softplus - matched / logits_NM.numel()}
     if pseudo_positive:
         if match_NM is None:
-            match_NM = labels.identity(n, m, offset, logits_NM.device, logits_NM.dtype)
+            match_NM = labels.identity(*logits_NM.shape, offset, logits_NM.device, logits_NM.dtype)
         with torch.no_grad():
             pseudo, out["n_pseudo"] = labels.pseudo_positives(-logits_NM, match_NM)
         out["pseudo"] = softplus - (pseudo * logits_NM).mean()
@@ -180,13 +155,7 @@ def _direction(
 
 
 class PairwiseMatchLoss(nn.Module):
-    """`pairwise_match_loss` with learnable scale a and shift b.
-
-    Args:
-        scale, shift: initial a and b (PCME++: 5, 5 on COCO; 1, 1 in pretraining).
-        distance: a name in DISTANCES.
-        pseudo_positive, vib: weights alpha and beta.
-    """
+    """`pairwise_match_loss` with learnable scale a and shift b, initially 5, 5 for PCME++ on COCO, 1, 1 pretraining."""
 
     def __init__(
         self,
@@ -200,20 +169,8 @@ class PairwiseMatchLoss(nn.Module):
         get_distance(distance)
         self.scale = nn.Parameter(torch.full((1,), float(scale)))
         self.shift = nn.Parameter(torch.full((1,), float(shift)))
-        self.distance = distance
-        self.pseudo_positive = pseudo_positive
-        self.vib = vib
+        self.options = dict(distance=distance, pseudo_positive=pseudo_positive, vib=vib)
 
-    def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None, **gathered) -> LossOutput:
-        """Gaussians (B, D) and (C, D), match (B, C) in [0, 1] or None for the identity; see `pairwise_match_loss`."""
-        return pairwise_match_loss(
-            image,
-            text,
-            match,
-            scale=self.scale,
-            shift=self.shift,
-            distance=self.distance,
-            pseudo_positive=self.pseudo_positive,
-            vib=self.vib,
-            **gathered,
-        )
+    def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> LossOutput:
+        """Gaussians (B, D) and (C, D), match (B, C) in [0, 1] or None for the identity."""
+        return pairwise_match_loss(image, text, match, scale=self.scale, shift=self.shift, **self.options)

@@ -1,8 +1,8 @@
-"""MPC's loss: how probable samples of the targets are under the composition of a query (Neculai et al., CVPRW 2022).
+"""Losses of composed queries and their targets: MPC's, and those of its rivals (Neculai et al., CVPRW 2022).
 
-Letters: N queries of k parts, T targets, J samples of each, D dimensions. log N(z; mu, Sigma) is quadratic in z, so its
-mean over samples, or over a target's whole distribution, is one matrix product of 2 D columns; neither N x T x D nor
-N x T x J values are made.
+Letters: N queries of k parts, T targets of which target i is query i's own, J samples of each, D dimensions.
+log N(z; mu, Sigma) is quadratic in z, so its mean over samples, or over a target's whole distribution, is one matrix
+product of 2 D columns; neither N x T x D nor N x T x J values are made.
 """
 
 from __future__ import annotations
@@ -11,24 +11,129 @@ import math
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.compose import Product
-from probemb.gaussian import Gaussian
-from probemb.losses.composed import add_log_var_l2, target_softmax
+from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
 
 Form = Literal["sampled", "expected", "code"]
-FORMS = ("sampled", "expected", "code")
 LOG_2PI = math.log(2 * math.pi)
+
+
+def target_softmax(
+    similarity_NT: Tensor, positives_NT: Tensor | None = None, temperature: float = 1.0, reverse: float = 0.0
+) -> LossOutput:
+    """Cross entropy of every query's own target among all targets, mean over the queries. Source: MPC Eq. 7.
+
+    Args:
+        similarity_NT: larger is closer.
+        positives_NT: bool, targets that are correct for a query: other ones than its own are left out instead of being
+            negatives. None: all others are negatives, as in the paper.
+        temperature: divides the similarities; 1 in the paper.
+        reverse: weight, from 0 to 1, of the cross entropy of every target's own query among the queries; the other
+            direction has the rest. 0 in the paper, 0.5 in its public code.
+
+    Returns:
+        terms "query_to_target", "target_to_query" if it has a weight, and "r@1", the share of queries whose own target
+        is the closest.
+    """
+    with torch.autocast(similarity_NT.device.type, enabled=False):
+        logits = at_least_float32(similarity_NT)
+        own = torch.arange(len(logits), device=logits.device)
+        if positives_NT is not None:
+            others = positives_NT.bool() & ~torch.eye(*logits.shape, dtype=torch.bool, device=logits.device)
+            logits = logits.masked_fill(others, -torch.inf)
+        logits = logits / temperature
+        loss = F.cross_entropy(logits, own)
+        terms = {"query_to_target": loss, "r@1": (logits.argmax(1) == own).to(logits.dtype).mean()}
+        if reverse:
+            terms["target_to_query"] = back = F.cross_entropy(logits[:, : len(logits)].T, own)
+            loss = (1 - reverse) * loss + reverse * back
+    return LossOutput(loss, terms)
+
+
+def _with_log_var_l2(out: LossOutput, parts: Gaussian, weight: float, query: Gaussian | None = None) -> LossOutput:
+    """`out` + a weight times the parts' (N, k, D) mean squared log-variance, also as a term. Source: MPC Eq. 8.
+
+    `query`: the composition, (N, D): counts as one more part, as in the public code.
+    """
+    mean = at_least_float32(parts.log_var).square().mean()
+    if query is not None:
+        k = parts.shape[1]
+        mean = (k * mean + at_least_float32(query.log_var).square().mean()) / (k + 1)
+    return LossOutput(out.loss + weight * mean if weight else out.loss, out.terms | {"log_var_l2": mean})
+
+
+def mpc_loss(
+    parts: Gaussian,
+    query: Product,
+    target: Gaussian,
+    positives: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    form: Form = "sampled",
+    n_samples: int = 7,
+    temperature: float = 1.0,
+    reverse: float = 0.0,
+    log_var_l2: float = 1e-3,
+) -> LossOutput:
+    """Softmax over targets of the probabilistic similarity, + weighted squared log-variances. Source: MPC §3.3.
+
+    Z and the normal's constant belong to the query, and the paper's softmax (Eq. 7) runs over targets: they change the
+    similarity but neither this loss nor its gradient. With `reverse` they count, as they differ between queries.
+
+    Args:
+        parts: (N, k, D); query: their composition, (N, D); target: (T, D).
+        positives, temperature, reverse: see `target_softmax`.
+        generator: source of the noise, on the embeddings' device; seeded alike on every rank.
+        form: "sampled" (Eq. 6), "expected" (its closed form), or "code" (`mpc_code_loss`).
+        n_samples: J.
+        log_var_l2: lambda of Eq. 8.
+    """
+    if form == "code":
+        z_TJD, z_NJD = (code_embedding(g)[1].sample(n_samples, generator) for g in (target, query.gaussian))
+        options = dict(temperature=temperature, reverse=reverse, log_var_l2=log_var_l2)
+        return mpc_code_loss(parts, query.gaussian, target, (z_NJD, z_TJD), positives, **options)
+    if form == "expected":
+        similarity = expected_similarity(query, target)
+    else:
+        similarity = sampled_similarity(query, target.float().sample(n_samples, generator))
+    return _with_log_var_l2(target_softmax(similarity, positives, temperature, reverse), parts, log_var_l2)
+
+
+def mpc_code_loss(
+    parts: Gaussian,
+    query: Gaussian,
+    target: Gaussian,
+    samples: tuple[Tensor, Tensor],
+    positives: Tensor | None = None,
+    *,
+    temperature: float,
+    reverse: float,
+    log_var_l2: float,
+) -> LossOutput:
+    """The public code's loss, of given samples (N, J, D) of the compositions and (T, J, D) of the targets.
+
+    Z and the constant cancel in every direction. The other direction takes the target for the query and samples the
+    composition, which also counts in `log_var_l2`.
+    """
+    z_NJD, z_TJD = samples
+    out = target_softmax(code_similarity(code_embedding(query)[0], z_TJD), positives, temperature)
+    if reverse:
+        n = len(z_NJD)
+        back = code_similarity(code_embedding(target)[0][:n], z_NJD)
+        back = target_softmax(back, None if positives is None else positives[:, :n].T, temperature)
+        out.loss = (1 - reverse) * out.loss + reverse * back.loss
+        out.terms["target_to_query"] = back.terms["query_to_target"]
+    return _with_log_var_l2(out, parts, log_var_l2, query)
 
 
 def log_density(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> Tensor:
     """Expected log N(z; mu, Sigma) in nats for z with these means and variances, whatever its distribution, (N, T)."""
-    with torch.autocast(query.mean.device.type, enabled=False):
-        left, right, row = log_density_factors(query, mean_TD, var_TD)
-        return torch.addmm(row[:, None], left, right.T)
+    left, right, row = log_density_factors(query, mean_TD, var_TD)
+    return torch.addmm(row[:, None], left, right.T)
 
 
 def log_density_factors(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,8 +149,8 @@ def log_density_factors(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> tup
 def expected_similarity(query: Product, target: Gaussian) -> Tensor:
     """E log( N(z; mu_c, Sigma_c) Z ) over z of the target, (N, T): the limit of MPC's Eq. 6 for many samples."""
     with torch.autocast(target.mean.device.type, enabled=False):
-        g, target = query.gaussian.float(), target.float()
-        return log_density(g, target.mean, target.var) + query.log_normaliser[:, None]
+        target = target.float()
+        return log_density(query.gaussian.float(), target.mean, target.var) + query.log_normaliser[:, None]
 
 
 def sampled_similarity(query: Product, z_TJD: Tensor) -> Tensor:
@@ -61,13 +166,10 @@ def _moments(z_TJD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def code_similarity(query: Gaussian, z_TJD: Tensor) -> Tensor:
-    """The similarity that the public code trains with, (N, T).
+    """The similarity that the public code trains with, (N, T); means of `query` have unit length.
 
     It adds Z and the normal's constant along the targets' axis and then subtracts every target's largest similarity to
     any query, so both cancel: what is left is -1/2 (z - mu)^T Sigma^-1 (z - mu) from that largest one.
-
-    Args:
-        query: with means of unit length, as the code has them.
     """
     with torch.autocast(z_TJD.device.type, enabled=False):
         query = query.float()
@@ -86,81 +188,48 @@ def code_embedding(g: Gaussian) -> tuple[Gaussian, Gaussian]:
     return Gaussian(unit, g.log_var), Gaussian(unit, 2 * g.log_var)
 
 
-class MPCLoss(nn.Module):
-    """Softmax over targets of the probabilistic similarity, + weighted squared log-variances. Source: MPC §3.3.
+# -------------------------------------------------------------------------------------------------------------- rivals
 
-    Z and the normal's constant belong to the query, and the paper's softmax (Eq. 7) runs over targets: they change the
-    similarity but neither this loss nor its gradient. With `reverse` they count, as they differ between queries.
+
+def sampled_cosine_loss(
+    parts: Gaussian,
+    query: Gaussian,
+    target: Gaussian,
+    positives: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    samples: tuple[Tensor, Tensor] | None = None,
+    n_samples: int = 7,
+    temperature: float = 1.0,
+    reverse: float = 0.0,
+    log_var_l2: float = 1e-3,
+    as_code: bool = False,
+) -> LossOutput:
+    """Softmax over targets of the mean cosine of samples, + weighted squared log-variances. Source: MPC Eq. 5, 7, 8.
+
+    PCME + addition, and "MPC w/o Eq. 6". The mean over all J x J pairs of samples is the product of the means of the
+    unit vectors, so the pairs are never made.
 
     Args:
-        form: "sampled" (Eq. 6), "expected" (its closed form), or "code", the public code's similarity, in which Z and
-            the constant cancel in every direction (`code_similarity`, `code_embedding`). There, the other direction
-            takes the target for the query and samples the composition.
-        n_samples: J.
-        temperature, reverse: see `target_softmax`; the public code has 0.5 for `reverse`.
-        log_var_l2: lambda of Eq. 8; with "code" the composition counts as one more part.
+        query: the composition (N, D); otherwise as `mpc_loss`.
+        samples: (N, J, D) of the compositions and (T, J, D) of the targets, instead of drawn ones.
+        as_code: the composition counts in `log_var_l2`, as in the public code.
     """
+    with torch.autocast(query.mean.device.type, enabled=False):
+        if samples is None:
+            samples = [g.float().sample(n_samples, generator) for g in (target, query)][::-1]  # targets first
+        left, right = (F.normalize(at_least_float32(z), dim=-1).mean(1) for z in samples)
+        out = target_softmax(left @ right.T, positives, temperature, reverse)
+        return _with_log_var_l2(out, parts, log_var_l2, query if as_code else None)
 
-    def __init__(
-        self,
-        form: Form = "sampled",
-        n_samples: int = 7,
-        temperature: float = 1.0,
-        reverse: float = 0.0,
-        log_var_l2: float = 1e-3,
-    ):
-        super().__init__()
-        if form not in FORMS:
-            raise ValueError(f"form is one of {', '.join(FORMS)}, not {form!r}")
-        if n_samples < 1:
-            raise ValueError(f"n_samples is at least 1, not {n_samples}")
-        self.form, self.n_samples, self.temperature = form, n_samples, temperature
-        self.reverse, self.log_var_l2 = reverse, log_var_l2
 
-    def forward(
-        self,
-        parts: Gaussian,
-        query: Product,
-        target: Gaussian,
-        positives: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> LossOutput:
-        """The loss of N queries.
+def scaled_cosine_loss(
+    query_ND: Tensor, target_TD: Tensor, scale: Tensor, positives: Tensor | None = None
+) -> LossOutput:
+    """`target_softmax` of scale^2 times the cosine of the means: TIRG's loss, for all points.
 
-        Args:
-            parts: (N, k, D); query: their composition, (N, D); target: (T, D), of which target i is query i's own.
-            positives: (N, T) bool, see `target_softmax`.
-            generator: source of the noise, on the embeddings' device; seeded alike on every rank.
-
-        Returns:
-            terms of `target_softmax`, and "log_var_l2".
-        """
-        if self.form == "code":
-            sampled = [code_embedding(g)[1] for g in (target, query.gaussian)]
-            z_TJD, z_NJD = (g.sample(self.n_samples, generator) for g in sampled)
-            return self.code_loss(parts, query.gaussian, target, z_NJD, z_TJD, positives)
-        if self.form == "expected":
-            similarity = expected_similarity(query, target)
-        else:
-            similarity = sampled_similarity(query, target.float().sample(self.n_samples, generator))
-        out = target_softmax(similarity, positives, self.temperature, self.reverse)
-        return add_log_var_l2(out, parts, None, self.log_var_l2)
-
-    def code_loss(
-        self,
-        parts: Gaussian,
-        query: Gaussian,
-        target: Gaussian,
-        z_NJD: Tensor,
-        z_TJD: Tensor,
-        positives: Tensor | None = None,
-    ) -> LossOutput:
-        """The loss of form "code" with given samples of the compositions and of the targets."""
-        out = target_softmax(code_similarity(code_embedding(query)[0], z_TJD), positives, self.temperature)
-        if self.reverse:
-            n = len(z_NJD)
-            back = code_similarity(code_embedding(target)[0][:n], z_NJD)
-            back = target_softmax(back, None if positives is None else positives[:, :n].T, self.temperature)
-            out.loss = (1 - self.reverse) * out.loss + self.reverse * back.loss
-            out.terms["target_to_query"] = back.terms["query_to_target"]
-        return add_log_var_l2(out, parts, query, self.log_var_l2)
+    The scale is learned, and 4 at the start in the public code, which multiplies both sides by it.
+    """
+    with torch.autocast(query_ND.device.type, enabled=False):
+        left, right = (F.normalize(at_least_float32(x), dim=-1) for x in (query_ND, target_TD))
+        return target_softmax(scale.square() * (left @ right.T), positives)

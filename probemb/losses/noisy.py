@@ -6,22 +6,21 @@ Letters: N pairs, D dimensions, C captions, V words.
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from array import array
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from probemb.distances import sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, cosine_similarity, positive_pairs
+from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks, positive_pairs
 from probemb.losses.triplet import hinges, triplet_loss
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 # ----------------------------------------------------------------------------------------------------------------- NCR
 # NCR: noisy correspondences found by their losses, and a margin that shrinks with a pair's estimated label.
@@ -64,15 +63,13 @@ def ncr_loss(
     if label_N is not None:
         row_margin = margin * SOFT_MARGINS[soft_margin](label_N)
         if not published_margins:
-            if label_N.shape != (len(similarity_NN),):
-                raise ValueError(f"{len(similarity_NN)} pairs have as many labels, these are {tuple(label_N.shape)}")
             row_margin, column_margin = row_margin[:, None], row_margin[None, :]
     row_NN, column_NN = hinges(similarity_NN, match_NN, row_margin, column_margin)
     if hardest:
         loss = row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
     else:
         loss = row_NN.mean(1).sum() + column_NN.mean(0).sum()
-    return LossOutput(loss, {"triplet": loss.detach()})
+    return LossOutput(loss, {"triplet": loss})
 
 
 def ncr_pair_losses(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
@@ -114,16 +111,11 @@ def clean_probability(
     Args:
         max_iterations, tolerance: of the expectation maximisation, in the mean log-likelihood.
         variance_floor: added to both variances.
-
-    Raises:
-        ValueError: losses that are not finite, or none.
     """
-    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.exceptions import ConvergenceWarning  # sklearn costs --help more than a second
     from sklearn.mixture import GaussianMixture
 
     x = losses_N.detach().double().flatten().cpu()
-    if not len(x) or not torch.isfinite(x).all():
-        raise ValueError("a mixture is fitted to finite losses, at least one")
     low, high = x.min(), x.max()
     if low == high:
         return torch.ones_like(x)
@@ -145,41 +137,6 @@ def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
     if clean.all() and len(clean) > 1:
         clean[clean_probability_N.argsort(stable=True)[: len(clean) // 100 + 1]] = False
     return clean
-
-
-class NCRLoss(nn.Module):
-    """`ncr_loss` of the cosines of the means, its pair losses and its predictions."""
-
-    def __init__(self, margin: float = 0.2, soft_margin: str = "exponential", published_margins: bool = False):
-        super().__init__()
-        if soft_margin not in SOFT_MARGINS:
-            raise ValueError(f"soft_margin is one of {', '.join(SOFT_MARGINS)}, not {soft_margin!r}")
-        self.margin, self.soft_margin, self.published_margins = margin, soft_margin, published_margins
-
-    def forward(
-        self,
-        image: Gaussian,
-        text: Gaussian,
-        match: Tensor | None = None,
-        *,
-        label: Tensor | None = None,
-        hardest: bool = True,
-    ) -> LossOutput:
-        """N pairs, (N, D) each, and their estimated labels (N,). The warm-up has `hardest=False` and no labels."""
-        similarity = cosine_similarity(image, text)
-        options = dict(margin=self.margin, soft_margin=self.soft_margin, published_margins=self.published_margins)
-        with torch.autocast(similarity.device.type, enabled=False):
-            return ncr_loss(similarity, label, match, hardest=hardest, **options)
-
-    @torch.no_grad()
-    def pair_losses(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> Tensor:
-        """`ncr_pair_losses` of a batch, (N,)."""
-        return ncr_pair_losses(cosine_similarity(image, text), match, self.margin)
-
-    @torch.no_grad()
-    def predict(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> Tensor:
-        """`ncr_predict` of a batch, (N,)."""
-        return ncr_predict(cosine_similarity(image, text), match, self.margin)
 
 
 # ---------------------------------------------------------------------------------------------------------------- DECL
@@ -285,49 +242,7 @@ def decl_loss(
     evidential = (evidential_loss(e, label, kl_weight) + evidential_loss(e.T, label.T, kl_weight)).mean()
     hinge = (dynamic_hinge(similarity_NN.tanh(), negatives, match_NN, margin) * clean_N).sum()
     loss = evidential.to(hinge.dtype) + hinge_weight * hinge
-    return LossOutput(loss, {"evidential": evidential.detach(), "hinge": hinge.detach()})
-
-
-class DECLLoss(nn.Module):
-    """`decl_loss` of the cosines of the means, with the published annealing of the hinge.
-
-    Args:
-        tau, kl_weight, hinge_weight, margin: see `decl_loss`.
-        eta, min_negatives: see `n_negatives`.
-    """
-
-    def __init__(
-        self,
-        tau: float = 0.1,
-        kl_weight: float = 0.1,
-        hinge_weight: float = 0.8,
-        margin: float = 0.2,
-        eta: float = 0.025,
-        min_negatives: int = 5,
-    ):
-        super().__init__()
-        self.options = dict(tau=tau, kl_weight=kl_weight, hinge_weight=hinge_weight, margin=margin)
-        self.eta, self.min_negatives = eta, min_negatives
-
-    def forward(
-        self,
-        image: Gaussian,
-        text: Gaussian,
-        match: Tensor | None = None,
-        *,
-        clean: Tensor | None = None,
-        step: int = 0,
-    ) -> LossOutput:
-        """N pairs, (N, D) each; `clean` (N,) from `correspondence`, None in the warm-up; `step` since the start."""
-        similarity = cosine_similarity(image, text)
-        negatives = n_negatives(len(similarity), step, self.eta, self.min_negatives)
-        with torch.autocast(similarity.device.type, enabled=False):
-            return decl_loss(similarity, match, clean, negatives=negatives, **self.options)
-
-    @torch.no_grad()
-    def correspondence(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`decl_correspondence` of a batch: clean (N,) bool, uncertainty (N,)."""
-        return decl_correspondence(cosine_similarity(image, text), self.options["tau"], match)
+    return LossOutput(loss, {"evidential": evidential, "hinge": hinge})
 
 
 # ---------------------------------------------------------------------------------------------------------------- P2RM
@@ -383,51 +298,33 @@ def rectangle_triplet(
     return (row * row_has).sum() + (column * column_has).sum()
 
 
-class P2RMLoss(nn.Module):
+def p2rm_loss(
+    image: Gaussian,
+    text: Gaussian,
+    match: Tensor | None,
+    half_image_D: Tensor,
+    half_text_D: Tensor,
+    margin: float = 0.2,
+    weight: float = 1.0,
+    hardest: bool = True,
+) -> LossOutput:
     """Triplet loss of the cosines of the means + weight * triplet loss of point-to-rectangle similarities.
 
     Args:
-        dim: D of the embeddings.
-        margin: of both, in units of the cosine.
-        weight: of the regulariser.
-        init_half_side: initial half-side in every dimension, times the square root of D.
+        half_image_D, half_text_D: half-sides of each modality's rectangles.
+        match, margin, hardest: of both, see `triplet_loss`.
     """
-
-    def __init__(self, dim: int, margin: float = 0.2, weight: float = 1.0, init_half_side: float = 0.1):
-        super().__init__()
-        start = torch.full((dim,), math.log(init_half_side / math.sqrt(dim)))
-        self.log_half_image = nn.Parameter(start.clone())
-        self.log_half_text = nn.Parameter(start.clone())
-        self.margin, self.weight = margin, weight
-
-    def forward(
-        self, image: Gaussian, text: Gaussian, match: Tensor | None = None, *, hardest: bool = True
-    ) -> LossOutput:
-        """N pairs, (N, D) each; `match` and `hardest` as in `triplet_loss`. Terms "triplet" and "rectangle"."""
-        point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
-        cosine = cosine_similarity(image, text)
-        with torch.autocast(cosine.device.type, enabled=False):
-            triplet = triplet_loss(cosine, match, self.margin, hardest).loss
-            rectangle = 0.5 * (
-                rectangle_triplet(point_i, point_t, self.log_half_text.exp(), match, self.margin, hardest)
-                + rectangle_triplet(
-                    point_t,
-                    point_i,
-                    self.log_half_image.exp(),
-                    None if match is None else match.T,
-                    self.margin,
-                    hardest,
-                )
-            )
-        loss = triplet + self.weight * rectangle
-        return LossOutput(loss, {"triplet": triplet.detach(), "rectangle": rectangle.detach()})
+    point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
+    with torch.autocast(point_i.device.type, enabled=False):
+        triplet = triplet_loss(cosine_similarity(image, text), match, margin, hardest).loss
+        i2t = rectangle_triplet(point_i, point_t, half_text_D, match, margin, hardest)
+        t2i = rectangle_triplet(point_t, point_i, half_image_D, None if match is None else match.T, margin, hardest)
+        rectangle = 0.5 * (i2t + t2i)
+    return LossOutput(triplet + weight * rectangle, {"triplet": triplet, "rectangle": rectangle})
 
 
 # ----------------------------------------------------------------------------------------------------------------- DAA
 # DAA: a triplet loss, and agreement of the ranks by similarity with the ranks by the captions' tf-idf.
-
-BLOCK_ELEMENTS = 1 << 22  # comparisons held at a time, 16 MiB in float32; above it, recomputed in the backward pass
-WORD = re.compile(r"\w\w+")
 
 
 def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = False) -> Tensor:
@@ -437,7 +334,6 @@ def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = F
 
     `published` reproduces the authors' code, which compares s_bc with column b, s_ab, instead of row b; N = M only.
     """
-    n, m = values_NM.shape
     values_NM = values_NM / temperature
     rivals_NM = values_NM.T if published else values_NM
 
@@ -445,11 +341,7 @@ def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = F
         above = torch.sigmoid(rivals[:, :, None] - values[:, None, :]).sum(1)  # of (rows, a, c)
         return above + 1 - torch.sigmoid(rivals - values)  # without a = c
 
-    rows = max(1, BLOCK_ELEMENTS // (m * m))
-    if rows >= n:
-        return of_rows(rivals_NM, values_NM)
-    blocks = zip(rivals_NM.split(rows), values_NM.split(rows))
-    return torch.cat([checkpoint(of_rows, r, v, use_reentrant=False, preserve_rng_state=False) for r, v in blocks])
+    return in_row_blocks(of_rows, (rivals_NM, values_NM), values_NM.shape[1] ** 2)
 
 
 def daa_regulariser(
@@ -465,8 +357,6 @@ def daa_regulariser(
         semantic_NM: of the captions, without gradient.
         published: see `soft_rank`; off by default, as the code's rank is not the paper's.
     """
-    if similarity_NM.shape != semantic_NM.shape:
-        raise ValueError(f"similarity is {tuple(similarity_NM.shape)}, semantic is {tuple(semantic_NM.shape)}")
     rank = soft_rank(similarity_NM, temperature, published)
     with torch.no_grad():
         wanted = soft_rank(semantic_NM.to(similarity_NM), temperature, published)
@@ -496,85 +386,18 @@ def daa_loss(
     triplet = triplet_loss(similarity_NN, match_NN, margin, hardest).loss
     i2t = daa_regulariser(similarity_NN, semantic_NN, temperature, published)
     t2i = daa_regulariser(similarity_NN.T, semantic_NN.T, temperature, published)
-    return LossOutput(triplet + weight * (i2t + t2i), {"triplet": triplet.detach(), "daa": (i2t + t2i).detach()})
+    return LossOutput(triplet + weight * (i2t + t2i), {"triplet": triplet, "daa": (i2t + t2i)})
 
 
-class DAALoss(nn.Module):
-    """`daa_loss` of the cosines of the means."""
-
-    def __init__(
-        self, margin: float = 0.2, weight: float = 25.0, temperature: float = 0.001, published_rank: bool = False
-    ):
-        super().__init__()
-        self.options = dict(margin=margin, weight=weight, temperature=temperature, published=published_rank)
-
-    def forward(
-        self,
-        image: Gaussian,
-        text: Gaussian,
-        match: Tensor | None = None,
-        *,
-        semantic: Tensor,
-        hardest: bool = True,
-    ) -> LossOutput:
-        """N pairs, (N, D) each; `semantic` (N, N), the captions' similarity, images in rows."""
-        similarity = cosine_similarity(image, text)
-        with torch.autocast(similarity.device.type, enabled=False):
-            return daa_loss(similarity, semantic, match, hardest=hardest, **self.options)
-
-
-@dataclass(frozen=True)
-class SparseRows:
-    """A sparse (C, V) matrix: row c has values[starts[c] : starts[c + 1]] in the same slice of columns, ascending."""
-
-    starts: np.ndarray
-    columns: np.ndarray
-    values: np.ndarray
-    shape: tuple[int, int]
-
-    def dense(self, rows: Sequence[int], columns: np.ndarray | None = None) -> np.ndarray:
-        """The given rows, (R, V), or their part in the given ascending columns."""
-        rows = np.asarray(rows, np.int64)
-        columns = np.arange(self.shape[1]) if columns is None else columns
-        row_of, element = self._elements(rows)
-        at = np.searchsorted(columns, self.columns[element])
-        known = at < len(columns)
-        known[known] = columns[at[known]] == self.columns[element[known]]
-        out = np.zeros((len(rows), len(columns)), self.values.dtype)
-        out[row_of[known], at[known]] = self.values[element[known]]
-        return out
-
-    def columns_of(self, rows: np.ndarray) -> np.ndarray:
-        """The columns in which any of the rows has a value, ascending."""
-        return np.unique(self.columns[self._elements(rows)[1]])
-
-    def _elements(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row number and place of every stored value of the given rows."""
-        lengths = self.starts[rows + 1] - self.starts[rows]
-        row_of = np.repeat(np.arange(len(rows)), lengths)
-        before = np.cumsum(lengths) - lengths
-        return row_of, np.arange(len(row_of)) + np.repeat(self.starts[rows] - before, lengths)
-
-
-def caption_tfidf(captions: Sequence[str]) -> SparseRows:
+def caption_tfidf(captions: Sequence[str]) -> csr_matrix:
     """Unit rows of term frequency times inverse document frequency, sparse (C, V) in float32.
 
     Words are runs of at least two letters or digits in lower case; the inverse document frequency of a word is
     ln((1 + C) / (1 + captions with the word)) + 1. A caption without words is a row of zeros.
     """
-    documents = Counter(word for caption in captions for word in set(WORD.findall(caption.lower())))
-    column = {word: i for i, word in enumerate(sorted(documents))}
-    idf = {word: math.log((1 + len(captions)) / (1 + df)) + 1 for word, df in documents.items()}
-    starts, columns, values = array("q", [0]), array("q"), array("f")
-    for caption in captions:
-        count = Counter(WORD.findall(caption.lower()))
-        row = sorted((column[word], n * idf[word]) for word, n in count.items())
-        norm = math.sqrt(sum(value * value for _, value in row))
-        columns.extend(i for i, _ in row)
-        values.extend(value / norm for _, value in row)
-        starts.append(len(columns))
-    arrays = np.array(starts, np.int64), np.array(columns, np.int64), np.array(values, np.float32)
-    return SparseRows(*arrays, shape=(len(captions), len(column)))
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    return TfidfVectorizer().fit_transform(captions).astype(np.float32)
 
 
 class CaptionSimilarity:
@@ -582,29 +405,21 @@ class CaptionSimilarity:
 
     Args:
         captions: all training captions.
-        image_of_caption: (C,) the index of each caption's image.
+        image_of_caption: (C,) the index of each caption's image; every image has a caption.
     """
 
     def __init__(self, captions: Sequence[str], image_of_caption: Sequence[int]):
-        if len(captions) != len(image_of_caption):
-            raise ValueError(f"{len(captions)} captions, but {len(image_of_caption)} images of captions")
         self.tfidf = caption_tfidf(captions)
         owner = np.asarray(image_of_caption, dtype=np.int64)
-        self.by_image = np.argsort(owner, kind="stable")
-        self.image_starts = np.searchsorted(owner[self.by_image], np.arange(owner.max(initial=-1) + 2))
+        self.of_image = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
 
     def __call__(self, image_index: Sequence[int], caption_index: Sequence[int]) -> Tensor:
-        """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32.
-
-        Raises:
-            ValueError: an image without captions.
-        """
-        texts, images = np.asarray(caption_index, np.int64), np.asarray(image_index, np.int64)
-        if not (np.diff(self.image_starts)[images] > 0).all():
-            raise ValueError("an image has no caption, so that captions cannot be compared with it")
-        words = self.tfidf.columns_of(texts)  # no others count
-        own = [self.by_image[self.image_starts[i] : self.image_starts[i + 1]] for i in images]
-        firsts = np.cumsum([0, *map(len, own)])[:-1]
-        sums = np.add.reduceat(self.tfidf.dense(np.concatenate(own), words), firsts)
-        means = sums / np.array([[len(captions)] for captions in own], np.float32)
-        return torch.from_numpy(means @ self.tfidf.dense(texts, words).T)
+        """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32."""
+        texts = self.tfidf[caption_index]
+        words = np.unique(texts.indices)  # no others count
+        own = [self.of_image[i] for i in image_index]
+        counts = [len(captions) for captions in own]
+        firsts = np.cumsum([0, *counts])[:-1]
+        sums = np.add.reduceat(self.tfidf[np.concatenate(own)][:, words].toarray(), firsts)
+        means = sums / np.array(counts, np.float32)[:, None]
+        return torch.from_numpy(means @ texts[:, words].toarray().T)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +18,14 @@ BLOCK_ELEMENTS = 1 << 22  # of an intermediate result of a block of rows: 16 MiB
 class LossOutput:
     """Attributes:
     loss: scalar tensor to minimise.
-    terms: the parts by name, detached scalars, before their weights.
+    terms: the parts by name, scalars, before their weights; detached here.
     """
 
     loss: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.terms = {name: value.detach() for name, value in self.terms.items()}
 
 
 def cosine_similarity(image: Gaussian, text: Gaussian) -> Tensor:
@@ -32,31 +35,23 @@ def cosine_similarity(image: Gaussian, text: Gaussian) -> Tensor:
 
 
 def positive_pairs(similarity_NN: Tensor, match_NN: Tensor | None = None) -> Tensor:
-    """Pairs that are never negatives, (N, N) bool: the diagonal, and every pair with a match above 0.
-
-    Raises:
-        ValueError: similarities that are not square, or labels of another shape.
-    """
-    n = len(similarity_NN)
-    if similarity_NN.shape != (n, n):
-        raise ValueError(f"N pairs have N x N similarities, these are {tuple(similarity_NN.shape)}")
-    own = torch.eye(n, dtype=torch.bool, device=similarity_NN.device)
-    if match_NN is None:
-        return own
-    if match_NN.shape != similarity_NN.shape:
-        raise ValueError(f"match is {tuple(match_NN.shape)}, the pairs are {tuple(similarity_NN.shape)}")
-    return own | (match_NN > 0)
+    """Pairs that are never negatives, (N, N) bool: the diagonal, and every pair with a match above 0."""
+    own = torch.eye(len(similarity_NN), dtype=torch.bool, device=similarity_NN.device)
+    return own if match_NN is None else own | (match_NN > 0)
 
 
-def in_row_blocks(fn: Callable[[Tensor], Tensor], x: Tensor, elements_per_row: int) -> list[Tensor]:
-    """[fn(block)] of blocks of rows of x whose intermediate results have at most BLOCK_ELEMENTS.
+def in_row_blocks(
+    fn: Callable[..., Tensor], tensors: Sequence[Tensor], elements_per_row: int, held: int = BLOCK_ELEMENTS
+) -> Tensor:
+    """fn(*tensors), one after the other of blocks of rows whose intermediate results have at most `held` elements.
 
     Several blocks are recomputed in the backward pass, so that one at a time is held.
     """
-    rows = max(1, BLOCK_ELEMENTS // max(1, elements_per_row))
-    if rows >= len(x):
-        return [fn(x)]
-    return [checkpoint(fn, block, use_reentrant=False, preserve_rng_state=False) for block in x.split(rows)]
+    rows = max(1, held // max(1, elements_per_row))
+    if rows >= len(tensors[0]):
+        return fn(*tensors)
+    blocks = zip(*(x.split(rows) for x in tensors))
+    return torch.cat([checkpoint(fn, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks])
 
 
 def root(squared: Tensor) -> Tensor:

@@ -6,21 +6,68 @@ Letters: N images, M texts, J and K samples of each, D dimensions.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from probemb.distances import squared_euclidean
 from probemb.gaussian import Gaussian
 from probemb.losses.match import vib_kl
-from probemb.losses.output import LossOutput, root
+from probemb.losses.output import LossOutput, in_row_blocks, root
 
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
 
-VIB_FORMS = ("kl", "sum", "pcme", "pcmepp")
+
+def pcme_loss(
+    image: Gaussian,
+    text: Gaussian,
+    match: Tensor | None = None,
+    *,
+    scale: Tensor | float,
+    shift: Tensor | float,
+    n_samples: int = 8,
+    samples: tuple[Tensor, Tensor] | None = None,
+    vib: float = 0.0,
+    vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl",
+    uniformity_weight: float = 0.0,
+    squared: bool = False,
+    eps: float = 1e-6,
+    generator: torch.Generator | None = None,
+) -> LossOutput:
+    """2 * sum of every pair's soft contrastive loss + vib * L_vib + uniformity_weight * L_uniformity. Source: PCME.
+
+    A sample is mean + exp(log_var / 2) * noise. The sum over pairs grows with the batch, as published.
+
+    Args:
+        image, text: (N, D) and (M, D).
+        match: (N, M) in [0, 1]; None is the identity. Soft labels weigh both sides of the cross entropy.
+        samples: (N, J, D) and (M, K, D) instead of `n_samples` drawn ones of each item.
+        vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which
+            the published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma
+            where log sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
+        squared, eps: see `pair_nll`; the PCME++ authors' code has eps = 0.
+        generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
+
+    Returns:
+        terms "match", and "vib" and "uniformity" where they have a weight.
+    """
+    with torch.autocast(image.mean.device.type, enabled=False):
+        image, text = image.float(), text.float()
+        if samples is None:
+            samples = image.sample(n_samples, generator), text.sample(n_samples, generator)
+        # Image to text and text to image are the same sum.
+        terms = {"match": 2 * pair_nll(*samples, scale, shift, match, squared, eps).sum()}
+        loss = terms["match"]
+        if vib:
+            terms["vib"] = sum(_bottleneck(g, z, vib_form) for g, z in zip((image, text), samples))
+            loss = loss + vib * terms["vib"]
+        if uniformity_weight:
+            terms["uniformity"] = uniformity(torch.cat([z.flatten(0, 1) for z in samples]), generator)
+            loss = loss + uniformity_weight * terms["uniformity"]
+    return LossOutput(loss, terms)
 
 
 def pair_nll(
@@ -40,22 +87,17 @@ def pair_nll(
         match_NM: labels m in [0, 1]; None is the identity. None and bool labels need half the memory of floats.
         squared: the squared Euclidean distance instead of the Euclidean one.
         eps: added under the root, which has no slope at zero.
-
-    Raises:
-        ValueError: labels whose shape does not fit the items.
     """
     n, j, _ = z_image_NJD.shape
     m, k, _ = z_text_MKD.shape
     if match_NM is None:
         match_NM = torch.eye(n, m, dtype=torch.bool, device=z_image_NJD.device)
-    if match_NM.shape != (n, m):
-        raise ValueError(f"match is {tuple(match_NM.shape)}, the pairs are {(n, m)}")
     hard, match_NM = match_NM.dtype == torch.bool, match_NM.to(z_image_NJD.dtype)
     # A common origin keeps the squares small.
     origin = torch.cat([z_image_NJD.detach().flatten(0, 1), z_text_MKD.detach().flatten(0, 1)]).mean(0)
     flat_text = (z_text_MKD - origin).flatten(0, 1)  # (M K, D)
 
-    def of_rows(z_NJD: Tensor, match: Tensor, flat_text: Tensor, scale, shift) -> Tensor:
+    def of_rows(z_NJD: Tensor, match: Tensor) -> Tensor:
         distance = squared_euclidean((z_NJD - origin).flatten(0, 1), flat_text).clamp(min=0)  # (N J, M K)
         if not squared:
             distance = (distance + eps).sqrt() if eps else root(distance)
@@ -64,12 +106,7 @@ def pair_nll(
             return _nll(logit * (2 * match - 1)[:, None, :, None])
         return match * _nll(logit) + (1 - match) * _nll(-logit)
 
-    rows = max(1, BLOCK_ELEMENTS // (j * m * k))
-    if rows >= n:
-        return of_rows(z_image_NJD, match_NM, flat_text, scale, shift)
-    blocks = zip(z_image_NJD.split(rows), match_NM.split(rows))
-    options = dict(use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([checkpoint(of_rows, z, y, flat_text, scale, shift, **options) for z, y in blocks])
+    return in_row_blocks(of_rows, (z_image_NJD, match_NM), j * m * k, BLOCK_ELEMENTS)
 
 
 def _nll(logit_NJMK: Tensor) -> Tensor:
@@ -92,126 +129,8 @@ def uniformity(points_PD: Tensor, generator: torch.Generator | None = None) -> T
     return (-2 * squared[first, second]).logsumexp(0) - math.log(len(first))
 
 
-def pcme_loss_of_samples(
-    samples: tuple[Tensor, Tensor],
-    image: Gaussian,
-    text: Gaussian,
-    match: Tensor | None = None,
-    *,
-    scale: Tensor | float,
-    shift: Tensor | float,
-    vib: float = 0.0,
-    vib_form: str = "kl",
-    uniformity_weight: float = 0.0,
-    squared: bool = False,
-    eps: float = 1e-6,
-    generator: torch.Generator | None = None,
-) -> LossOutput:
-    """`pcme_loss` of given samples (N, J, D) of `image` and (M, K, D) of `text`."""
-    z_image_NJD, z_text_MKD = samples
-    # Image to text and text to image are the same sum.
-    terms = {"match": 2 * pair_nll(z_image_NJD, z_text_MKD, scale, shift, match, squared, eps).sum()}
-    loss = terms["match"]
-    if vib:
-        terms["vib"] = _bottleneck(image, z_image_NJD, vib_form) + _bottleneck(text, z_text_MKD, vib_form)
-        loss = loss + vib * terms["vib"]
-    if uniformity_weight:
-        points = torch.cat([z_image_NJD.flatten(0, 1), z_text_MKD.flatten(0, 1)])
-        terms["uniformity"] = uniformity(points, generator)
-        loss = loss + uniformity_weight * terms["uniformity"]
-    return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
-
-
-def pcme_loss(
-    image: Gaussian,
-    text: Gaussian,
-    match: Tensor | None = None,
-    *,
-    n_samples: int = 8,
-    generator: torch.Generator | None = None,
-    **options,
-) -> LossOutput:
-    """2 * sum of every pair's soft contrastive loss + vib * L_vib + uniformity_weight * L_uniformity. Source: PCME.
-
-    A sample is mean + exp(log_var / 2) * noise. The sum over pairs grows with the batch, as published.
-
-    Args:
-        image, text: (N, D) and (M, D).
-        match: (N, M) in [0, 1]; None is the identity. Soft labels weigh both sides of the cross entropy.
-        n_samples: of each item.
-        generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
-        scale, shift: a and b, numbers or tensors of one element.
-        vib: weight of the information bottleneck.
-        vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which
-            the published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma
-            where log sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
-        uniformity_weight: weight of `uniformity` over the samples of both modalities.
-        squared, eps: see `pair_nll`; the PCME++ authors' code has eps = 0.
-
-    Returns:
-        terms "match", and "vib" and "uniformity" where they have a weight.
-    """
-    with torch.autocast(image.mean.device.type, enabled=False):
-        image, text = image.float(), text.float()
-        samples = image.sample(n_samples, generator), text.sample(n_samples, generator)
-        return pcme_loss_of_samples(samples, image, text, match, generator=generator, **options)
-
-
 def _bottleneck(g: Gaussian, z_NKD: Tensor, form: str) -> Tensor:
-    """One modality's information bottleneck, in one of VIB_FORMS."""
-    if form == "kl":
-        return vib_kl(g)
-    if form == "sum":
-        return vib_kl(g) * g.mean.numel()
-    if form == "pcmepp":
-        return vib_kl(Gaussian(g.mean, 0.5 * g.log_var))
-    if form == "pcme":
-        return vib_kl(Gaussian(z_NKD.mean(1), 0.5 * g.log_var)) * g.mean.numel()
-    raise ValueError(f"vib_form is one of {', '.join(VIB_FORMS)}, not {form!r}")
-
-
-class PCMELoss(nn.Module):
-    """`pcme_loss` with learnable scale a and shift b.
-
-    Args:
-        scale, shift: initial a and b.
-        n_samples: J of the paper; 8 there and in the comparisons of PCME++.
-        vib, uniformity: weights (PCME++ §B.2: 1e-4 and 0).
-        squared, vib_form: see `pcme_loss`.
-    """
-
-    def __init__(
-        self,
-        scale: float = 5.0,
-        shift: float = 5.0,
-        n_samples: int = 8,
-        vib: float = 1e-4,
-        uniformity: float = 0.0,
-        squared: bool = False,
-        eps: float = 1e-6,
-        vib_form: str = "kl",
-    ):
-        super().__init__()
-        if vib_form not in VIB_FORMS:
-            raise ValueError(f"vib_form is one of {', '.join(VIB_FORMS)}, not {vib_form!r}")
-        if n_samples < 1:
-            raise ValueError(f"n_samples is at least 1, not {n_samples}")
-        self.scale = nn.Parameter(torch.full((1,), float(scale)))
-        self.shift = nn.Parameter(torch.full((1,), float(shift)))
-        self.n_samples = n_samples
-        self.options = dict(vib=vib, uniformity_weight=uniformity, squared=squared, eps=eps, vib_form=vib_form)
-
-    def forward(
-        self, image: Gaussian, text: Gaussian, match: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> LossOutput:
-        """Gaussians (N, D) and (M, D), match (N, M) in [0, 1] or None for the identity; see `pcme_loss`."""
-        return pcme_loss(
-            image,
-            text,
-            match,
-            n_samples=self.n_samples,
-            generator=generator,
-            scale=self.scale,
-            shift=self.shift,
-            **self.options,
-        )
+    """One modality's information bottleneck."""
+    mean = z_NKD.mean(1) if form == "pcme" else g.mean
+    kl = vib_kl(Gaussian(mean, g.log_var if form in ("kl", "sum") else 0.5 * g.log_var))
+    return kl * g.mean.numel() if form in ("sum", "pcme") else kl

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.gaussian import Gaussian, at_least_float32
@@ -31,77 +31,64 @@ def siglip_loss(
         block: texts that are compared at a time.
     """
     loss = _sigmoid_loss(image_BD, image_BD.new_zeros(len(image_BD)), text_BD, None, scale, bias, block)
-    return LossOutput(loss, {"siglip": loss.detach()})
+    return LossOutput(loss, {"siglip": loss})
 
 
-class ProLIPLoss(nn.Module):
+def prolip_loss(
+    image: Gaussian,
+    text: Gaussian,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    masked_image: Gaussian | None = None,
+    masked_text: Gaussian | None = None,
+    match: Tensor | None = None,
+    *,
+    vib: float = 1e-4,
+    inclusion: float = 1e-7,
+    masked_inclusion: float = 1e-3,
+    inclusion_scale: float = 1000.0,
+    form: Form = "exact",
+    eps: float = -10.0,
+    block: int = BLOCK,
+) -> LossOutput:
     """Pairwise contrastive loss + vib * L_vib + inclusion of images in texts and of inputs in their masked copies.
 
     With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
     value and gradient. Source: ProLIP §3.2 and §3.3.
 
     Args:
+        image, text: (B, D), unit means; item i of one matches item i of the other.
+        scale: the inverse temperature itself; bias: of the logits.
+        masked_image, masked_text: (n, D), n <= B: the first n items with most of their patches or words gone.
+        match: (B, B) in [0, 1], images in rows; None is the identity. With it the items are the whole batch: other
+            ranks are not asked for theirs.
         vib, inclusion, masked_inclusion: weights.
         inclusion_scale: c of -log sigmoid(c H).
         form: "exact", or "code": the public code's vib, which reads `log_var` as log sigma, and inclusion
             (`inclusion_per_dimension`); eps: of the code's inclusion.
         block: texts that are compared at a time.
+
+    Returns:
+        terms "ppcl", "vib", "inclusion", "image_inclusion", "text_inclusion".
     """
-
-    def __init__(
-        self,
-        vib: float = 1e-4,
-        inclusion: float = 1e-7,
-        masked_inclusion: float = 1e-3,
-        inclusion_scale: float = 1000.0,
-        form: Form = "exact",
-        eps: float = -10.0,
-        block: int = BLOCK,
-    ):
-        super().__init__()
-        _known(form)
-        self.vib, self.inclusion, self.masked_inclusion = vib, inclusion, masked_inclusion
-        self.inclusion_scale, self.form, self.eps, self.block = inclusion_scale, form, eps, block
-
-    def forward(
-        self,
-        image: Gaussian,
-        text: Gaussian,
-        scale: Tensor | float,
-        bias: Tensor | float,
-        masked_image: Gaussian | None = None,
-        masked_text: Gaussian | None = None,
-        match: Tensor | None = None,
-    ) -> LossOutput:
-        """The loss of this rank's items.
-
-        Args:
-            image, text: (B, D), unit means; item i of one matches item i of the other.
-            scale: the inverse temperature itself; bias: of the logits.
-            match: (B, B) in [0, 1], images in rows; None is the identity. With it the items are the whole batch: other
-                ranks are not asked for theirs.
-            masked_image, masked_text: (n, D), n <= B: the first n items with most of their patches or words gone.
-
-        Returns:
-            terms, without their weights: "ppcl", "vib", "inclusion", "image_inclusion", "text_inclusion".
-        """
-        image, text = image.float(), text.float()
-        u_image, u_text = image.uncertainty(), text.uncertainty()
-        loss = _sigmoid_loss(image.mean, u_image, text.mean, u_text, scale, bias, self.block, match)
-        terms = {"ppcl": loss}
-        with torch.autocast(image.mean.device.type, enabled=False):
-            terms["vib"] = sum((vib_kl if self.form == "exact" else _code_kl)(g) for g in (image, text))
-            loss = loss + self.vib * terms["vib"]
-            pairs = {"inclusion": (image, text, self.inclusion)}
-            if masked_image is not None:
-                pairs["image_inclusion"] = (image[: len(masked_image)], masked_image.float(), self.masked_inclusion)
-            if masked_text is not None:
-                pairs["text_inclusion"] = (text[: len(masked_text)], masked_text.float(), self.masked_inclusion)
-            for name, (inner, outer, weight) in pairs.items():
-                if weight:
-                    terms[name] = inclusion_loss(inner, outer, self.inclusion_scale, self.form, self.eps)
-                    loss = loss + weight * terms[name]
-        return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+    image, text = image.float(), text.float()
+    u_image, u_text = image.uncertainty(), text.uncertainty()
+    loss = _sigmoid_loss(image.mean, u_image, text.mean, u_text, scale, bias, block, match)
+    terms = {"ppcl": loss}
+    with torch.autocast(image.mean.device.type, enabled=False):
+        of_code = form == "code"
+        terms["vib"] = sum(vib_kl(Gaussian(g.mean, 0.5 * g.log_var) if of_code else g) for g in (image, text))
+        loss = loss + vib * terms["vib"]
+        pairs = {"inclusion": (image, text, inclusion)}
+        if masked_image is not None:
+            pairs["image_inclusion"] = (image[: len(masked_image)], masked_image.float(), masked_inclusion)
+        if masked_text is not None:
+            pairs["text_inclusion"] = (text[: len(masked_text)], masked_text.float(), masked_inclusion)
+        for name, (inner, outer, weight) in pairs.items():
+            if weight:
+                terms[name] = inclusion_loss(inner, outer, inclusion_scale, form, eps)
+                loss = loss + weight * terms[name]
+    return LossOutput(loss, terms)
 
 
 def inclusion_loss(
@@ -121,23 +108,12 @@ def inclusion_per_dimension(inner: Gaussian, outer: Gaussian, form: Form = "exac
         form: "exact"; or "code", the public code's, which counts the ratio of the widths twice and weighs the distance
             of the means by e^eps.
     """
-    _known(form)
     v1, v2 = inner.var, outer.var
     left, right = 2 * v1 + v2, v1 + 2 * v2
     apart, widths = (inner.mean - outer.mean).square() * ((v2 - v1) / left / right), outer.log_var - inner.log_var
     if form == "code":
         apart, widths = math.exp(eps) * apart, 2 * widths
     return apart + 0.5 * (left / right).log() + 0.5 * widths
-
-
-def _known(form: str) -> None:
-    if form not in ("exact", "code"):
-        raise ValueError(f"ProLIP's loss has the forms exact and code, not {form!r}")
-
-
-def _code_kl(g: Gaussian) -> Tensor:
-    """The public code's KL to N(0, I): with log sigma where `log_var` belongs."""
-    return -0.5 * (1 + 0.5 * g.log_var - g.mean.square() - (0.5 * g.log_var).exp()).mean()
 
 
 def _sigmoid_loss(image_BD, u_image_B, text_BD, u_text_B, scale, bias, block: int, match_BB=None) -> Tensor:

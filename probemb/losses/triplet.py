@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.cross_attention import CrossAttention, Tokens, attention_scores, pair_scores
 from probemb.distances import kl, min_kl, squared_euclidean, wasserstein2
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks, positive_pairs, root
+from probemb.losses.output import LossOutput, in_row_blocks, positive_pairs, root
 
 Reduce = Literal["sum", "mean"]
 
@@ -48,7 +48,7 @@ def triplet_loss(
     loss = i2t + t2i
     if reduce == "mean":
         loss = loss / (len(row_NN) if hardest else row_NN.numel())
-    return LossOutput(loss, {"triplet": loss.detach()})
+    return LossOutput(loss, {"triplet": loss})
 
 
 def hinges(
@@ -67,22 +67,6 @@ def hinges(
     row = (similarity_NN + margin - own_N[:, None]).clamp(min=0).masked_fill(positive, 0)
     column = (similarity_NN + column_margin - own_N[None, :]).clamp(min=0).masked_fill(positive, 0)
     return row, column
-
-
-class TripletLoss(nn.Module):
-    """`triplet_loss` of the cosines of the means."""
-
-    def __init__(self, margin: float = 0.2):
-        super().__init__()
-        self.margin = margin
-
-    def forward(
-        self, image: Gaussian, text: Gaussian, match: Tensor | None = None, *, hardest: bool = True
-    ) -> LossOutput:
-        """N pairs, (N, D) each. VSE infinity passes `hardest=False` in its first epoch."""
-        similarity = cosine_similarity(image, text)
-        with torch.autocast(similarity.device.type, enabled=False):
-            return triplet_loss(similarity, match, self.margin, hardest)
 
 
 # ---------------------------------------------------------------------------------------------------- order embeddings
@@ -136,60 +120,28 @@ def _blocks(x_ND: Tensor, y_MD: Tensor) -> tuple[Tensor, ...]:
     return x_ND.split(max(1, held // max(1, y_MD.numel())))
 
 
-class OrderLoss(nn.Module):
-    """`triplet_loss` of `order_similarity`. Source: order embeddings Eq. 8 (all negatives), VSE++ §4.4 (the hardest).
-
-    Args:
-        margin: in the units of the penalty.
-        hardest: whether only the hardest negative counts.
-        absolute, squared: see `order_similarity`.
-    """
-
-    def __init__(self, margin: float = 0.05, hardest: bool = False, absolute: bool = True, squared: bool = True):
-        super().__init__()
-        self.margin, self.hardest, self.absolute, self.squared = margin, hardest, absolute, squared
-
-    def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> LossOutput:
-        """N pairs, (N, D) each."""
-        similarity = order_similarity(image.mean, text.mean, self.absolute, self.squared)
-        return triplet_loss(similarity, match, self.margin, self.hardest)
-
-
 # --------------------------------------------------------------------------------------------- similarities of normals
 
-GaussianSimilarity = Literal["min-kl", "kl", "reverse-kl", "wasserstein2"]
-Negatives = Literal["hardest", "semi-hard", "all"]
 # The root's slope is unlimited at 0, and float32 resolves squared distances to about this.
 SMALLEST_SQUARE = 1e-8
 
-
-def gaussian_similarity(image: Gaussian, text: Gaussian, kind: GaussianSimilarity = "min-kl") -> Tensor:
-    """Similarities (N, M) of Gaussians (N, D) and (M, D) in at least float32; larger is closer.
-
-    Args:
-        kind: "min-kl", the negative of the smaller of both KL divergences (Eq. 6); "kl", -KL(image || caption), since
-            an image holds more than a caption can say (Eq. 4); "reverse-kl", -KL(caption || image) (Table 6);
-            "wasserstein2", the negative 2-Wasserstein distance
-            itself, not its square (Eq. 7; of standard deviations, where the paper's Eq. 8 prints variances).
-    """
-    if kind == "kl":
-        return -kl(image, text)
-    if kind == "reverse-kl":
-        return -kl(text, image).T
-    if kind == "min-kl":
-        return -min_kl(image, text)
-    if kind != "wasserstein2":
-        raise ValueError(f"there is no similarity '{kind}'")
-    return -wasserstein2(image, text).clamp_min(SMALLEST_SQUARE).sqrt()
+# Larger is closer, (N, M) in at least float32. The paper's Eq. 8 prints variances where Eq. 7 has standard deviations;
+# its 2-Wasserstein distance is not squared. An image holds more than a caption can say: Eq. 4 has KL(image || caption).
+GAUSSIAN_SIMILARITIES = {
+    "min-kl": lambda image, text: -min_kl(image, text),
+    "kl": lambda image, text: -kl(image, text),
+    "reverse-kl": lambda image, text: -kl(text, image).T,
+    "wasserstein2": lambda image, text: -wasserstein2(image, text).clamp_min(SMALLEST_SQUARE).sqrt(),
+}
 
 
 def prob_triplet_loss(
     image: Gaussian,
     text: Gaussian,
     match: Tensor | None = None,
-    similarity: GaussianSimilarity = "min-kl",
+    similarity: str = "min-kl",
     margin: float = 0.2,
-    negatives: Negatives = "hardest",
+    negatives: Literal["hardest", "semi-hard", "all"] = "hardest",
 ) -> LossOutput:
     """Sum over the N pairs of both directions' hinges, max(0, margin + s(negative) - s(pair)).
 
@@ -198,11 +150,11 @@ def prob_triplet_loss(
 
     Args:
         match: (N, N), which pairs match; None is the identity.
-        similarity: see `gaussian_similarity`.
+        similarity: a name in GAUSSIAN_SIMILARITIES.
         margin: in the units of the similarity: nats, or the distance itself.
         negatives: "hardest"; "semi-hard", the hardest of those that are farther than the pair itself; or "all".
     """
-    similarity_NN = gaussian_similarity(image, text, similarity)
+    similarity_NN = GAUSSIAN_SIMILARITIES[similarity](image, text)
     with torch.autocast(similarity_NN.device.type, enabled=False):
         row_NN, column_NN = hinges(similarity_NN, match, margin)
         if negatives == "semi-hard":
@@ -213,7 +165,7 @@ def prob_triplet_loss(
             loss = row_NN.sum() + column_NN.sum()
         else:
             loss = row_NN.amax(1).sum() + column_NN.amax(0).sum()
-    return LossOutput(loss, {"triplet": loss.detach()})
+    return LossOutput(loss, {"triplet": loss})
 
 
 # ---------------------------------------------------------------------------------------------------------------- PVSE
@@ -244,7 +196,7 @@ def multi_instance_similarity(image_NKD: Tensor, text_MKD: Tensor, similarity: S
         return every.view(len(image), -1, m, k).amax((1, 3))
 
     with torch.autocast(image_NKD.device.type, enabled=False):
-        return torch.cat(in_row_blocks(of_rows, image_NKD, image_NKD.shape[1] * m * k))
+        return in_row_blocks(of_rows, [image_NKD], image_NKD.shape[1] * m * k)
 
 
 def diversity(residual_NKD: Tensor) -> Tensor:
@@ -273,10 +225,10 @@ def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: MMDKernel = "rbf
             squared = squared_euclidean(a[index], b).clamp(min=0)
             if a is b:  # no rounding errors where the root is steep
                 squared = squared.masked_fill(index[:, None] == torch.arange(len(b), device=b.device), 0)
-            return (-gamma * (squared if kernel == "rbf" else root(squared))).exp().sum()
+            return (-gamma * (squared if kernel == "rbf" else root(squared))).exp().sum()[None]
 
         rows = torch.arange(len(a), device=a.device)
-        return torch.stack(in_row_blocks(of_rows, rows, len(b))).sum() / (len(a) * len(b))
+        return in_row_blocks(of_rows, [rows], len(b)).sum() / (len(a) * len(b))
 
     with torch.autocast(x_PD.device.type, enabled=False):
         x, y = at_least_float32(x_PD), at_least_float32(y_QD)
@@ -285,69 +237,48 @@ def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: MMDKernel = "rbf
         return mean(x, x) - 2 * mean(x, y) + mean(y, y)
 
 
-class PVSELoss(nn.Module):
+def pvse_loss(
+    image: Gaussian,
+    text: Gaussian,
+    match: Tensor | None = None,
+    residuals: tuple[Tensor, Tensor] | None = None,
+    *,
+    margin: float = 0.1,
+    hardest: bool = True,
+    diversity_weight: float = 0.1,
+    mmd_weight: float = 0.01,
+    gamma: float = 0.5,
+    kernel: MMDKernel = "rbf",
+    reduce: Reduce = "mean",
+    similarity: Similarity = "cosine",
+) -> LossOutput:
     """Triplet loss of `multi_instance_similarity` + weighted `diversity` of both sides + weighted `mmd`. Source: PVSE.
 
-    With K = 1 it is the triplet loss alone.
+    Of N pairs, (N, K, D) each, or (N, D) for K = 1, with which it is the triplet loss alone.
 
     Args:
+        residuals: what the attention adds to the images' and the texts' features, (N, K, D) each; needed where
+            K > 1 and diversity has a weight.
         margin, hardest, reduce: of the triplet loss; with "sum" the regularisers are sums over the batch too (the
             public code's other choice).
-        diversity, mmd: weights.
         gamma, kernel: see `mmd`.
-        similarity: see `multi_instance_similarity`.
+
+    Returns:
+        terms "triplet", and "diversity" and "mmd" where they count.
     """
-
-    def __init__(
-        self,
-        margin: float = 0.1,
-        hardest: bool = True,
-        diversity: float = 0.1,
-        mmd: float = 0.01,
-        gamma: float = 0.5,
-        kernel: MMDKernel = "rbf",
-        reduce: Reduce = "mean",
-        similarity: Similarity = "cosine",
-    ):
-        super().__init__()
-        self.margin, self.hardest, self.reduce, self.similarity = margin, hardest, reduce, similarity
-        self.diversity, self.mmd, self.gamma, self.kernel = diversity, mmd, gamma, kernel
-
-    def forward(
-        self,
-        image: Gaussian,
-        text: Gaussian,
-        match: Tensor | None = None,
-        residuals: tuple[Tensor, Tensor] | None = None,
-        *,
-        hardest: bool | None = None,
-    ) -> LossOutput:
-        """N pairs, (N, K, D) each, or (N, D) for K = 1. Terms "triplet", and "diversity" and "mmd" where they count.
-
-        Args:
-            residuals: what the attention adds to the images' and the texts' features, (N, K, D) each; needed where
-                K > 1 and diversity has a weight.
-            hardest: in place of the loss' own, as in the first epochs.
-
-        Raises:
-            ValueError: residuals are missing.
-        """
-        mean_i, mean_t = _several(image.mean), _several(text.mean)
-        n, k, _ = mean_i.shape
-        similarity = multi_instance_similarity(mean_i, mean_t, self.similarity)
-        hardest = self.hardest if hardest is None else hardest
-        terms = {"triplet": triplet_loss(similarity, match, self.margin, hardest, self.reduce).loss}
-        loss = terms["triplet"]
-        if k > 1 and self.diversity:
-            if residuals is None:
-                raise ValueError("the diversity of K > 1 embeddings is measured on their residuals, and there are none")
-            terms["diversity"] = sum(map(diversity, residuals)) * (n if self.reduce == "sum" else 1)
-            loss = loss + self.diversity * terms["diversity"]
-        if k > 1 and self.mmd:
-            value = mmd(mean_i.flatten(0, 1), mean_t.flatten(0, 1), self.gamma, self.kernel)
-            terms["mmd"] = value * ((n * k) ** 2 if self.reduce == "sum" else 1)
-            loss = loss + self.mmd * terms["mmd"]
-        return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+    mean_i, mean_t = _several(image.mean), _several(text.mean)
+    n, k, _ = mean_i.shape
+    similarity_NN = multi_instance_similarity(mean_i, mean_t, similarity)
+    loss = triplet_loss(similarity_NN, match, margin, hardest, reduce).loss
+    terms = {"triplet": loss}
+    if k > 1 and diversity_weight:
+        terms["diversity"] = sum(map(diversity, residuals)) * (n if reduce == "sum" else 1)
+        loss = loss + diversity_weight * terms["diversity"]
+    if k > 1 and mmd_weight:
+        value = mmd(mean_i.flatten(0, 1), mean_t.flatten(0, 1), gamma, kernel)
+        terms["mmd"] = value * ((n * k) ** 2 if reduce == "sum" else 1)
+        loss = loss + mmd_weight * terms["mmd"]
+    return LossOutput(loss, terms)
 
 
 def _several(mean: Tensor) -> Tensor:
@@ -392,4 +323,4 @@ def scan_loss(
     i2t = (margin + of_text_N - own_N).clamp(min=0) * (row_N > 0)  # 0: there is no negative, or none within reach
     t2i = (margin + of_image_N - own_N).clamp(min=0) * (column_N > 0)
     loss = i2t.sum() + t2i.sum()
-    return LossOutput(loss, {"triplet": loss.detach()})
+    return LossOutput(loss, {"triplet": loss})

@@ -14,13 +14,11 @@ from finetune.methods.base import Batch
 from finetune.methods.regions import cross_attention
 from probemb import Gaussian
 from probemb.cross_attention import CrossAttention, Tokens
-from probemb.losses import (
-    NCRLoss,
-    clean_probability,
-    prob_triplet_loss,
-    triplet_loss,
-)
+from probemb.losses import triplet_loss
 from probemb.losses.jwae import code_mse, drop_words
+from probemb.losses.noisy import clean_probability, ncr_loss, ncr_pair_losses, ncr_predict
+from probemb.losses.output import cosine_similarity
+from probemb.losses.triplet import prob_triplet_loss
 from probemb.models import Encoded, create_model
 from tests.finetune.conftest import WORDS
 from tests.finetune.trainers import configured
@@ -113,9 +111,8 @@ class TwoNetworks:
 
     def say(self, network: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a network's losses and predictions are: w and p of every pair."""
-        image, text = self.embedded[network]
-        losses = self.method.module.loss.pair_losses(image, text, self.match)
-        return clean_probability(losses).float(), self.method.module.loss.predict(image, text, self.match)
+        similarity = cosine_similarity(*self.embedded[network])
+        return clean_probability(ncr_pair_losses(similarity)).float(), ncr_predict(similarity)
 
 
 @pytest.mark.parametrize(("network", "noisy"), [(0, [2, 3]), (1, [0, 1])])
@@ -127,13 +124,12 @@ def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(
     kept = [i for i in range(12) if i not in noisy]  # among them those that it would itself classify as noisy
     (w, q), (_, p) = two.say(1 - network), two.say(network)
     label = w + (1 - w) * p
-    image, text = (g[kept] for g in two.embedded[network])
-    torch.testing.assert_close(out.loss, NCRLoss()(image, text, torch.eye(10), label=label[kept]).loss)
+    similarity = cosine_similarity(*two.embedded[network])
+    torch.testing.assert_close(out.loss, ncr_loss(similarity[kept][:, kept], label[kept]).loss)
     assert out.terms["clean"] == pytest.approx(10 / 12)
     two.begin(2)
     label[noisy] = ((p + q) / 2)[noisy]
-    expected = NCRLoss()(*two.embedded[network], two.match, label=label).loss
-    torch.testing.assert_close(two.step(2, network).loss, expected)
+    torch.testing.assert_close(two.step(2, network).loss, ncr_loss(similarity, label).loss)
 
 
 # ------------------------------------------------------------------------------------------------------ autoencoders

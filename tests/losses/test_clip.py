@@ -5,7 +5,7 @@ import torch
 from open_clip.loss import ClipLoss as OpenClipLoss
 from torch.nn import functional as F
 
-from probemb import ClipLoss, labels
+from probemb import labels
 from probemb.losses import clip_loss, infonce_loss
 from tests.losses.points import close, pairs, same_images
 
@@ -27,7 +27,6 @@ def test_half_inputs_give_the_float32_loss_of_their_values(dtype):
     expected = clip_loss(image.float(), text.float(), 14.0).loss
     for scale in (14.0, torch.tensor([14.0])):
         assert torch.equal(clip_loss(image, text, scale).loss, expected)
-    assert ClipLoss()(image, text).loss.dtype == torch.float32
     similarity = image @ text.T
     assert torch.equal(infonce_loss(similarity, 5.0).loss, infonce_loss(similarity.float(), 5.0).loss)
 

@@ -6,68 +6,55 @@ import torch
 from torch import nn
 
 from probemb import Gaussian, distributed, labels
-from probemb.losses import (
-    DAALoss,
-    DECLLoss,
-    InfoNCELoss,
-    MPCLoss,
-    NCRLoss,
-    OrderLoss,
-    P2RMLoss,
-    PCMELoss,
-    PVSELoss,
-    SampledCosineLoss,
-    ScaledCosineLoss,
-    TripletLoss,
-    prob_triplet_loss,
-)
+from probemb.losses import infonce_loss, noisy, triplet
+from probemb.losses.mpc import mpc_loss, sampled_cosine_loss, scaled_cosine_loss
+from probemb.losses.output import cosine_similarity
+from probemb.losses.pcme import pcme_loss
 from probemb.models.composers import create_composer
 from tests.ranks import run_ranks
 
 PER_RANK, PARTS, DIM = 3, 3, 4
 
 
-def losses():
-    """Name, module, whether it takes soft labels, and what else it takes for a batch of n."""
-    rand = lambda *shape: torch.rand(*shape, generator=torch.Generator().manual_seed(5)).double()  # noqa: E731
-    noise = lambda n: {"generator": torch.Generator().manual_seed(6)}  # noqa: E731
-    return {
-        "triplet": (TripletLoss(0.5), lambda n: {}),
-        "triplet-sum": (TripletLoss(0.5), lambda n: {"hardest": False}),
-        "order": (OrderLoss(0.5), lambda n: {}),
-        "pvse": (Several(PVSELoss(0.5, mmd=0.7)), lambda n: {}),
-        "infonce": (InfoNCELoss(3.0), lambda n: {}),
-        "pcme": (PCMELoss(2.0, 2.0, n_samples=3, uniformity=0.3), noise),
-        "daa": (DAALoss(temperature=0.1), lambda n: {"semantic": rand(n, n)}),
-        "p2rm": (P2RMLoss(DIM), lambda n: {}),
-        "ncr": (NCRLoss(0.5), lambda n: {"label": rand(n)}),
-        "prob-triplet": (ProbTriplet("min-kl", "hardest"), lambda n: {}),
-        "prob-triplet-semi": (ProbTriplet("wasserstein2", "semi-hard"), lambda n: {}),
-        "decl": (DECLLoss(tau=0.5), lambda n: {"clean": rand(n) > 0.3, "step": 10}),
-    }
+def rand(*shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(5)).double()
 
 
-class Several(nn.Module):
-    """A loss of two embeddings an item, which are the halves of the towers' one, and of as many residuals."""
-
-    def __init__(self, loss):
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, image, text, match):
-        parts = [(Gaussian(*(x.unflatten(1, (2, -1)) for x in (g.mean, g.log_var)))) for g in (image, text)]
-        return self.loss(*parts, match, [g.log_var for g in parts])
+def noise():
+    return torch.Generator().manual_seed(6)
 
 
-class ProbTriplet(nn.Module):
-    """One similarity of densities, and one choice of negatives."""
+def halves(g):
+    """Two embeddings of an item."""
+    return Gaussian(*(x.unflatten(1, (2, -1)) for x in (g.mean, g.log_var)))
 
-    def __init__(self, kind, negatives):
-        super().__init__()
-        self.kind, self.negatives = kind, negatives
 
-    def forward(self, image, text, match):
-        return prob_triplet_loss(image, text, match, self.kind, 2.0, self.negatives)
+def pvse(image, text, match):
+    parts = halves(image), halves(text)
+    return triplet.pvse_loss(*parts, match, [g.log_var for g in parts], margin=0.5, mmd_weight=0.7)
+
+
+def of_cosines(loss, *args, **options):
+    return lambda image, text, match: loss(cosine_similarity(image, text), *args, match_NN=match, **options)
+
+
+HALF = torch.full((DIM,), 0.05, dtype=torch.float64)
+LOSSES = {  # (image, text, match) -> loss; some take soft labels, or more for a batch of n
+    "triplet": of_cosines(triplet.triplet_loss, margin=0.5),
+    "triplet-sum": of_cosines(triplet.triplet_loss, margin=0.5, hardest=False),
+    "order": lambda i, t, m: triplet.triplet_loss(triplet.order_similarity(i.mean, t.mean), m, 0.5),
+    "pvse": pvse,
+    "infonce": lambda i, t, m: infonce_loss(cosine_similarity(i, t), 3.0, m),
+    "pcme": lambda i, t, m: pcme_loss(
+        i, t, m, scale=2.0, shift=2.0, n_samples=3, vib=1e-4, uniformity_weight=0.3, generator=noise()
+    ),
+    "daa": lambda i, t, m: noisy.daa_loss(cosine_similarity(i, t), rand(len(i), len(i)), m, temperature=0.1),
+    "p2rm": lambda i, t, m: noisy.p2rm_loss(i, t, m, HALF, HALF),
+    "ncr": lambda i, t, m: noisy.ncr_loss(cosine_similarity(i, t), rand(len(i)), m, margin=0.5),
+    "prob-triplet": lambda i, t, m: triplet.prob_triplet_loss(i, t, m, "min-kl", 2.0),
+    "prob-triplet-semi": lambda i, t, m: triplet.prob_triplet_loss(i, t, m, "wasserstein2", 2.0, "semi-hard"),
+    "decl": lambda i, t, m: noisy.decl_loss(cosine_similarity(i, t), m, rand(len(i)) > 0.3, negatives=5, tau=0.5),
+}
 
 
 class Towers(nn.Module):
@@ -80,71 +67,59 @@ class Towers(nn.Module):
         self.double()
 
     def forward(self, x_image, x_text):
-        halves = [tower(x).chunk(2, 1) for tower, x in ((self.image, x_image), (self.text, x_text))]
-        return [Gaussian(nn.functional.normalize(mean, dim=1), log_var) for mean, log_var in halves]
+        split = [tower(x).chunk(2, 1) for tower, x in ((self.image, x_image), (self.text, x_text))]
+        return [Gaussian(nn.functional.normalize(mean, dim=1), log_var) for mean, log_var in split]
+
+
+def averaged(value, parameters, world):
+    """A loss and its gradients, averaged over the ranks as data-parallel training does."""
+    grads = torch.autograd.grad(value, parameters)
+    flat = torch.cat([value.detach().reshape(1), *(x.flatten() for x in grads)])
+    if world > 1:
+        torch.distributed.all_reduce(flat)
+    return (flat / world).numpy()
 
 
 def run(rank, world, total):
-    """Values and gradients of all losses, averaged over the ranks as data-parallel training does."""
     g = torch.Generator().manual_seed(1)
     x_image, x_text = torch.randn(total, 6, generator=g).double(), torch.randn(total, 5, generator=g).double()
     match = labels.same_image(torch.arange(total) // 2, torch.arange(total) // 2)
     each = total // world
     mine, model, out = slice(rank * each, (rank + 1) * each), Towers(), {}
-    for name, (loss, options) in losses().items():
+    for name, loss in LOSSES.items():
         image, text = distributed.gather_pairs(*model(x_image[mine], x_text[mine]))
-        value = loss.double()(image, text, match, **options(total)).loss
-        parameters = [*model.parameters(), *loss.parameters()]
-        grads = torch.autograd.grad(value, parameters, allow_unused=True)
-        grads = [torch.zeros_like(p) if x is None else x for p, x in zip(parameters, grads)]
-        flat = torch.cat([value.detach().reshape(1), *(x.flatten() for x in grads)])
-        if world > 1:
-            torch.distributed.all_reduce(flat)
-        out[name] = (flat / world).numpy()
+        out[name] = averaged(loss(image, text, match).loss, list(model.parameters()), world)
     return out
 
 
-def cases():
-    """Name, composer and loss."""
-    return {
-        "mpc": ("product", MPCLoss(reverse=0.3)),
-        "mpc-expected": ("product", MPCLoss("expected", reverse=0.3)),
-        "mpc-code": ("product", MPCLoss("code", reverse=0.5)),
-        "pcme-addition": ("addition", SampledCosineLoss()),
-        "mpc-mlp": ("mlp", MPCLoss()),
-        "relationship": ("relationship", ScaledCosineLoss()),
-        "film": ("film", ScaledCosineLoss()),
-        "mrn": ("mrn", ScaledCosineLoss()),
-        "tirg": ("tirg", ScaledCosineLoss()),
-    }
+SCALE = torch.tensor([4.0]).double()
+COMPOSED = {  # composer and (parts, composition, target, positives) -> loss
+    "mpc": ("product", lambda *x: mpc_loss(*x, noise(), reverse=0.3)),
+    "mpc-expected": ("product", lambda *x: mpc_loss(*x, form="expected", reverse=0.3)),
+    "mpc-code": ("product", lambda *x: mpc_loss(*x, noise(), form="code", reverse=0.5)),
+    "pcme-addition": ("addition", lambda p, q, t, y: sampled_cosine_loss(p, q.gaussian, t, y, noise())),
+    "mpc-mlp": ("mlp", lambda *x: mpc_loss(*x, noise())),
+    **{
+        name: (name, lambda p, q, t, y: scaled_cosine_loss(q.gaussian.mean, t.mean, SCALE, y))
+        for name in ("relationship", "film", "mrn", "tirg")
+    },
+}
 
 
 def run_composed(rank, world, total):
-    """Values and gradients, averaged over the ranks as data-parallel training does."""
     g = torch.Generator().manual_seed(1)
     x_parts = torch.randn(total, PARTS, 6, generator=g).double()
     x_target = torch.randn(total, 6, generator=g).double()
     positives = torch.rand(total, total, generator=g) < 0.2
     each, out = total // world, {}
     mine = slice(rank * each, (rank + 1) * each)
-    for name, (composer, loss) in cases().items():
+    for name, (composer, loss) in COMPOSED.items():
         torch.manual_seed(2)
-        tower, composer, loss = nn.Linear(6, 2 * DIM).double(), create_composer(composer, DIM).double(), loss.double()
+        tower, composer = nn.Linear(6, 2 * DIM).double(), create_composer(composer, DIM).double()
         embedded = [Gaussian(*tower(x[mine]).chunk(2, -1)) for x in (x_parts, x_target)]
         parts, target = distributed.gather_pairs(*embedded)
-        query, noise = composer(parts), torch.Generator().manual_seed(6)
-        if isinstance(loss, ScaledCosineLoss):
-            value = loss(query.gaussian.mean, target.mean, positives).loss
-        elif isinstance(loss, SampledCosineLoss):
-            value = loss(parts, query.gaussian, target, positives, noise).loss
-        else:
-            value = loss(parts, query, target, positives, noise).loss
-        parameters = [*tower.parameters(), *composer.parameters(), *loss.parameters()]
-        grads = torch.autograd.grad(value, parameters)
-        flat = torch.cat([value.detach().reshape(1), *(x.flatten() for x in grads)])
-        if world > 1:
-            torch.distributed.all_reduce(flat)
-        out[name] = (flat / world).numpy()
+        value = loss(parts, composer(parts), target, positives).loss
+        out[name] = averaged(value, [*tower.parameters(), *composer.parameters()], world)
     return out
 
 

@@ -6,7 +6,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 from torch.nn import functional as F
 
 from probemb import Gaussian, PairwiseMatchLoss, labels
-from probemb.losses import pairwise_match_loss, vib_kl
+from probemb.losses.match import pairwise_match_loss, vib_kl
 
 
 def batch(n=6, m=6, d=5, dtype=torch.float64):

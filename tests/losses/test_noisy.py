@@ -7,33 +7,29 @@ import pytest
 import torch
 from torch.distributions import Dirichlet, kl_divergence
 
-from probemb.losses import (
+from probemb.losses import triplet_loss
+from probemb.losses.noisy import (
+    SOFT_MARGINS,
     CaptionSimilarity,
-    DAALoss,
-    DECLLoss,
-    NCRLoss,
     caption_tfidf,
     clean_probability,
     daa_loss,
+    daa_regulariser,
     decl_correspondence,
     decl_loss,
-    ncr_loss,
-    point_to_rectangle,
-    refine_labels,
-    split_clean,
-    triplet_loss,
-)
-from probemb.losses.noisy import (
-    SOFT_MARGINS,
-    daa_regulariser,
     dirichlet_kl,
     dynamic_hinge,
     evidence,
     evidential_loss,
+    n_negatives,
+    ncr_loss,
     ncr_pair_losses,
     ncr_predict,
+    point_to_rectangle,
     rectangle_triplet,
+    refine_labels,
     soft_rank,
+    split_clean,
 )
 from tests.losses.points import close, pairs, same_images
 
@@ -56,7 +52,7 @@ def test_every_pair_has_its_own_margin_in_both_directions(kind, hardest):
         rows = [max(0.0, margin + float(s[i, j] - s[i, i])) for j in others]
         columns = [max(0.0, margin + float(s[j, i] - s[i, i])) for j in others]
         expected += max(rows) + max(columns) if hardest else (sum(rows) + sum(columns)) / 6
-    out = NCRLoss(0.4, kind)(image, text, match, label=label, hardest=hardest)
+    out = ncr_loss(s, label, match, margin=0.4, soft_margin=kind, hardest=hardest)
     close(out.loss, expected)
 
 
@@ -145,11 +141,12 @@ def test_whole_loss_with_noisy_pairs_and_several_captions_of_an_image():
             rows = sorted((max(0.0, float(0.4 + b[i, j] - b[i, i])) for j in others), reverse=True)[:2]
             columns = sorted((max(0.0, float(0.4 + b[j, i] - b[i, i])) for j in others), reverse=True)[:2]
             expected = expected + 0.5 * (sum(rows) + sum(columns)) / 2
-    loss = DECLLoss(tau=0.2, kl_weight=0.3, hinge_weight=0.5, margin=0.4, eta=1.0, min_negatives=2)
-    out = loss(image, text, match, clean=clean, step=100)
+    options = dict(negatives=2, tau=0.2, kl_weight=0.3, hinge_weight=0.5, margin=0.4)
+    out = decl_loss(s, match, clean, **options)
     close(out.loss, expected)
     assert set(out.terms) == {"evidential", "hinge"}
-    close(loss(image, text).loss, loss(image, text, torch.eye(6), clean=torch.ones(6)).loss)
+    close(decl_loss(s, **options).loss, decl_loss(s, torch.eye(6), torch.ones(6), **options).loss)
+    assert [n_negatives(6, step, 1.0, 2) for step in (0, 3, 100)] == [6, 3, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -240,8 +237,8 @@ def test_equals_the_loop(hardest, published):
         rank, goal = (looped_rank(z, 0.05, z.T if published else None) for z in (x, y))
         ratio = [min(r, g) / max(r, g) for r, g in zip(rank.flatten().tolist(), goal.flatten().tolist())]
         expected = expected + 7 * (1 - sum(ratio) / len(ratio))
-    loss = DAALoss(weight=7, temperature=0.05, published_rank=published)
-    close(loss(image, text, match, semantic=wanted, hardest=hardest).loss, expected)
+    options = dict(weight=7, temperature=0.05, published=published, hardest=hardest)
+    close(daa_loss(s, wanted, match, **options).loss, expected)
 
 
 CAPTIONS = ["A dog runs, a dog!", "The dog runs.", "Red car", "A red car and a red bus", "??", "bus"]
@@ -261,9 +258,7 @@ def written_out():
 
 
 def test_tfidf_and_similarity_of_images_and_captions():
-    tfidf = caption_tfidf(CAPTIONS)
-    dense = torch.from_numpy(tfidf.dense(range(6)))
-    assert dense.shape == tfidf.shape
+    dense = torch.from_numpy(caption_tfidf(CAPTIONS).toarray())
     torch.testing.assert_close(dense @ dense.T, written_out())
     owner = [1, 1, 0, 0, 2, 0]
     images, captions = [0, 2, 1], [0, 3, 4, 5]

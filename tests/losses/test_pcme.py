@@ -6,9 +6,8 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from probemb import Gaussian, labels
 from probemb.distances import match_probability_of_samples
-from probemb.losses import PCMELoss
 from probemb.losses.match import vib_kl
-from probemb.losses.pcme import pair_nll, pcme_loss_of_samples, uniformity
+from probemb.losses.pcme import pair_nll, pcme_loss, uniformity
 from tests.losses.points import close, pairs, same_images
 
 
@@ -46,8 +45,8 @@ def test_pairs_equal_the_loop(kind):
 @pytest.mark.parametrize("form", ["kl", "sum"])
 def test_whole_loss_with_bottleneck_and_uniformity(form):
     image, text = pairs()
-    loss = PCMELoss(1.5, 2.0, n_samples=3, vib=0.3, uniformity=0.7, vib_form=form).double()
-    out = loss(image, text, generator=torch.Generator().manual_seed(4))
+    options = dict(scale=1.5, shift=2.0, n_samples=3, vib=0.3, uniformity_weight=0.7, vib_form=form)
+    out = pcme_loss(image, text, generator=torch.Generator().manual_seed(4), **options)
     z_i, z_t = drawn(image, text)
     expected = 2 * looped(z_i, z_t, torch.eye(6), 1.5, 2.0).sum()
     for g in (image, text):
@@ -79,10 +78,10 @@ def test_authors_loss_and_gradients(parity, case, dtype):
     leaves = {name: to(name).requires_grad_() for name in names}
     for name, g in (("logsigma_v", image), ("logsigma_t", text)):
         leaves[name] = g.log_var.requires_grad_()
-    out = pcme_loss_of_samples(
-        (leaves["samples_v"], leaves["samples_t"]),
+    out = pcme_loss(
         image,
         text,
+        samples=(leaves["samples_v"], leaves["samples_t"]),
         scale=leaves["negative_scale"],
         shift=leaves["shift"],
         vib=vib,
@@ -142,10 +141,10 @@ def test_authors_loss_in_the_comparison_of_pcmepp(parity, code, distance, dtype)
         leaf.requires_grad_()
     z_i = image.mean[:, None] + image.std[:, None] * to("eps_v")
     z_t = text.mean[:, None] + text.std[:, None] * to("eps_t")
-    out = pcme_loss_of_samples(
-        (z_i, z_t),
+    out = pcme_loss(
         image,
         text,
+        samples=(z_i, z_t),
         scale=leaves["negative_scale"],
         shift=leaves["shift"],
         vib=1e-3,

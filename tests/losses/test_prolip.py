@@ -8,7 +8,7 @@ from torch.distributions import Normal
 from torch.nn import functional as F
 
 from probemb import Gaussian, distances
-from probemb.losses import ProLIPLoss, siglip_loss
+from probemb.losses import prolip_loss, siglip_loss
 from probemb.losses.prolip import inclusion_per_dimension
 from tests.losses.points import close, pairs
 
@@ -28,7 +28,7 @@ def looped(image, text, scale, bias):
 @pytest.mark.parametrize("block", [1, 4])
 def test_pairs_equal_the_loop(block):
     image, text = pairs()
-    out = ProLIPLoss(vib=0, inclusion=0, block=block)(image, text, **SCALARS)
+    out = prolip_loss(image, text, **SCALARS, vib=0, inclusion=0, block=block)
     close(out.loss, looped(image, text, **SCALARS))
     close(out.terms["ppcl"], out.loss)
     points = [Gaussian(g.mean, torch.full_like(g.log_var, -800.0)) for g in (image, text)]
@@ -49,8 +49,8 @@ def test_inclusion_equals_numeric_integrals():
 def test_masked_copies_belong_to_the_first_items():
     image, text = pairs()
     copy = Gaussian(image.mean[:2], image.log_var[:2] + 1)
-    loss = ProLIPLoss(vib=0.5, inclusion=0, masked_inclusion=0.25, inclusion_scale=2.0)
-    out = loss(image, text, **SCALARS, masked_image=copy)
+    options = dict(vib=0.5, inclusion=0, masked_inclusion=0.25, inclusion_scale=2.0)
+    out = prolip_loss(image, text, **SCALARS, masked_image=copy, **options)
     own = F.softplus(-2 * inclusion_per_dimension(image[:2], copy)).mean()
     close(out.terms["image_inclusion"], own)
     close(out.loss, out.terms["ppcl"] + 0.5 * out.terms["vib"] + 0.25 * own)
@@ -59,8 +59,7 @@ def test_masked_copies_belong_to_the_first_items():
 def test_several_texts_may_match():
     image, text = pairs()
     match = torch.eye(6, dtype=torch.float64)
-    loss = ProLIPLoss()
-    close(loss(image, text, **SCALARS, match=match).loss, loss(image, text, **SCALARS).loss)
+    close(prolip_loss(image, text, **SCALARS, match=match).loss, prolip_loss(image, text, **SCALARS).loss)
     match[0, 3] = match[3, 0] = 1
     match[2, 2] = 0.25
     total = 0.0
@@ -68,7 +67,7 @@ def test_several_texts_may_match():
         for j in range(6):
             p = torch.sigmoid(10 * (image.mean[i] @ text.mean[j] - (image.var[i] + text.var[j]).sum() / 2) - 10)
             total -= match[i, j] * p.log() + (1 - match[i, j]) * (1 - p).log()
-    close(loss(image, text, **SCALARS, match=match).terms["ppcl"], total / 6)
+    close(prolip_loss(image, text, **SCALARS, match=match).terms["ppcl"], total / 6)
 
 
 CASES = ("ppcl", "vib", "inclusion", "inclusion_mild", "inclusion_mild_masked", "paper_full", "siglip")
@@ -93,7 +92,7 @@ def test_numbers_of_the_authors_code(case, parity):
             scalars |= {"masked_image": Gaussian(masked["mu_v"], masked["logvar_v"])}
             scalars |= {"masked_text": Gaussian(masked["mu_t"], masked["logvar_t"])}
             leaves |= {f"masked_{name}": x for name, x in masked.items()}
-        out = ProLIPLoss(form="code", **settings)(image, text, **scalars)
+        out = prolip_loss(image, text, **scalars, form="code", **settings)
     close(out.loss, stored[f"{case}__loss"])
     weights = {"vib": "vib_beta", "inclusion": "inclusion_alpha"}
     for name, of_code in {"vib": "vib", "inclusion": "inclusion", "image_inclusion": "img_inclusion",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from probemb.cross_attention import CrossAttention, Tokens, attention_scores, pair_scores, unit_tokens
-from probemb.losses import scan_loss, triplet_loss
+from probemb.losses.triplet import scan_loss, triplet_loss
 from tests.losses.points import close, same_images
 
 NORMS = ("clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none")

@@ -13,7 +13,7 @@ from pretrain.masking import draw_masks
 from pretrain.objectives import ProLIP
 from pretrain.trainer import Trainer
 from probemb import Gaussian
-from probemb.losses import ProLIPLoss
+from probemb.losses import prolip_loss
 from probemb.losses.prolip import inclusion_loss
 from probemb.models.towers.parts import chances
 from tests.ranks import run_ranks
@@ -81,7 +81,8 @@ def by_hand():
     masks, o = draw_masks(CONFIG, model, images, tokens, 0), CONFIG.loss
     image, text = model.encode_image(images, kept=masks.kept), model.encode_text(tokens)
     a, b = model.match_scalars()
-    plain = ProLIPLoss(o.vib, o.inclusion, inclusion_scale=o.inclusion_scale)(image, text, 2 * a, b - 2 * a).loss
+    options = dict(vib=o.vib, inclusion=o.inclusion, inclusion_scale=o.inclusion_scale)
+    plain = prolip_loss(image, text, 2 * a, b - 2 * a, **options).loss
     copies = (
         (image, model.encode_image(images[::8], kept=masks.masked_image)),
         (text, model.encode_text(tokens[::8], kept=masks.masked_text)),

@@ -15,7 +15,7 @@ from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.schedules import learning_rate, set_learning_rate
 from probemb.data.remote.sources import Remote
 from probemb.errors import UserError
-from probemb.losses import ProLIPLoss, clip_loss, pairwise_match_loss, siglip_loss
+from probemb.losses import clip_loss, pairwise_match_loss, prolip_loss, siglip_loss
 from probemb.models import no_weight_decay
 from tests.pretrain.stream.test_stream import make, write_corpus
 from tests.ranks import run_ranks
@@ -56,8 +56,8 @@ def plain_loss(objective, out):
     if objective == "siglip":
         return siglip_loss(*means, 2 * out.scale, out.shift - 2 * out.scale).loss
     if objective == "prolip":
-        loss = ProLIPLoss(w.vib, w.inclusion, inclusion_scale=w.inclusion_scale)
-        return loss(out.image, out.text, 2 * out.scale, out.shift - 2 * out.scale).loss
+        options = dict(vib=w.vib, inclusion=w.inclusion, inclusion_scale=w.inclusion_scale)
+        return prolip_loss(out.image, out.text, 2 * out.scale, out.shift - 2 * out.scale, **options).loss
     clip = clip_loss(*means, out.logit_scale.clamp(max=100)).loss
     if objective == "clip":
         return clip

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
-from probemb.losses import caption_tfidf
+from probemb.losses.noisy import caption_tfidf
 
 
 class Walk(NamedTuple):
@@ -41,7 +41,7 @@ def likeness_of(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
         counts = torch.bincount(owner, minlength=len(kept))
         return torch.zeros(len(kept), len(kept)).index_add_(1, owner, true_NM).div_(counts).T.contiguous()
     together = [" ".join(captions.captions[i]) for i in kept]
-    rows = torch.from_numpy(caption_tfidf(together).dense(range(len(together))))
+    rows = torch.from_numpy(caption_tfidf(together).toarray())
     return (F.normalize(rows, dim=1) @ F.normalize(rows, dim=1).T).clamp(0, 1)
 
 
