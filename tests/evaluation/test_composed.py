@@ -8,7 +8,7 @@ from probemb.compose import compose
 from probemb.data.compositions import Part, Query
 from probemb.evaluation.composed import ComposedQueries, composed_scores, ranked_by
 from probemb.evaluation.embedding import EmbeddedImages
-from probemb.losses import expected_similarity
+from probemb.losses.mpc import expected_similarity
 from probemb.metrics import closest_items
 
 
