@@ -1,7 +1,7 @@
 """Augmentation of a batch: Mixup, CutMix and Cutout of its images, SizeAugment and dropped words of its texts.
 
 The caller's generator draws on the CPU for the batch of all ranks, so that no draw depends on their number; applying
-runs on any device without synchronising it. SizeAugment of images is `probemb.models.pooling.size_augment_mask`.
+runs on any device without synchronising it. SizeAugment of images is `probemb.models.heads.size_augment_mask`.
 
 Shapes: B images, L text positions.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from probemb.models.architectures import reads_words
-from probemb.models.word_tokenizer import FIRST_WORD, UNKNOWN
+from probemb.models.towers.words import FIRST_WORD, UNKNOWN
 
 START_TOKEN, END_TOKEN = 49406, 49407  # of CLIP's vocabulary; all tokens below are words or parts of words
 # CLIP has no mask token. This one is a capital M, which its lower-casing tokenizer never produces; as in PCME++'s code.

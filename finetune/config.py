@@ -20,8 +20,8 @@ from jsonargparse.typing import (
 from finetune.methods import METHODS
 from probemb.cli.configuration import chosen_options, given
 from probemb.cli.ranges import BelowHalf, Count, Folder, Minutes, Precision, Resize, Seed, Threads, Workers
-from probemb.cli.towers import Towers
 from probemb.errors import UserError, raise_together
+from probemb.models.options import Head, Towers
 
 CONFIGS = Path(__file__).parent / "configs"
 Parts = restricted_number_type("Parts", int, [(">=", 2), ("<=", 10)])
@@ -34,7 +34,7 @@ class Model(Towers):
 
     name: str = "ViT-B-32-quickgelu"
     pretrained: str | None = "openai"
-    head: str = "gpo"
+    head: Head = "gpo"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from probemb.data.image_loader import ImageBatches, Images, image_digest
 from probemb.errors import UserError
 from probemb.files import replace_file
 from probemb.models import DualEncoder, create_transforms
-from probemb.models.features import FeatureLayout
+from probemb.models.encoder import FeatureLayout
 
 
 @dataclass(kw_only=True)

@@ -41,7 +41,9 @@ from probemb.models import (
     create_tokenizer,
     create_transforms,
 )
-from probemb.models.pooling import size_augment_mask
+from probemb.models.heads import size_augment_mask
+
+Embedded = tuple[dict[str, Tensor], dict[str, Tensor]]  # the tensors of both towers' `Encoded`
 
 
 class Moment(NamedTuple):
@@ -92,7 +94,7 @@ class Task(ABC):
         """Augmented images, tokens and the mask of image tokens, on the device, and how the whole batch is mixed."""
 
     @abstractmethod
-    def gather(self, embedded: tuple[Tensor, ...], batch, mix: Mix | None, now: Moment) -> Batch:
+    def gather(self, embedded: Embedded, batch, mix: Mix | None, now: Moment) -> Batch:
         """The examples of all ranks, with gradient. `embedded` are the tensors of both towers' `Encoded`."""
 
     def generator(self, step: int, what: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -118,10 +120,10 @@ class Task(ABC):
             model.train(training)
 
 
-def of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
+def of_all_ranks(embedded: Embedded) -> tuple[Encoded, Encoded]:
     """Both towers' tensors of every rank -> images and texts of all ranks, in at least float32."""
-    half = len(embedded) // 2
-    return distributed.gather_encoded(Encoded.of(embedded[:half]).float(), Encoded.of(embedded[half:]).float())
+    image, text = (Encoded.of(side).float() for side in embedded)
+    return distributed.gather_encoded(image, text)
 
 
 class PairTask(Task):
@@ -302,8 +304,8 @@ class ComposedTask(Task):
 
     def gather(self, embedded, batch: TupleBatch, mix, now) -> Batch:
         """Targets and parts of all ranks, and which targets are correct for which query."""
-        half, (b, k) = len(embedded) // 2, batch.part_rows.shape
-        images, texts = Encoded.of(embedded[:half]).float().gaussian, Encoded.of(embedded[half:]).float().gaussian
+        b, k = batch.part_rows.shape
+        images, texts = (Encoded.of(side).float().gaussian for side in embedded)
         place = batch.part_rows.to(self.device)
         place = torch.where(place >= 0, b + place, len(images) - 1 - place)
         unused = (~batch.text_used).to(self.device, images.mean.dtype)

@@ -27,7 +27,7 @@ from finetune.config import Config
 from finetune.data import Loader
 from finetune.methods.base import Batch, Method
 from finetune.recipe import OPTIMIZERS, Schedule, parameter_groups, set_learning_rates
-from finetune.task import Moment, Task, of_all_ranks
+from finetune.task import Embedded, Moment, Task, of_all_ranks
 from probemb import distributed
 from probemb.data.randomness import number_of
 from probemb.errors import UserError
@@ -101,10 +101,10 @@ class Network(nn.Module):
         super().__init__()
         self.model, self.method, self.wants = model, method.module, (method.wants_tokens, method.wants_features)
 
-    def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
-        """The tensors of both towers' `Encoded`, as many of the image as of the text."""
+    def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> Embedded:
+        """The tensors of both towers' `Encoded`."""
         image = self.model.image_tower(images, image_mask, *self.wants)
-        return *image, *self.model.text_tower(tokens, None, *self.wants)
+        return image, self.model.text_tower(tokens, None, *self.wants)
 
 
 class Trainer:

@@ -25,8 +25,8 @@ from probemb.cli.ranges import (
     Threads,
     Workers,
 )
-from probemb.cli.towers import Towers
 from probemb.errors import UserError
+from probemb.models.options import Layers, Towers
 
 if TYPE_CHECKING:
     from probemb.models import DualEncoder
@@ -46,13 +46,11 @@ class Model(Towers):
         patch_dropout: share of an image's patches that the tower does not read in training.
     """
 
-    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
+    n_unc_layers: Layers | None = None
     lock_text: bool = False
     unlocked_image_groups: NonNegativeInt = 0
     unlocked_text_groups: NonNegativeInt = 0
     patch_dropout: BelowOne = 0.0
-
-    DEFAULT_LAYERS: ClassVar = 2  # as the published weights
 
 
 BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
@@ -285,6 +283,8 @@ class Config:
         if not objective.probabilistic:
             m = replace(m, n_unc_layers=None, uncertainty="branch")
         about = {"objective": self.objective, **objective.model_options(self.loss)}
+        if objective.probabilistic and m.uncertainty == "branch" and m.n_unc_layers is None:
+            about["n_unc_layers"] = 2  # as the published weights
         model = m.create(self.train_paths, self.loss, **about, **more)
         locks = m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups
         freeze_backbones(model, *locks)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pretrain.config import Config, Data, Model
+from pretrain.config import Config, Data
 from pretrain.schedules import check_schedule
 from probemb.errors import UserError
 
@@ -113,8 +113,6 @@ def changes_since(config: Config, state: dict, identity: dict, earlier: Path) ->
     from probemb.runs.folder import refuse_another_run
 
     state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
-    if config.model.n_unc_layers is None and state["config"]["model"]["n_unc_layers"] == Model.DEFAULT_LAYERS:
-        state["config"]["model"]["n_unc_layers"] = None  # once the default was written out
     before = pixels_identity(Data(resize="pil"))  # as it was before there was a choice
     state["data"] = before | state["data"]
     state["data"]["augmentation"] = before["augmentation"] | state["data"]["augmentation"]

@@ -222,9 +222,10 @@ def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
     """
     if world_size() == 1:
         return image, text
-    images, texts = image.tensors(), _pad_tokens(text).tensors()
-    gathered = gather_together([*images, *texts])
-    return type(image).of(gathered[: len(images)]), type(text).of(gathered[len(images) :])
+    sides = image.tensors(), _pad_tokens(text).tensors()
+    gathered = iter(gather_together([x for side in sides for x in side.values()]))
+    image, text = (image.of({name: next(gathered) for name in side}) for side in sides)
+    return image, text
 
 
 def _pad_tokens(text: Encoded) -> Encoded:

@@ -13,7 +13,7 @@ from pathlib import Path
 from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
 from probemb.models import load_model
-from probemb.models.formats.export import WITHOUT_BIAS, export_open_clip
+from probemb.models.formats import WITHOUT_BIAS, export_open_clip
 
 
 def main() -> int:

@@ -42,9 +42,9 @@ from probemb.errors import UserError
 from probemb.evaluation.analyses.localisation import crop
 from probemb.files import replace_file, replace_text
 from probemb.models.dual_encoder import channel_statistics
-from probemb.models.heads import HeadConfig
 from probemb.models.inputs import create_transforms
-from probemb.models.towers.timm_image import TimmTower, pretrained_trunk, timm_tower
+from probemb.models.options import ModelOptions
+from probemb.models.towers.timm import TimmTower, pretrained_trunk, timm_tower
 from tools.scene_forms import FEATURES, region_features
 from zeroshot.localisation import GridOptions
 
@@ -159,8 +159,11 @@ def load_backbone(options: Namespace) -> Backbone:
     """
     name, size, device = options.model, options.image_size, choose_device(options.device, "fp32").name
     trunk, wanted = pretrained_trunk({"timm_model_name": name}, options.weights)
-    head = HeadConfig("average", 1, probabilistic=False)
-    tower = timm_tower(lambda: None, trunk, name, size, 0, head).to(device).eval().requires_grad_(False)
+    vision, options = (
+        {"timm_model_name": name, "image_size": size},
+        ModelOptions(head="average", embed_dim=1, probabilistic=False),
+    )
+    tower = timm_tower(trunk, lambda: trunk, vision, 0, options).to(device).eval().requires_grad_(False)
     preprocess = {"size": size, "resize_mode": "squash", **wanted}
     tower.normalization = channel_statistics(preprocess)
     with torch.inference_mode():

@@ -135,7 +135,7 @@ def own_rows(n: int) -> slice:
 
 def n_words(model) -> int:
     """Number of token ids of a model. Raises UserError: the text tower does not tell."""
-    from probemb.models.word_tokenizer import FIRST_WORD
+    from probemb.models.towers.words import FIRST_WORD
 
     text = model.config["architecture"]["text_cfg"]
     if "vocabulary" in text:

@@ -79,7 +79,7 @@ def scores_for(composer: Composer) -> list[str]:
     has = {"nothing"}
     if composer.probabilistic:
         has.add("variance")
-    if composer.normalises:
+    if composer.weighs:
         has.add("normaliser")
     return [name for name, score in SCORES.items() if score.needs in has]
 

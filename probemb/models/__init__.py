@@ -1,51 +1,26 @@
-"""Models: create, save, load; what prepares their input; which parameters decay."""
+"""Models: create, save, load; what prepares their input; which parameters decay. Names are loaded on first use, so that
+a command that only reads the options of a model (`--help`) loads no towers.
+"""
 
-from probemb.models.create import create_model, fill_word_vectors, vocabulary_for
-from probemb.models.digest import digest_model, weights_sha256
-from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_decay
-from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
-from probemb.models.ensemble import Ensemble, as_one, networks_of
-from probemb.models.formats.published import import_pcmepp, import_prolip
-from probemb.models.hub import LoadedModel, lasting_name, load_model, push_to_hub, save_model
-from probemb.models.inputs import (
-    Augmentation,
-    Transforms,
-    check_images,
-    check_single_embeddings,
-    check_words,
-    create_tokenizer,
-    create_transforms,
-)
-from probemb.models.towers.parts import draw_parts
+from importlib import import_module
 
-__all__ = [
-    "POINT_LOG_VAR",
-    "Augmentation",
-    "DualEncoder",
-    "Encoded",
-    "Encoder",
-    "Ensemble",
-    "LoadedModel",
-    "ModelOutput",
-    "Transforms",
-    "as_one",
-    "check_images",
-    "check_single_embeddings",
-    "check_words",
-    "create_model",
-    "create_tokenizer",
+_HOME = {
+    "create": "create_model fill_word_vectors vocabulary_for",
+    "dual_encoder": "DualEncoder ModelOutput no_weight_decay",
+    "encoder": "POINT_LOG_VAR Encoded Encoder",
+    "ensemble": "Ensemble as_one networks_of",
+    "formats": "export_open_clip import_pcmepp import_prolip",
+    "hub": "LoadedModel digest_model lasting_name load_model push_to_hub save_model weights_sha256",
+    "inputs": "Augmentation Transforms check_images check_single_embeddings check_words create_tokenizer "
     "create_transforms",
-    "digest_model",
-    "draw_parts",
-    "fill_word_vectors",
-    "import_pcmepp",
-    "import_prolip",
-    "lasting_name",
-    "load_model",
-    "networks_of",
-    "no_weight_decay",
-    "push_to_hub",
-    "save_model",
-    "vocabulary_for",
-    "weights_sha256",
-]
+    "options": "ModelOptions Towers",
+    "towers.parts": "draw_parts",
+}
+_MODULES = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module 'probemb.models' has no attribute {name!r}")
+    return getattr(import_module(f"probemb.models.{_MODULES[name]}"), name)

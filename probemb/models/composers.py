@@ -1,5 +1,5 @@
 """Composers: from the k embeddings of a query, images and texts alike, to one. `product` is MPC's, the others are
-baselines. N queries of k parts, D dimensions.
+baselines (MPC §4.2, Table 4, and its public code). N queries of k parts, D dimensions.
 """
 
 from __future__ import annotations
@@ -16,34 +16,25 @@ from probemb.gaussian import Gaussian
 
 
 class Composer(nn.Module):
-    """From the parts of a query, images and texts alike, to one normal.
-
-    Subclasses have `compose_parts`, or `pair` for composers of points, which are applied from left to right.
+    """From the parts of a query to one normal, as the sum of both means and variances (PCME + addition, MPC Eq. 9).
 
     Attributes:
         probabilistic: whether the log-variances of the parts are read, and those of the result mean anything.
-        weighs: whether parts can have weights.
-        normalises: whether the log-normaliser means anything.
-        dim: D.
+        weighs: whether parts can have weights, and whether the log-normaliser means anything.
     """
 
     probabilistic: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
-    normalises: ClassVar[bool] = False
 
     def __init__(self, dim: int):
         super().__init__()
         self.dim = dim
 
     def forward(self, parts: Gaussian, weights: Tensor | Sequence[float] | None = None) -> Product:
-        """Compose, in at least float32 also under autocast.
+        """Gaussian (N, k, D), k at least 1 -> gaussian (N, D) and log_normaliser (N,), in at least float32.
 
         Args:
-            parts: Gaussian (N, k, D), k at least 1. A single part is its own composition.
             weights: (k,) or (N, k), see `probemb.compose.compose`; only where the composer `weighs`.
-
-        Returns:
-            gaussian (N, D) and log_normaliser (N,), zero where the composer has none.
 
         Raises:
             ValueError: parts of another shape.
@@ -57,69 +48,47 @@ class Composer(nn.Module):
                 "Give every part once, without a weight, or use a model trained with --method mpc.",
             )
         with torch.autocast(parts.mean.device.type, enabled=False):
-            parts = parts.float()
-            return self.compose_parts(parts) if weights is None else self.compose_weighted(parts, weights)
+            return self.compose(parts.float(), weights)
 
-    def compose_parts(self, parts: Gaussian) -> Product:
-        raise NotImplementedError
-
-    def compose_weighted(self, parts: Gaussian, weights: Tensor | Sequence[float]) -> Product:
-        """Only where the composer `weighs`."""
-        raise NotImplementedError
+    def compose(self, parts: Gaussian, weights) -> Product:
+        mean, log_var = parts.mean.sum(1), parts.log_var.logsumexp(1)
+        return Product(Gaussian(mean, log_var), mean.new_zeros(len(mean)))
 
 
-class PointComposer(Composer):
-    """A composer of points: it reads the means alone, and the log-variances of the result are 0.
+class ProductComposer(Composer):
+    """`probemb.compose.compose` with its normaliser. Source: MPC Eqs. 2 to 4."""
 
-    Queries of more than two parts are composed from left to right: the result of the first two with the third. In
-    training, batch norms use the statistics of the whole (gathered) batch, so it must be applied to that.
+    weighs = True
+
+    def compose(self, parts: Gaussian, weights) -> Product:
+        if weights is not None:
+            weights = torch.as_tensor(weights)
+            weights = weights if weights.dim() == 1 else weights.T
+        return compose(Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1)), weights=weights)
+
+
+class PairComposer(Composer):
+    """Composes two parts, from left to right: the result of the first two with the third.
+
+    A subclass has `pair`, which reads the means alone; the log-variances of the result are 0. In training, batch norms
+    use the statistics of the whole (gathered) batch, so it must be applied to that.
     """
 
     probabilistic = False
 
-    def compose_parts(self, parts: Gaussian) -> Product:
+    def compose(self, parts: Gaussian, weights) -> Product:
         mean = parts.mean[:, 0]
         for i in range(1, parts.shape[1]):
             mean = self.pair(mean, parts.mean[:, i])
         return Product(Gaussian(mean, torch.zeros_like(mean)), mean.new_zeros(len(mean)))
 
     def pair(self, first_ND: Tensor, second_ND: Tensor) -> Tensor:
-        """Two parts as one, (N, D)."""
+        """(N, D)."""
         raise NotImplementedError
 
 
-class ProductComposer(Composer):
-    """`probemb.compose.compose` with its normaliser. Source: MPC Eqs. 2 to 4."""
-
-    weighs = normalises = True
-
-    def compose_parts(self, parts: Gaussian) -> Product:
-        return compose(_parts_first(parts))
-
-    def compose_weighted(self, parts: Gaussian, weights: Tensor | Sequence[float]) -> Product:
-        weights = torch.as_tensor(weights)
-        return compose(_parts_first(parts), weights=weights if weights.dim() == 1 else weights.T)
-
-
-def _parts_first(parts: Gaussian) -> Gaussian:
-    """(k, N, D)."""
-    return Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1))
-
-
-class AdditionComposer(Composer):
-    """PCME + addition: means and variances add up. Source: MPC Eq. 9."""
-
-    def compose_parts(self, parts: Gaussian) -> Product:
-        mean, log_var = parts.mean.sum(1), parts.log_var.logsumexp(1)
-        return Product(Gaussian(mean, log_var), mean.new_zeros(len(mean)))
-
-
 class MLPComposer(Composer):
-    """ "MPC w/o Eq. 2": [mean, log_var] from those of two parts by two layers with batch norm. Source: MPC Table 4.
-
-    More than two parts are composed from left to right. In training the batch norm uses the statistics of the whole
-    (gathered) batch.
-    """
+    """ "MPC w/o Eq. 2": [mean, log_var] from those of two parts by two layers with batch norm, from left to right."""
 
     def __init__(self, dim: int):
         super().__init__(dim)
@@ -127,7 +96,7 @@ class MLPComposer(Composer):
             nn.Linear(4 * dim, 2 * dim), nn.BatchNorm1d(2 * dim), nn.ReLU(), nn.Linear(2 * dim, 2 * dim)
         )
 
-    def compose_parts(self, parts: Gaussian) -> Product:
+    def compose(self, parts: Gaussian, weights) -> Product:
         mean, log_var = parts.mean[:, 0], parts.log_var[:, 0]
         for i in range(1, parts.shape[1]):
             both = torch.cat([mean, log_var, parts.mean[:, i], parts.log_var[:, i]], 1)
@@ -135,8 +104,8 @@ class MLPComposer(Composer):
         return Product(Gaussian(mean, log_var), mean.new_zeros(len(mean)))
 
 
-class RelationshipComposer(PointComposer):
-    """Two layers over both parts, which end in a sigmoid (after Santoro et al., NeurIPS 2017). Source: as FiLM."""
+class RelationshipComposer(PairComposer):
+    """Two layers over both parts, which end in a sigmoid (after Santoro et al., NeurIPS 2017)."""
 
     def __init__(self, dim: int):
         super().__init__(dim)
@@ -147,9 +116,8 @@ class RelationshipComposer(PointComposer):
         return self.out(self.relation(torch.cat([second_ND, first_ND], 1))).sigmoid()
 
 
-class FiLMComposer(PointComposer):
-    """The second part scales and shifts features of the first, and a sigmoid ends it (after Perez et al., AAAI 2018).
-    Source: MPC §4.2 and its public code."""
+class FiLMComposer(PairComposer):
+    """The second part scales and shifts features of the first, then a sigmoid (after Perez et al., AAAI 2018)."""
 
     def __init__(self, dim: int):
         super().__init__(dim)
@@ -177,12 +145,9 @@ class MRNBlock(nn.Module):
         return self.residual(first_ND) + self.of_first(first_ND) * self.of_second(second_ND)
 
 
-class MRNComposer(PointComposer):
-    """Blocks that each refine the first part with the second (after Kim et al., NeurIPS 2016). Source: MPC §4.2.
-
-    Args:
-        blocks: three in the paper; its public code has one.
-    """
+class MRNComposer(PairComposer):
+    """Blocks that each refine the first part with the second (after Kim et al., NeurIPS 2016): three in the paper, one
+    in its public code."""
 
     def __init__(self, dim: int, blocks: int = 3):
         super().__init__(dim)
@@ -194,11 +159,9 @@ class MRNComposer(PointComposer):
         return first_ND
 
 
-class TIRGComposer(PointComposer):
-    """gate_weight * sigmoid(gate) * first + residual_weight * residual (after Vo et al., CVPR 2019). Source: as FiLM.
-
-    Both weights are learned; they start from 1 and 10, as published.
-    """
+class TIRGComposer(PairComposer):
+    """gate_weight * sigmoid(gate) * first + residual_weight * residual (after Vo et al., CVPR 2019). Both weights are
+    learned; they start from 1 and 10, as published."""
 
     def __init__(self, dim: int):
         super().__init__(dim)
@@ -217,24 +180,20 @@ class TIRGComposer(PointComposer):
 
 
 COMPOSERS: dict[str, type[Composer]] = {
-    "product": ProductComposer,
-    "addition": AdditionComposer,
+    **dict.fromkeys(("product", "mpc"), ProductComposer),  # the second name is the method's
+    **dict.fromkeys(("addition", "pcme-addition"), Composer),
     "mlp": MLPComposer,
     "relationship": RelationshipComposer,
     "film": FiLMComposer,
     "mrn": MRNComposer,
     "tirg": TIRGComposer,
 }
-ALIASES = {"mpc": "product", "pcme-addition": "addition"}  # the methods that are named after their composer
 
 
 def create_composer(name: str, dim: int) -> Composer:
-    """A composer of embeddings of `dim` dimensions, with random weights where it has any.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    known = [*COMPOSERS, *ALIASES]
-    if name not in known:
-        raise UserError(f"There is no composer '{name}'.{nearest(name, known)}", f"Choose one of {', '.join(known)}.")
-    return COMPOSERS[ALIASES.get(name, name)](dim)
+    """A composer of embeddings of `dim` dimensions, with random weights. Raises UserError: an unknown name."""
+    if name not in COMPOSERS:
+        raise UserError(
+            f"There is no composer '{name}'.{nearest(name, COMPOSERS)}", f"Choose one of {', '.join(COMPOSERS)}."
+        )
+    return COMPOSERS[name](dim)

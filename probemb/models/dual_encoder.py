@@ -1,6 +1,6 @@
 """DualEncoder: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
 
-`create.py` makes one from a name, `hub.py` from a file.
+`create.py` makes one from a name, `hub.py` from a file. Also: where its parameters stand, and what follows from that.
 """
 
 from __future__ import annotations
@@ -16,61 +16,20 @@ from torch import Tensor, nn
 from probemb.cross_attention import CrossAttention
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.models.architectures import build_stock, check_sizes, check_uncertainty_token
+from probemb.models.architectures import build_stock
 from probemb.models.composers import create_composer
-from probemb.models.encoder import Encoder
-from probemb.models.heads import HeadConfig, check_head, check_uncertainty, make_covariance
 from probemb.models.match import MatchModel
-from probemb.models.towers import make_image_tower, make_text_tower
-
-POOLING = {"code_dim": 32, "hidden_dim": 32}
-DEFAULTS = {  # of keys that configurations once did not have
-    "probabilistic": True,
-    "n_embeddings": 1,
-    "ranking": "csd",
-    "covariance": "ellipsoidal",
-    "log_var_range": None,
-    "log_var_start": None,
-    "attention": None,
-    "composer": None,
-    "composed_ranking": "cosine",
-    "uncertainty": "branch",
-    "unit_features": False,
-    "objective": None,
-    "match": "distance",
-    "max_logit_scale": 100.0,  # CLIP's
-    "temperature_trained": True,
-}
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-VALID = {  # values of a configuration that nothing else looks at before they are used
-    "embed_dim": lambda value: _is_count(value) and value > 0,
-    "n_unc_layers": lambda value: all(map(_is_count, per_tower(value))),
-    "n_embeddings": _is_count,
-    "probabilistic": lambda value: isinstance(value, bool),
-    "uncertainty_bias": lambda value: isinstance(value, bool),
-    "temperature_trained": lambda value: isinstance(value, bool),
-    "unit_features": lambda value: isinstance(value, bool),
-    "ranking": lambda value: isinstance(value, str),
-    "composed_ranking": lambda value: value in ("cosine", "density"),
-    "match": lambda value: value in ("distance", "cosine", "samples", "none"),
-    "max_logit_scale": lambda value: value is None or (type(value) in (int, float) and 0 < value < math.inf),
-}
+from probemb.models.options import DEFAULTS, SAVED, ModelOptions
+from probemb.models.towers import make_tower
 
 
 class ModelOutput(NamedTuple):
     """A forward pass of both towers, and the three scalars, of shape (1,).
 
     Attributes:
-        image: Gaussian (B, D).
-        text: Gaussian (B, D).
+        image, text: Gaussians (B, D).
         logit_scale: the inverse temperature, exponentiated and at most `max_logit_scale`.
-        scale: a of the match probability sigmoid(−a·d + b).
-        shift: b of the same.
+        scale, shift: a and b of the match probability sigmoid(−a·d + b).
     """
 
     image: Gaussian
@@ -80,69 +39,41 @@ class ModelOutput(NamedTuple):
     shift: Tensor
 
 
-def check_config(config: dict, state: dict[str, Tensor]) -> None:
-    """Raise ValueError for an untrusted configuration with values of a wrong type or range, or that does not match the
-    sizes of these weights; `DualEncoder` refuses the rest.
-    """
-    for key, is_valid in VALID.items():
-        if key in config and not is_valid(config[key]):
-            raise ValueError(f"{key} is {config[key]!r}")
-    check_sizes(config["architecture"], state)
-
-
 class DualEncoder(nn.Module):
     """Both towers and the learnable scalars; `create_model` makes one from a name.
 
     Args:
-        config: as `model.config` returns it. Its keys: "name" (for people), "architecture" (open_clip's form, see
-            `architectures.py`), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers" (a
-            number, or one each for image and text), "uncertainty_bias", "pooling" (options of the head), and, where
-            they are absent, the values of DEFAULTS: "probabilistic", "n_embeddings", "ranking", "covariance",
-            "log_var_range" and "log_var_start" (see `heads.covariance`), "composer" (a name of `composers`),
-            "objective" (the name of the loss that trains the model, for people), "match" (see `match_scalars`),
-            "max_logit_scale" (the ceiling of exp(logit_scale), None for none), "temperature_trained" (whether the loss
-            trained logit_scale), "uncertainty" and "unit_features" (see
-            `heads.HeadConfig`).
+        config: as `model.config` returns it: "name" (for people), "architecture" (open_clip's form, see
+            `architectures.py`), "preprocess" (open_clip's PreprocessCfg), and `options.SAVED`, of which all but the
+            first three have defaults.
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
+        options: `ModelOptions` of the configuration.
         visual, text: the towers, each an `Encoder`; everything that open_clip has too has open_clip's names.
         logit_scale, and scale and shift or logit_bias: parameters of shape (1,), see `match_scalars`; log(1/0.07), 1
             and 1 at first. Which of them a training step uses depends on its loss; turn `requires_grad` off for the
             others before DDP sees the model, or DDP waits for their gradients.
-        composer: makes one embedding of several, of models that were trained to (MPC and its rivals); else None.
+        composer: makes one embedding of several, of models that were trained to; else None.
         logit_bias: of architectures that were made for a sigmoid loss, such as SigLIP's; where "match" is not "cosine"
             it is a buffer, which only an export reads.
+
+    Raises:
+        UserError, ValueError and others: a configuration that describes no model.
     """
 
     def __init__(self, config: dict, stock: nn.Module | None = None):
         super().__init__()
-        self._config = {**DEFAULTS, **deepcopy(config)}
-        check_head(config["head"], self._config["n_embeddings"])
-        check_uncertainty(self._config["uncertainty"], config["head"], self.probabilistic)
+        self._config = config = {**DEFAULTS, **deepcopy(config)}
+        self.options = o = ModelOptions(**{key: config[key] for key in SAVED})
         shape = config["architecture"]
-        if self._config["uncertainty"] != "branch":
-            check_uncertainty_token(shape)
         stock = stock or build_stock(shape)
-        head = HeadConfig(
-            config["head"],
-            config["embed_dim"],
-            self.probabilistic,
-            config["uncertainty_bias"],
-            self._config["n_embeddings"],
-            config["pooling"],
-            make_covariance(*(self._config[key] for key in ("covariance", "log_var_range", "log_var_start"))),
-            self._config["uncertainty"],
-            self._config["unit_features"],
-        )
-        image_layers, text_layers = per_tower(config["n_unc_layers"])
-        self.visual = make_image_tower(shape, image_layers, head, stock.visual)
+        self.visual = make_tower(shape, "vision_cfg", o, o.layers[0], stock.visual)
         self.visual.normalization = channel_statistics(config["preprocess"])
-        self.text = make_text_tower(shape, text_layers, head, stock.text)
+        self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)
         self.logit_scale = stock.logit_scale
-        composer = self._config["composer"]
-        self.composer = None if composer is None else create_composer(composer, config["embed_dim"])
-        if self._config["match"] == "cosine":
+        self.composer = None if o.composer is None else create_composer(o.composer, o.embed_dim)
+        if o.match == "cosine":
             self.logit_bias = stock.logit_bias
         else:
             if stock.logit_bias is not None:
@@ -153,40 +84,6 @@ class DualEncoder(nn.Module):
         """(B, 3, H, W) uint8, or float that is normalised, and (B, L) int64 -> ModelOutput; `kept`: of the patches."""
         image, text = self.encode_image(images, kept=kept), self.encode_text(tokens)
         return ModelOutput(image, text, self.inverse_temperature(), *self.match_scalars())
-
-    def scalars(self) -> dict[str, nn.Parameter]:
-        """The model's own parameters of shape (1,), by name."""
-        return dict(self.named_parameters(recurse=False))
-
-    def inverse_temperature(self) -> Tensor:
-        """exp(logit_scale), (1,), at most `max_logit_scale`."""
-        scale, limit = self.logit_scale.exp(), self._config["max_logit_scale"]
-        return scale if limit is None else ceiling(scale, limit)
-
-    @property
-    def trained_temperature(self) -> float | None:
-        """`inverse_temperature` as a number; None if the loss did not train it."""
-        return float(self.inverse_temperature().detach()) if self._config["temperature_trained"] else None
-
-    def match_scalars(self) -> tuple[Tensor, Tensor]:
-        """a and b of the match probability sigmoid(-a CSD + b), (1,) each, with gradient.
-
-        Where "match" is "distance" they are the parameters scale and shift (PCME++ Eq. 2). Where it is "cosine", the
-        model was trained on sigmoid(s (cosine - u / 2) + logit_bias), u = u_image + u_text and s the inverse
-        temperature (SigLIP; ProLIP §3.2). Of unit means that is the same function: a = s / 2, b = s + logit_bias.
-        Where it is "samples", scale and shift are a and b of PCME's sampled form. Where it is "none", the loss had no
-        such scalars, or they are of another distance: scale and shift are constants without a meaning.
-        """
-        if self._config["match"] == "cosine":
-            s = self.inverse_temperature()
-            return s / 2, s + self.logit_bias
-        # Copies: ZeRO-3 with recomputed blocks loses track of a parameter that is an output.
-        return self.scale.clone(), self.shift.clone()
-
-    def match_numbers(self) -> tuple[float, float]:
-        """a and b as numbers."""
-        a, b = self.match_scalars()
-        return a.item(), b.item()
 
     def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, 3, H, W) uint8, or float that is normalised -> Gaussian (B, D), mean l2-normalised.
@@ -233,67 +130,59 @@ class DualEncoder(nn.Module):
             return cut
         return tokens.to(device, non_blocking=True)[:, : cut.shape[1]].contiguous()
 
-    @property
-    def image_tower(self) -> Encoder:
-        """The tower that `encode_image` runs."""
-        return self.visual
+    def normalized(self, images: Tensor) -> Tensor:
+        """uint8 images as the floats that `encode_image` also takes, to change them: 0 is the mean colour."""
+        return self.visual.normalized(images, torch.float32) if images.dtype == torch.uint8 else images
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute every block in the backward pass instead of keeping its activations."""
+        self.visual.set_grad_checkpointing(enable)
+        self.text.set_grad_checkpointing(enable)
+
+    # --------------------------------------------------------------------------------------------------------- scalars
+
+    def scalars(self) -> dict[str, nn.Parameter]:
+        """The model's own parameters of shape (1,), by name."""
+        return dict(self.named_parameters(recurse=False))
+
+    def inverse_temperature(self) -> Tensor:
+        """exp(logit_scale), (1,), at most `max_logit_scale`."""
+        scale, limit = self.logit_scale.exp(), self.options.max_logit_scale
+        return scale if limit is None else ceiling(scale, limit)
 
     @property
-    def text_tower(self) -> Encoder:
-        """The tower that `encode_text` runs."""
-        return self.text
+    def trained_temperature(self) -> float | None:
+        """`inverse_temperature` as a number; None if the loss did not train it."""
+        return float(self.inverse_temperature().detach()) if self.options.temperature_trained else None
 
-    def place(self, name: str) -> tuple[str, str, int]:
-        """("image" or "text", part, depth) of a named parameter, see `Place`.
+    def match_scalars(self) -> tuple[Tensor, Tensor]:
+        """a and b of the match probability sigmoid(-a CSD + b), (1,) each, with gradient.
 
-        Outside of the towers ("neither", "composer", 0) or ("neither", "scalar", 0).
+        Where "match" is "distance" they are the parameters scale and shift (PCME++ Eq. 2). Where it is "cosine", the
+        model was trained on sigmoid(s (cosine - u / 2) + logit_bias), u = u_image + u_text and s the inverse
+        temperature (SigLIP; ProLIP §3.2). Of unit means that is the same function: a = s / 2, b = s + logit_bias.
+        Where it is "samples", scale and shift are a and b of PCME's sampled form. Where it is "none", the loss had no
+        such scalars, or they are of another distance: scale and shift are constants without a meaning.
         """
-        tower, _, rest = name.partition(".")
-        if tower == "composer":
-            return "neither", "composer", 0
-        if tower not in ("visual", "text"):
-            return "neither", "scalar", 0
-        return "image" if tower == "visual" else "text", *getattr(self, tower).place(rest)
+        if self.options.match == "cosine":
+            s = self.inverse_temperature()
+            return s / 2, s + self.logit_bias
+        # Copies: ZeRO-3 with recomputed blocks loses track of a parameter that is an output.
+        return self.scale.clone(), self.shift.clone()
 
-    def in_stem(self, name: str) -> bool:
-        """True if a named parameter lies before a tower's blocks, see `Encoder.in_stem`."""
-        tower, _, rest = name.partition(".")
-        return tower in ("visual", "text") and getattr(self, tower).in_stem(rest)
-
-    def pretrained_tower(self, name: str) -> str | None:
-        """ "image" or "text" for a named parameter that pretrained weights would fill, else None."""
-        tower, _, rest = name.partition(".")
-        if tower not in ("visual", "text") or not getattr(self, tower).is_pretrained(rest):
-            return None
-        return "image" if tower == "visual" else "text"
-
-    @property
-    def batch_statistics(self) -> bool:
-        """True if batch norms normalise by the batch in training, see `Encoder.use_batch_statistics`."""
-        return self.visual.batch_statistics or self.text.batch_statistics
-
-    @property
-    def config(self) -> dict:
-        """The configuration that `DualEncoder(config)` rebuilds this model from; plain JSON types, a fresh copy."""
-        return deepcopy(self._config)
-
-    @property
-    def probabilistic(self) -> bool:
-        """True if the log-variances are predicted; a point model's are all POINT_LOG_VAR."""
-        return self._config["probabilistic"]
-
-    @property
-    def objective(self) -> str | None:
-        """The name of the loss that trained the model, as far as it is known."""
-        return self._config["objective"]
+    def match_numbers(self) -> tuple[float, float]:
+        """a and b as numbers."""
+        a, b = self.match_scalars()
+        return a.item(), b.item()
 
     @property
     def match_form(self) -> Literal["csd", "samples", "none"]:
         """The form of the match probability, see `MatchModel`; a point model has none by a and b of normals."""
-        match = self._config["match"]
-        if match == "cosine":
+        if self.options.match == "cosine":
             return "csd"
-        return {"distance": "csd", "samples": "samples"}.get(match, "none") if self.probabilistic else "none"
+        return (
+            {"distance": "csd", "samples": "samples"}.get(self.options.match, "none") if self.probabilistic else "none"
+        )
 
     @property
     def predicts_matches(self) -> bool:
@@ -306,51 +195,62 @@ class DualEncoder(nn.Module):
         """The probability that each image and text match, (N, M), see `MatchModel.probability`."""
         return MatchModel.of(self).probability(image, text, among)
 
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def config(self) -> dict:
+        """The configuration that `DualEncoder(config)` rebuilds this model from; plain JSON types, a fresh copy."""
+        return deepcopy(self._config)
+
     @property
     def ranking(self) -> str:
         """Ranking that the model was trained for, a name of `probemb.evaluation.rankings`; CSD of points is "mean"."""
-        ranking = self._config["ranking"]
-        return "mean" if ranking == "csd" and not self.probabilistic else ranking
-
-    @property
-    def composed_ranking(self) -> Literal["cosine", "density"]:
-        """Ranking of `evaluation.composed` that the composer was trained for."""
-        return self._config["composed_ranking"]
+        return "mean" if self.options.ranking == "csd" and not self.probabilistic else self.options.ranking
 
     @property
     def attention(self) -> CrossAttention | None:
         """Scoring of pairs by the ranking "attention", for models that were trained for it."""
-        options = self._config["attention"]
-        return None if options is None else CrossAttention(**options)
+        return None if self.options.attention is None else CrossAttention(**self.options.attention)
 
-    @property
-    def n_embeddings(self) -> int:
-        """K, the embeddings of every item."""
-        return self._config["n_embeddings"]
+    probabilistic = property(lambda self: self.options.probabilistic)
+    objective = property(lambda self: self.options.objective)
+    composed_ranking = property(lambda self: self.options.composed_ranking)
+    n_embeddings = property(lambda self: self.options.n_embeddings)
+    embed_dim = property(lambda self: self.options.embed_dim)
+    context_length = property(lambda self: self.text.context_length)
+    image_size = property(lambda self: self.visual.image_size[0])  # height and width in pixels
+    image_tower = property(lambda self: self.visual)
+    text_tower = property(lambda self: self.text)
+    batch_statistics = property(lambda self: self.visual.batch_statistics or self.text.batch_statistics)
 
-    @property
-    def embed_dim(self) -> int:
-        """D."""
-        return self._config["embed_dim"]
+    # ------------------------------------------------------------------------------------------------------- parameters
 
-    @property
-    def context_length(self) -> int:
-        """Tokens of a text."""
-        return self.text.context_length
+    def place(self, name: str) -> tuple[str, str, int]:
+        """("image" or "text", part, depth) of a named parameter, see `Place`.
 
-    @property
-    def image_size(self) -> int:
-        """Height and width of an image, in pixels."""
-        return self.visual.image_size[0]
+        Outside of the towers ("neither", "composer", 0) or ("neither", "scalar", 0).
+        """
+        which, tower, rest = self._tower_of(name)
+        if tower is None:
+            return "neither", "composer" if name.startswith("composer.") else "scalar", 0
+        return which, *tower.place(rest)
 
-    def normalized(self, images: Tensor) -> Tensor:
-        """uint8 images as the floats that `encode_image` also takes, to change them: 0 is the mean colour."""
-        return self.visual.normalized(images, torch.float32) if images.dtype == torch.uint8 else images
+    def in_stem(self, name: str) -> bool:
+        """True if a named parameter lies before a tower's blocks, see `Encoder.in_stem`."""
+        _, tower, rest = self._tower_of(name)
+        return tower is not None and tower.in_stem(rest)
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute every block in the backward pass instead of keeping its activations."""
-        self.visual.set_grad_checkpointing(enable)
-        self.text.set_grad_checkpointing(enable)
+    def pretrained_tower(self, name: str) -> str | None:
+        """ "image" or "text" for a named parameter that pretrained weights would fill, else None."""
+        which, tower, rest = self._tower_of(name)
+        return which if tower is not None and tower.is_pretrained(rest) else None
+
+    def _tower_of(self, name: str):
+        """("image" or "text", tower, name in it) of a named parameter; (None, None, name) for no tower's."""
+        part, _, rest = name.partition(".")
+        if part == "visual":
+            return "image", self.visual, rest
+        return ("text", self.text, rest) if part == "text" else (None, None, name)
 
 
 def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -380,11 +280,6 @@ class _Ceiling(torch.autograd.Function):
 def ceiling(x: Tensor, limit: float) -> Tensor:
     """min(x, limit), whose gradient at the limit may lower x but not raise it."""
     return _Ceiling.apply(x, limit)
-
-
-def per_tower(n_unc_layers: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    """The numbers of branch layers of the image and of the text tower."""
-    return (n_unc_layers, n_unc_layers) if isinstance(n_unc_layers, int) else tuple(n_unc_layers)
 
 
 def no_weight_decay(name: str, param: Tensor) -> bool:

@@ -5,14 +5,15 @@ A tower turns a batch of inputs into `Features`, and heads turn features into a 
     inputs ── trunk ─┬─ last blocks ──────────── Features ── mean head ───── mean, l2-normalised
                      └─ the branch's own blocks ─ Features ── log_var head ── log_var
 
-Stages ask a tower the questions that `Encoder` answers, and never look inside; `towers/` and `heads/` hold the insides.
+Stages ask a tower the questions that `Encoder` answers, and never look inside.
 Shapes: B items, T tokens, W width of the tower, P width of its own pooling, D embedding, K embeddings an item.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -24,8 +25,8 @@ from probemb import distributed
 from probemb.data.pixels import normalize
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.models.features import FeatureLayout, Features
-from probemb.models.heads import Covariance
+from probemb.models.heads import HEADS, ClipHead, Features, shape_log_var
+from probemb.models.options import ModelOptions
 
 if TYPE_CHECKING:
     from probemb.models.towers.parts import Parts
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # precision, and which still has a finite inverse and logarithm.
 POINT_LOG_VAR = -30.0
 
+BothFeatures = tuple[Features, Features | None]  # of the mean and of the log-variance; None for a point model
 WantTokens = bool | Literal["residuals", "trunk"]
 
 
@@ -43,12 +45,10 @@ class Encoded:
 
     Attributes:
         gaussian: (B, D), or (B, K, D) for K embeddings an item.
-        tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None. Or, where asked
-            for, a PIE head's residuals (B, K, D): what its attention adds to each embedding; or the trunk's tokens
-            (B, T, W) before any head.
+        tokens: for methods that ask for them: every token in the embedding space (B, T, D); or what a PIE head's
+            attention adds to each embedding (B, K, D); or the trunk's tokens (B, T, W).
         mask: (B, T) bool, True for tokens that take part; None together with tokens.
-        features: `Encoder.targets`: (B, P), the trunk's own summary, which heads read, for methods that ask for it;
-            else None. With tokens they are the tokens', (B, T, W).
+        features: (B, P), for methods that ask for them: the trunk's own summary, or, with tokens, theirs (B, T, W).
         codes: (B, D), the mean before it is l2-normalised; None without features.
     """
 
@@ -58,82 +58,139 @@ class Encoded:
     features: Tensor | None = None
     codes: Tensor | None = None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """(mean, log_var, [features, codes], [tokens, mask]): the form that engines can hook and gather."""
-        features = () if self.features is None else (self.features, self.codes)
-        tokens = () if self.tokens is None else (self.tokens, self.mask)
-        return self.gaussian.mean, self.gaussian.log_var, *features, *tokens
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, those that there are: the form that engines can hook and ranks gather."""
+        held = {"mean": self.gaussian.mean, "log_var": self.gaussian.log_var, "tokens": self.tokens, "mask": self.mask}
+        held |= {"features": self.features, "codes": self.codes}
+        return {name: x for name, x in held.items() if x is not None}
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> Encoded:
+    def of(tensors: Mapping[str, Tensor]) -> Encoded:
         """The inverse of `tensors`."""
-        mean, log_var, *more = tensors
-        has_tokens = bool(more) and more[-1].dtype == torch.bool
-        tokens, features = (more[-2:], more[:-2]) if has_tokens else ((), more)
-        return Encoded(Gaussian(mean, log_var), *tokens, **dict(zip(("features", "codes"), features)))
+        more = {name: x for name, x in tensors.items() if name not in ("mean", "log_var")}
+        return Encoded(Gaussian(tensors["mean"], tensors["log_var"]), **more)
 
     def float(self) -> Encoded:
         """In at least float32."""
-        held = (None if x is None else at_least_float32(x) for x in (self.tokens, self.features, self.codes))
-        tokens, features, codes = held
-        return Encoded(self.gaussian.float(), tokens, self.mask, features, codes)
+        return Encoded.of({n: x if x.dtype == torch.bool else at_least_float32(x) for n, x in self.tensors().items()})
 
     def __getitem__(self, rows) -> Encoded:
-        return Encoded.of([tensor[rows] for tensor in self.tensors()])
+        return Encoded.of({name: x[rows] for name, x in self.tensors().items()})
 
     def __len__(self) -> int:
         return len(self.gaussian)
 
 
 class Place(NamedTuple):
-    """Position of a parameter in its tower.
+    """Position of a parameter in its tower: its part, and its block, counted from 1 for the part's last one.
 
-    Attributes:
-        part: "trunk" (pretrained, where anything is), "branch" (the uncertainty branch's own blocks, or the
-            uncertainty token), or "head".
-        depth: blocks from the end of its part, the parameter's own one included, so 1 for the last block; 0 for what is
-            in no block. Learning rates by layer are lr · decay^depth.
+    "trunk" is what exists in a deterministic model, "branch" the uncertainty branch's own blocks, or its token. Depth 0
+    is what is in no block. Learning rates by layer are lr · decay^depth.
     """
 
     part: Literal["trunk", "branch", "head"]
     depth: int = 0
 
 
+@dataclass(frozen=True)
+class FeatureLayout:
+    """Layout of a frozen trunk's features as rows of numbers, so that they can be kept.
+
+    Attributes:
+        parts: ("tokens", (T, W)), ("pooled", (P,)), and of the log-variance's features "unc_tokens" and "unc_pooled"
+            where they differ from the mean's. Tokens are left out where no head reads them.
+        probabilistic: whether there are features of the log-variance at all.
+    """
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    probabilistic: bool
+
+    @staticmethod
+    def of(mean: Features, unc: Features | None, with_tokens: bool) -> FeatureLayout:
+        """The layout of a small batch of features."""
+        held = _named(mean, unc)
+        same = {f"unc_{name}" for name in ("tokens", "pooled") if unc and torch.equal(held[f"unc_{name}"], held[name])}
+        kept = (name for name in held if name not in same and (with_tokens or "tokens" not in name))
+        return FeatureLayout(tuple((name, tuple(held[name].shape[1:])) for name in kept), unc is not None)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return sum(math.prod(shape) for _, shape in self.parts)
+
+    def pack(self, mean: Features, unc: Features | None) -> Tensor:
+        """A batch's features as rows, (B, width)."""
+        held = _named(mean, unc)
+        return torch.cat([held[name].flatten(1) for name, _ in self.parts], 1)
+
+    def unpack(self, rows: Tensor) -> BothFeatures:
+        """The inverse of `pack`, in at least float32."""
+        flat = rows.float().split([math.prod(shape) for _, shape in self.parts], 1)
+        held = {name: x.view(-1, *shape) for (name, shape), x in zip(self.parts, flat)}
+        tokens = held.get("tokens", rows.new_empty(len(rows), 0, 0))
+        mean = Features(tokens, held["pooled"])
+        unc = Features(held.get("unc_tokens", tokens), held.get("unc_pooled", mean.pooled))
+        return mean, unc if self.probabilistic else None
+
+
+def _named(mean: Features, unc: Features | None) -> dict[str, Tensor]:
+    held = {"tokens": mean.tokens, "pooled": mean.pooled}
+    return held if unc is None else {**held, "unc_tokens": unc.tokens, "unc_pooled": unc.pooled}
+
+
 class Encoder(nn.Module):
     """A tower with its heads.
 
-    A subclass defines `features`, `place` and the attributes below; `heads.add_heads` makes its heads.
-    Everything runs inside `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters when its
-    forward starts, and compute wrongly or not at all where a parameter is used from outside.
+    A subclass defines `features`, names its blocks, and calls `add_heads` at the end of its constructor. Everything
+    runs inside `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters when its forward
+    starts, and compute wrongly or not at all where a parameter is used from outside.
 
     Attributes:
-        mean_head: from Features to (B, D) or (B, K, D); None where the tower projects its own pooling (`project`).
-        log_var_head: the same for the log-variance; None in a point model, whose log_var is POINT_LOG_VAR.
-        token_width, pooled_width: W and P; `add_heads` sets them.
-        image_size: (height, width) in pixels; image towers only.
-        normalization: (mean, std) of each channel, for uint8 pixels; image towers only, set by their model.
-        n_tokens: T of an image of that size; image towers only.
-        context_length: largest L; text towers only.
-        covariance: what becomes of the predicted log-variances.
-        feature_layout: set where features that were computed before come in place of inputs; see `features.py`.
+        mean_head, log_var_head: modules of `heads`. The first is None where the tower projects its own pooling
+            (`project`), the second in a point model, whose log_var is POINT_LOG_VAR.
+        blocks, branch_blocks: names of the modules that are the trunk's and the uncertainty branch's blocks, in order.
+        stem_prefixes: beginnings of the names of parameters before all blocks: embeddings, the first convolution.
+        image_size, n_tokens, normalization: (height, width) in pixels, T, and (mean, std) of each channel for uint8
+            pixels, set by the model; of image towers.
+        context_length: largest L, of text towers.
+        feature_layout: set where features that were computed before come in place of inputs.
         required_parts: at most so many of an input's parts may not be dropped; see `parts.py`.
         batch_statistics: whether batch norms normalise by the batch in training, see `use_batch_statistics`.
     """
 
-    mean_head: nn.Module | None
-    log_var_head: nn.Module | None
-    token_width: int
-    pooled_width: int
+    blocks: Sequence[str] = ()
+    branch_blocks: Sequence[str] = ()
+    stem_prefixes: tuple[str, ...] = ()
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None
     feature_layout: FeatureLayout | None = None
     required_parts: int = 0
     batch_statistics: bool = False
     _updating: bool = False
-    covariance: Covariance = Covariance()
-    normalization: tuple[Sequence[float], Sequence[float]] | None = None
+
+    def add_heads(
+        self,
+        o: ModelOptions,
+        width: int,
+        pooled_width: int,
+        own_projection: bool = False,
+        unc_widths: tuple[int, int] | None = None,
+    ) -> None:
+        """Make the heads of tokens (B, T, width) and pooled features (B, pooled_width).
+
+        Args:
+            own_projection: the tower has a projection of its own, which head "clip" keeps instead of a mean head.
+            unc_widths: of the branch's tokens and pooled features, if not those of the mean.
+        """
+        self.options, self.token_width, self.pooled_width = o, width, pooled_width
+        keep = own_projection and o.head == "clip"
+        self.mean_head = None if keep else HEADS[o.head](o, width, pooled_width)
+        unc_head = HEADS[o.head] if o.uncertainty == "branch" else ClipHead  # of one token: a linear map
+        unc_widths = unc_widths or (width, pooled_width)
+        self.log_var_head = unc_head(o, *unc_widths, log_var=True) if o.probabilistic else None
 
     @abstractmethod
-    def features(self, inputs: Tensor) -> tuple[Features, Features | None]:
-        """The mean's and the log-variance's features; None for the second in a point model."""
+    def features(self, inputs: Tensor) -> BothFeatures:
+        """The mean's and the log-variance's features."""
 
     def parts(self, inputs: Tensor) -> Parts:
         """The patches or tokens that inputs can be reduced to, see `parts.py`.
@@ -146,18 +203,24 @@ class Encoder(nn.Module):
             "Set patch_dropout and masked_inclusion to 0, or choose an open_clip transformer such as ViT-B-16.",
         )
 
-    def features_of_parts(self, inputs: Tensor, kept: Tensor) -> tuple[Features, Features | None]:
+    def features_of_parts(self, inputs: Tensor, kept: Tensor) -> BothFeatures:
         """`features` of inputs reduced to `kept`, (B, n) int64, with as many tokens. Raises UserError as `parts`."""
         self.parts(inputs)
         raise NotImplementedError
 
-    @abstractmethod
     def place(self, name: str) -> Place:
         """Position of the parameter of that name (in `named_parameters` of this tower)."""
+        if name.startswith(("mean_head.", "log_var_head.")):
+            return Place("head")
+        for part, blocks in (("branch", self.branch_blocks), ("trunk", self.blocks)):
+            for depth, block in enumerate(reversed(blocks), 1):
+                if name.startswith(f"{block}."):
+                    return Place(part, depth)
+        return Place("trunk")
 
     def in_stem(self, name: str) -> bool:
-        """True if the parameter of that name lies before all blocks: embeddings, the first convolution."""
-        return False
+        """True if the parameter of that name lies before all blocks."""
+        return name.startswith(self.stem_prefixes)
 
     def is_pretrained(self, name: str) -> bool:
         """True if the parameter of that name belongs to what starts from published weights, where anything does."""
@@ -171,18 +234,116 @@ class Encoder(nn.Module):
         """The size of each of the `targets`."""
         return self.token_width if of_tokens else self.pooled_width
 
-    def project(self, pooled_BP: Tensor) -> Tensor:
-        """The tower's own projection to (B, D), where `mean_head` is None."""
-        return at_least_float32(pooled_BP)
+    def project(self, pooled: Tensor) -> Tensor:
+        """The tower's own projection to (B, D), where `mean_head` is None; here it is part of `features`."""
+        return at_least_float32(pooled)
+
+    def normalized(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, 3, H, W) as the trunk reads them, in its `dtype`: uint8 is normalised here, floats already are."""
+        if pixels.dtype == torch.uint8:
+            pixels = normalize(pixels, *self.normalization)
+        return pixels.to(dtype)
+
+    def trim(self, inputs: Tensor) -> Tensor:
+        """A batch without what no output depends on, such as common padding at the end of texts."""
+        return inputs
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass instead of keeping their activations; towers without it do nothing."""
+
+    def forward(
+        self,
+        inputs: Tensor,
+        token_mask: Tensor | None = None,
+        want_tokens: WantTokens = False,
+        want_features: bool = False,
+        kept: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The tensors of `Encoded`, as engines hook no other object; `encode` gives the object.
+
+        Args:
+            inputs: (B, 3, H, W) pixels (uint8, or normalised floats) or (B, L) int64 tokens; (B, width) features with
+                a `feature_layout`.
+            token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
+            want_tokens: True, "residuals" (of a PIE head) or "trunk": which of `Encoded.tokens` to give.
+            want_features: also give the targets and the codes of the mean.
+            kept: (B, n) int64, the patches or tokens that the tower reads, see `parts.py`; None for all.
+
+        Raises:
+            ValueError: tokens or residuals of a head that has none; parts of cached features.
+            UserError: parts of inputs that the tower reads as a whole.
+        """
+        head = self.mean_head
+        if (token_mask is not None or want_tokens is True) and not getattr(head, "reads_tokens", False):
+            raise ValueError("this head reads the pooled features alone, so it has no tokens")
+        if want_tokens == "residuals" and not hasattr(head, "with_residuals"):
+            raise ValueError("this head adds nothing to its pooled features, so there are no residuals")
+        mean_features, unc_features = self._features(inputs, kept)
+        if token_mask is not None:
+            mean_features = mean_features._replace(mask=token_mask)
+            unc_features = unc_features and unc_features._replace(mask=token_mask)
+        if head is None:
+            code = self.project(mean_features.pooled)
+        elif want_tokens == "residuals":
+            code, residuals = head.with_residuals(mean_features)
+        else:
+            code = head(mean_features)
+        mean = F.normalize(code, dim=-1) if head is None else l2_normalize(code)
+        if unc_features is None:
+            log_var = torch.full_like(mean, POINT_LOG_VAR)
+        else:
+            log_var = shape_log_var(self.options, self.log_var_head(unc_features), mean.shape)
+        found = {"mean": mean, "log_var": log_var}
+        if want_features:
+            found |= {"features": self.targets(inputs, mean_features, want_tokens is True), "codes": code}
+        if not want_tokens:
+            return found
+        if want_tokens == "residuals":
+            tokens, mask = residuals, None
+        else:
+            tokens, mask = mean_features.tokens, mean_features.mask
+            tokens = tokens if want_tokens == "trunk" else head.embed_tokens(tokens)
+        return found | {
+            "tokens": tokens,
+            "mask": tokens.new_ones(tokens.shape[:2], dtype=bool) if mask is None else mask,
+        }
+
+    def encode(self, *inputs, **options) -> Encoded:
+        """`forward`, as an `Encoded`."""
+        return Encoded.of(self(*inputs, **options))
+
+    def _features(self, inputs: Tensor, kept: Tensor | None) -> BothFeatures:
+        """Of whole inputs, of their parts, or as they were computed before."""
+        if self.feature_layout is not None:
+            if kept is not None:
+                raise ValueError("cached features are of whole inputs, so they have no parts")
+            return self.feature_layout.unpack(inputs)
+        self._updating = True
+        try:
+            return self.features(inputs) if kept is None else self.features_of_parts(inputs, kept)
+        finally:
+            self._updating = False
+
+    @torch.no_grad()
+    def layout(self, inputs: Tensor) -> FeatureLayout:
+        """Storage layout of the features of such inputs. Raises UserError: the branch has blocks, which train."""
+        if any(self.place(name).part == "branch" for name, _ in self.named_parameters()):
+            raise UserError(
+                "The image tower's uncertainty has blocks of its own, or a token: its features change while it trains.",
+                "Set model.uncertainty to branch and model.n_unc_layers to 0, or to two numbers such as [0, 1], or "
+                "leave data.cache_features out.",
+            )
+        return FeatureLayout.of(*self.features(inputs), with_tokens=getattr(self.mean_head, "reads_tokens", False))
+
+    # ----------------------------------------------------------------------------------------------------- batch norms
 
     def train(self, mode: bool = True) -> Encoder:
         """Training or evaluation mode, except for batch norms, which use their stored statistics; their weights and
         biases do train. See `use_batch_statistics` for the other kind of training.
         """
         super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()
+        for module in _batch_norms(self):
+            module.eval()
         return self
 
     def use_batch_statistics(self) -> None:
@@ -190,10 +351,9 @@ class Encoder(nn.Module):
 
         For towers with random weights, whose stored statistics (0 and 1) are of no data. Frozen norms keep theirs.
         """
-        for module in self.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.register_forward_pre_hook(self._normalize_by_batch)
-                self.batch_statistics = True
+        for module in _batch_norms(self):
+            module.register_forward_pre_hook(self._normalize_by_batch)
+            self.batch_statistics = True
 
     def _normalize_by_batch(self, norm: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
         """The input of a norm in evaluation mode, scaled and shifted so that the batch's statistics normalise it.
@@ -216,115 +376,9 @@ class Encoder(nn.Module):
         shape = (-1, *[1] * (x.ndim - 2))
         return (x * scale.view(shape) + shift.view(shape)).to(x.dtype)
 
-    def normalized(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, 3, H, W) as the trunk reads them, in its `dtype`: uint8 is normalised here, floats already are."""
-        if pixels.dtype == torch.uint8:
-            pixels = normalize(pixels, *self.normalization)
-        return pixels.to(dtype)
 
-    def trim(self, inputs: Tensor) -> Tensor:
-        """A batch without what no output depends on, such as common padding at the end of texts."""
-        return inputs
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass instead of keeping their activations; towers without it do nothing."""
-
-    def forward(
-        self,
-        inputs: Tensor,
-        token_mask: Tensor | None = None,
-        want_tokens: WantTokens = False,
-        want_features: bool = False,
-        kept: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """The tensors of `Encoded`, flat, because engines hook tensors in tuples only; `encode` gives the object.
-
-        Args:
-            inputs: (B, 3, H, W) pixels (uint8, or normalised floats) or (B, L) int64 tokens; (B, width) features with
-                a `feature_layout`.
-            token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
-            want_tokens: also give every token in the embedding space; "residuals" gives those of a PIE head instead,
-                "trunk" the trunk's tokens before any head.
-            want_features: also give the trunk's features, those of the mean, and the mean as it is before its l2 norm.
-            kept: (B, n) int64, the patches or tokens that the tower reads, see `parts.py`; None for all.
-
-        Raises:
-            ValueError: a token mask, or tokens, from heads that read the pooled features alone; residuals from another
-                head than PIE; parts of cached features.
-            UserError: parts of inputs that the tower reads as a whole.
-        """
-        self._updating = True
-        try:
-            mean_features, unc_features = self._features(inputs, kept)
-        finally:
-            self._updating = False
-        if token_mask is not None:
-            if not getattr(self.mean_head, "reads_tokens", False):
-                raise ValueError("these heads read the pooled features alone, so they take no token_mask")
-            mean_features = mean_features._replace(mask=token_mask)
-            unc_features = unc_features and unc_features._replace(mask=token_mask)
-        if self.mean_head is None:
-            code = self.project(mean_features.pooled)
-            mean = F.normalize(code, dim=-1)
-        elif want_tokens == "residuals" and hasattr(self.mean_head, "with_residuals"):
-            code, residuals = self.mean_head.with_residuals(mean_features)
-            mean = l2_normalize(code)
-        else:
-            code = self.mean_head(mean_features)
-            mean = l2_normalize(code)
-        if unc_features is None:
-            log_var = torch.full_like(mean, POINT_LOG_VAR)
-        else:
-            log_var = self.covariance(self.log_var_head(unc_features), mean.shape)
-        found = (mean, log_var)
-        if want_features:
-            found = (*found, self.targets(inputs, mean_features, want_tokens is True), code)
-        if not want_tokens:
-            return found
-        if want_tokens == "residuals":
-            if not hasattr(self.mean_head, "with_residuals"):
-                raise ValueError("these heads add nothing to their pooled features, so there are no residuals to give")
-            return *found, residuals, residuals.new_ones(residuals.shape[:2], dtype=torch.bool)
-        if want_tokens is True and not getattr(self.mean_head, "reads_tokens", False):
-            raise ValueError("these heads read the pooled features alone, so there are no tokens to give")
-        tokens, mask = mean_features.tokens, mean_features.mask
-        if mask is None:
-            mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
-        return *found, tokens if want_tokens == "trunk" else self.mean_head.embed_tokens(tokens), mask
-
-    def _features(self, inputs: Tensor, kept: Tensor | None) -> tuple[Features, Features | None]:
-        """Of whole inputs, of their parts, or as they were computed before."""
-        if self.feature_layout is not None:
-            if kept is not None:
-                raise ValueError("cached features are of whole inputs, so they have no parts")
-            return self.feature_layout.unpack(inputs)
-        return self.features(inputs) if kept is None else self.features_of_parts(inputs, kept)
-
-    @torch.no_grad()
-    def layout(self, inputs: Tensor) -> FeatureLayout:
-        """Storage layout of the features of such inputs.
-
-        Raises:
-            UserError: the uncertainty branch has blocks of its own, which would have to be trained.
-        """
-        if any(self.place(name).part == "branch" for name, _ in self.named_parameters()):
-            raise UserError(
-                "The image tower's uncertainty has blocks of its own, or a token: its features change while it trains.",
-                "Set model.uncertainty to branch and model.n_unc_layers to 0, or to two numbers such as [0, 1], or "
-                "leave data.cache_features out.",
-            )
-        return FeatureLayout.of(*self.features(inputs), with_tokens=getattr(self.mean_head, "reads_tokens", False))
-
-    def encode(
-        self,
-        inputs: Tensor,
-        token_mask: Tensor | None = None,
-        want_tokens: WantTokens = False,
-        want_features: bool = False,
-        kept: Tensor | None = None,
-    ) -> Encoded:
-        """`forward`, as an `Encoded`."""
-        return Encoded.of(self(inputs, token_mask, want_tokens, want_features, kept))
+def _batch_norms(tower: nn.Module) -> Iterable[nn.Module]:
+    return (module for module in tower.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
 
 
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

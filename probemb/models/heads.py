@@ -1,161 +1,122 @@
-"""Heads: from a tower's features to the mean and the log-variance of an embedding.
+"""Heads: from a tower's features to the mean or the log-variance of an embedding, and the poolings they are made of.
 
 A head is a module from `Features` to (B, D), or to (B, K, D) for K embeddings an item. With `reads_tokens` it looks at
-the tokens, takes part in SizeAugment, and has `embed_tokens`: (B, T, W) -> (B, T, D). `for_mean` and `for_log_var` make
-it for a tower with tokens (B, T, width) and pooled features (B, pooled_width).
+the tokens, takes part in SizeAugment, and has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32,
+also under autocast: bfloat16 resolves a log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty.
+
+Shapes: B items, T tokens, W their width, P width of the pooled features, D embedding, K embeddings an item.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from probemb.errors import UserError, nearest
 from probemb.gaussian import at_least_float32
-from probemb.models.features import Features
-from probemb.models.pooling import (
-    GPO,
-    FullPrecisionLayerNorm,
-    FullPrecisionLinear,
-    TokenAttention,
-    full_precision,
-    start_log_var,
-    start_mean,
-)
+from probemb.models.options import ModelOptions
 
-COVARIANCES = ("ellipsoidal", "spherical-mean", "spherical")
-Uncertainty = Literal["branch", "token", "prolip-code"]
+TEMPERATURE = 0.1  # of GPO's weights
+GPO_SIZES = {"code_dim": 32, "hidden_dim": 32}
 
 
-@dataclass(frozen=True)
-class Covariance:
-    """The shape and the range of predicted covariances. Source: Probabilistic VSE++/VSRN §4.2.
-
-    Attributes:
-        kind: "ellipsoidal" (a variance for each dimension), "spherical-mean" (the mean of D predicted variances, for
-            every dimension) or "spherical" (one predicted value).
-        log_var_range: bounds of the predicted log-variances, None for none. A value beyond them has no gradient.
-        log_var_start: where they start in a new model; None for the default of `start`.
+class Features(NamedTuple):
+    """A trunk's output: tokens (B, T, W); pooled (B, P), its own summary of them; mask (B, T) bool, True for tokens
+    that take part, None if all do.
     """
 
-    kind: str = "ellipsoidal"
-    log_var_range: tuple[float, float] | None = None
-    log_var_start: float | None = None
-
-    def width(self, embed_dim: int) -> int:
-        """Number of log-variances that the head predicts per embedding."""
-        return 1 if self.kind == "spherical" else embed_dim
-
-    def start(self, embed_dim: int) -> float:
-        """`log_var_start`, or −log D (see `add_heads`), or the middle of a range that leaves that out.
-
-        The middle of [log 0.1, log 10] is 0, where a duplicate of the mean's own layers starts too.
-        """
-        start = -math.log(embed_dim) if self.log_var_start is None else self.log_var_start
-        if self.log_var_range is None or self.log_var_range[0] < start < self.log_var_range[1]:
-            return start
-        return sum(self.log_var_range) / 2
-
-    def __call__(self, predicted: Tensor, shape: torch.Size) -> Tensor:
-        """(B, width) or (B, K, width) predictions -> log-variances of a shape, (B, D) or (B, K, D)."""
-        if self.log_var_range is not None:
-            predicted = predicted.clamp(*self.log_var_range)
-        if self.kind == "ellipsoidal":
-            return predicted
-        if self.kind == "spherical-mean":
-            predicted = at_least_float32(predicted).logsumexp(-1, keepdim=True) - math.log(shape[-1])
-        return predicted.expand(shape).contiguous()
+    tokens: Tensor
+    pooled: Tensor
+    mask: Tensor | None = None
 
 
-def make_covariance(kind: str, log_var_range: Sequence[float] | None, log_var_start: float | None = None) -> Covariance:
-    """A `Covariance` of a configuration's values.
-
-    Raises:
-        UserError: an unknown kind, a range that is none, or a start that is no number.
-    """
-    if log_var_start is not None and not math.isfinite(log_var_start):
-        raise UserError(f"log_var_start is {log_var_start}.", "Give a number, such as -10 (ProLIP), or leave it out.")
-    if kind not in COVARIANCES:
-        raise UserError(
-            f"There is no covariance '{kind}'.{nearest(kind, COVARIANCES)}", f"Choose one of {', '.join(COVARIANCES)}."
-        )
-    if log_var_range is None:
-        return Covariance(kind, None, log_var_start)
-    ends = tuple(float(end) for end in log_var_range)
-    if len(ends) != 2 or not all(map(math.isfinite, ends)) or ends[0] >= ends[1]:
-        raise UserError(
-            f"log_var_range is {list(log_var_range)}.",
-            "Give two numbers in ascending order, such as [-2.303, 2.303] for variances from 0.1 to 10.",
-        )
-    return Covariance(kind, ends, log_var_start)
+# ------------------------------------------------------------------------------------------------- in full precision
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """Both heads of a tower.
+def full_precision(x: Tensor) -> AbstractContextManager:
+    """A context without autocast, for x's device; autocast does not know the meta device."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
-    Attributes:
-        kind: a key of HEADS.
-        embed_dim: D.
-        probabilistic: whether there is a head for the log-variance.
-        bias: whether that head has a bias.
-        n_embeddings: K; more than 1 for kinds that give several embeddings an item.
-        options: of the kind, such as GPO's sizes.
-        covariance: what becomes of the predicted log-variances.
-        uncertainty: what the log-variance is read from: "branch", a branch of blocks (PCME++); "token", an uncertainty
-            token (ProLIP); or "prolip-code", the same with the public code's deviations from the paper, which its
-            published weights need: a text's log-variance is a map of its mean before that is normalised, the image's
-            class token passes its last norm twice, and padding takes part in texts.
-        unit_features: kind "clip" reads the log-variance from features of unit length, as the mean does in effect
-            (probabilistic VSE++); otherwise from the features as they are (PCME++ and its published weights).
-    """
 
-    kind: str
-    embed_dim: int
-    probabilistic: bool = True
-    bias: bool = True
-    n_embeddings: int = 1
-    options: dict = field(default_factory=dict)
-    covariance: Covariance = field(default_factory=Covariance)
-    uncertainty: Uncertainty = "branch"
-    unit_features: bool = False
+class FullPrecisionLinear(nn.Linear):
+    """A linear map in at least float32, whatever autocast or the weights' own type say."""
 
-    @property
-    def log_var_width(self) -> int:
-        """Number of log-variances that are predicted per embedding: D, or 1."""
-        return self.covariance.width(self.embed_dim)
+    def forward(self, x: Tensor) -> Tensor:
+        with full_precision(x):
+            weight = at_least_float32(self.weight)
+            bias = None if self.bias is None else at_least_float32(self.bias)
+            return F.linear(x.to(weight.dtype), weight, bias)
 
-    @property
-    def log_var_start(self) -> float:
-        """Log-variance of a new model."""
-        return self.covariance.start(self.embed_dim)
+
+class FullPrecisionLayerNorm(nn.LayerNorm):
+    """A layer norm in at least float32, also with half-precision weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
+        return F.layer_norm(x.to(weight.dtype), self.normalized_shape, weight, bias, self.eps)
+
+
+@torch.no_grad()
+def start_mean(linear: nn.Linear) -> None:
+    """Xavier weights, no bias."""
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+@torch.no_grad()
+def start_log_var(linear: nn.Linear, start: float) -> None:
+    """Small weights: log_var stays near its bias, also behind tokens that are not normalised."""
+    nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
+    if linear.bias is not None:
+        nn.init.constant_(linear.bias, start)
+
+
+def shape_log_var(o: ModelOptions, predicted: Tensor, shape: torch.Size) -> Tensor:
+    """Predictions (…, D or 1) -> log-variances of a shape (…, D), within their range; see `ModelOptions.covariance`."""
+    if o.log_var_range is not None:
+        predicted = predicted.clamp(*o.log_var_range)
+    if o.covariance == "ellipsoidal":
+        return predicted
+    if o.covariance == "spherical-mean":
+        predicted = at_least_float32(predicted).logsumexp(-1, keepdim=True) - math.log(shape[-1])
+    return predicted.expand(shape).contiguous()
+
+
+# -------------------------------------------------------------------------------------------------------------- heads
+
+
+# Made with the model's options, W, P, and whether they predict the log-variance rather than the mean.
+
+
+def _outputs(o: ModelOptions, log_var: bool) -> tuple[int, bool]:
+    """The number of outputs of a head, and whether they have a bias."""
+    return (o.log_var_width, o.uncertainty_bias) if log_var else (o.embed_dim, True)
+
+
+def _start(linear: nn.Linear, o: ModelOptions, log_var: bool, start: float | None = None) -> None:
+    """Set the initial weights of an output layer; a log-variance starts at `start`, or where the options say."""
+    if log_var:
+        start_log_var(linear, o.log_var_mean if start is None else start)
+    else:
+        start_mean(linear)
 
 
 class ClipHead(FullPrecisionLinear):
     """A linear map of the tower's own pooling; the log-variance may read it at unit length."""
 
     reads_tokens = False
-    unit_length = False
 
-    @classmethod
-    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
-        """For towers without a projection of their own."""
-        head = cls(pooled_width, config.embed_dim, bias=False)
-        start_mean(head)
-        return head
-
-    @classmethod
-    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
-        head = cls(pooled_width, config.log_var_width, config.bias)
-        head.unit_length = config.unit_features
-        start_log_var(head, config.log_var_start)
-        return head
+    def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
+        out, bias = _outputs(o, log_var)
+        super().__init__(pooled_width, out, bias and log_var)
+        self.unit_length = log_var and o.unit_features
+        _start(self, o, log_var)
 
     def forward(self, features: Features) -> Tensor:
         x = features.pooled
@@ -163,92 +124,51 @@ class ClipHead(FullPrecisionLinear):
 
 
 class GPOHead(nn.Module):
-    """A linear map of every token, then GPO: tokens (B, T, W) -> (B, D). PCME++ §3.3 (COCO).
-
-    GPO's weights sum to 1, so a constant added to the bias is added to every output.
-    """
+    """A linear map of every token, then GPO. Source: PCME++ §3.3 (COCO)."""
 
     reads_tokens = True
 
-    def __init__(self, width: int, embed_dim: int, bias: bool = True, code_dim: int = 32, hidden_dim: int = 32):
+    def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        self.linear = FullPrecisionLinear(width, embed_dim, bias)
-        self.pool = GPO(code_dim, hidden_dim)
-
-    @classmethod
-    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> GPOHead:
-        head = cls(width, config.embed_dim, **config.options)
-        start_mean(head.linear)
-        return head
-
-    @classmethod
-    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> GPOHead:
-        head = cls(width, config.log_var_width, config.bias, **config.options)
-        start_log_var(head.linear, config.log_var_start)
-        return head
+        out, bias = _outputs(o, log_var)
+        self.linear = FullPrecisionLinear(width, out, bias)
+        self.pool = GPO(**o.pooling or {})
+        _start(self.linear, o, log_var)
 
     def forward(self, features: Features) -> Tensor:
         return self.pool(self.linear(features.tokens), features.mask)
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        """(B, T, W) -> (B, T, D), before pooling."""
+        """Before pooling."""
         return self.linear(tokens_BTW)
 
 
 class PIEHead(nn.Module):
-    """PIE-Net: K embeddings of an item, each its pooled features with what one attention over its tokens adds. Sources:
-    PVSE (Song and Soleymani 2019) for the mean; PCME (Chun et al. 2021) for the log-variance.
+    """PIE-Net: K embeddings of an item, each its pooled features with what one attention over its tokens adds.
 
     The mean is LayerNorm(p + sigmoid(fc(a))) and the log-variance p + fc(a), with a the attention's average of tokens
-    and p the projected pooled features.
-
-    Args:
-        hidden_dim: H; None for half of the tokens' width.
-        project: False where pooled features of size D are p themselves (PCME's texts: a GRU's last state).
-        norm: sigmoid and LayerNorm, as for a mean; no LayerNorm of two numbers, of which it leaves the order alone.
+    and p the projected pooled features. Of two numbers a LayerNorm would leave the order alone, so there is none.
+    Options: hidden_dim, of the attention (W / 2); project, False where pooled features of size D are p themselves.
+    Sources: PVSE (Song and Soleymani 2019) for the mean; PCME (Chun et al. 2021) for the log-variance.
     """
 
     reads_tokens = True
-    several = True
 
-    def __init__(
-        self,
-        width: int,
-        pooled_width: int,
-        embed_dim: int,
-        n_embeddings: int = 1,
-        hidden_dim: int | None = None,
-        project: bool = True,
-        norm: bool = True,
-        bias: bool = True,
-    ):
+    def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        project = project or pooled_width != embed_dim
-        self.attention = TokenAttention(width, n_embeddings, hidden_dim or max(width // 2, 1))
-        self.fc = FullPrecisionLinear(width, embed_dim, bias)
-        self.project = FullPrecisionLinear(pooled_width, embed_dim, bias) if project else nn.Identity()
-        self.bounded = norm
-        self.norm = FullPrecisionLayerNorm(embed_dim) if norm and embed_dim > 2 else nn.Identity()
-
-    @classmethod
-    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> PIEHead:
-        head = cls(width, pooled_width, config.embed_dim, config.n_embeddings, **config.options)
-        start_mean(head.fc)
-        if isinstance(head.project, nn.Linear):
-            start_mean(head.project)
-        return head
-
-    @classmethod
-    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> PIEHead:
-        options = {**config.options, "norm": False, "bias": config.bias}
-        head = cls(width, pooled_width, config.log_var_width, config.n_embeddings, **options)
-        start_log_var(head.fc, config.log_var_start)
-        if isinstance(head.project, nn.Linear):
-            start_log_var(head.project, 0.0)  # the start is in the other map's bias
-        return head
+        out, bias = _outputs(o, log_var)
+        options = o.pooling or {}
+        self.attention = TokenAttention(width, o.n_embeddings, options.get("hidden_dim") or max(width // 2, 1))
+        self.fc = FullPrecisionLinear(width, out, bias)
+        project = options.get("project", True) or pooled_width != out
+        self.project = FullPrecisionLinear(pooled_width, out, bias) if project else nn.Identity()
+        self.bounded = not log_var
+        self.norm = FullPrecisionLayerNorm(out) if self.bounded and out > 2 else nn.Identity()
+        _start(self.fc, o, log_var)
+        if project:
+            _start(self.project, o, log_var, 0.0)  # a log-variance's start is in the other map's bias
 
     def forward(self, features: Features) -> Tensor:
-        """In at least float32, also under autocast."""
         return self.with_residuals(features)[0]
 
     def with_residuals(self, features: Features) -> tuple[Tensor, Tensor]:
@@ -262,39 +182,26 @@ class PIEHead(nn.Module):
             return (out.squeeze(1) if out.shape[1] == 1 else out), residual_BKD
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        """(B, T, W) -> (B, T, D), by the map behind the attention."""
+        """By the map behind the attention."""
         return self.fc(tokens_BTW)
 
 
 class MLPHead(nn.Module):
-    """Layers with a ReLU between them over the tower's own pooling. Source: jWAE §4.2.
-
-    The hidden layer's width, which the paper does not name, is D.
-
-    Args:
-        layers: 2; 1 is a linear map, as jWAE has it behind a GRU.
-    """
+    """Two layers of width D with a ReLU between them, or, with the option layers = 1, a linear map (jWAE behind a GRU).
+    Source: jWAE §4.2."""
 
     reads_tokens = False
 
-    def __init__(self, pooled_width: int, embed_dim: int, out: int, bias: bool = True, layers: int = 2):
+    def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        self.hidden = FullPrecisionLinear(pooled_width, embed_dim) if layers == 2 else None
-        self.out = FullPrecisionLinear(pooled_width if self.hidden is None else embed_dim, out, bias)
+        out, bias = _outputs(o, log_var)
+        layers = (o.pooling or {}).get("layers", 2)
+        self.hidden = FullPrecisionLinear(pooled_width, o.embed_dim) if layers == 2 else None
+        inputs = pooled_width if self.hidden is None else o.embed_dim
+        self.out = FullPrecisionLinear(inputs, out, bias)
         if self.hidden is not None:
             start_mean(self.hidden)
-
-    @classmethod
-    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> MLPHead:
-        head = cls(pooled_width, config.embed_dim, config.embed_dim, **config.options)
-        start_mean(head.out)
-        return head
-
-    @classmethod
-    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> MLPHead:
-        head = cls(pooled_width, config.embed_dim, config.log_var_width, config.bias, **config.options)
-        start_log_var(head.out, config.log_var_start)
-        return head
+        _start(self.out, o, log_var)
 
     def forward(self, features: Features) -> Tensor:
         x = features.pooled
@@ -302,103 +209,135 @@ class MLPHead(nn.Module):
 
 
 class AverageHead(nn.Module):
-    """The average in the embedding space, of methods that compare tokens, such as SCAN.
+    """The average of tokens in the embedding space, of methods that compare tokens, such as SCAN.
 
-    Each token is mapped linearly where W is not D; for log-variances always.
+    Each token is mapped linearly where W is not D; for log-variances always. An item without any token gives zero.
     """
 
     reads_tokens = True
 
-    def __init__(self, linear: nn.Module):
+    def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        self.linear = linear
-
-    @classmethod
-    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> AverageHead:
-        """The head of the mean; without parameters where the tower's tokens are of size D."""
-        if width == config.embed_dim:
-            return cls(nn.Identity())
-        linear = FullPrecisionLinear(width, config.embed_dim)
-        start_mean(linear)
-        return cls(linear)
-
-    @classmethod
-    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> AverageHead:
-        linear = FullPrecisionLinear(width, config.log_var_width, config.bias)
-        start_log_var(linear, config.log_var_start)
-        return cls(linear)
+        out, bias = _outputs(o, log_var)
+        self.linear = nn.Identity()
+        if log_var or width != out:
+            self.linear = FullPrecisionLinear(width, out, bias)
+            _start(self.linear, o, log_var)
 
     def forward(self, features: Features) -> Tensor:
-        """Features -> (B, D), in at least float32; an item without any token gives zero."""
         x = self.embed_tokens(features.tokens)
         if features.mask is None:
             return x.mean(1)
         return (x * features.mask[..., None]).sum(1) / features.mask.sum(1, keepdim=True).clamp(min=1)
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        """(B, T, W) -> (B, T, D)."""
+        """By the linear map, if there is one."""
         return at_least_float32(self.linear(tokens_BTW))
 
 
 HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "average": AverageHead}
 
 
-def add_heads(
-    tower: nn.Module,
-    config: HeadConfig,
-    width: int,
-    pooled_width: int,
-    own_projection: bool = False,
-    unc_widths: tuple[int, int] | None = None,
-) -> None:
-    """Set `mean_head` and `log_var_head` of a tower with tokens (B, T, width) and pooled features (B, pooled_width).
+# ----------------------------------------------------------------------------------------------------------- poolings
 
-    The tower's attributes `token_width` and `pooled_width` are set too.
 
-    The log-variance starts at −log D: each item's summed variance is about 1, so that distances start near
-    ‖μ_v − μ_t‖² ≤ 4 for every D. At log_var = 0 they would start at 2D, and the match loss far in its linear range.
-    `Covariance.start` says where they start under bounds that leave −log D out.
+class GPO(nn.Module):
+    """Pools (B, T, D) to (B, D): each channel sorted in descending order, then averaged with learned weights.
 
-    Args:
-        own_projection: the tower has a projection of its own, which kind "clip" keeps instead of a mean head.
-        unc_widths: of the branch's tokens and pooled features, if not those of the mean.
+    The weights come from a bidirectional GRU over positional codes, so they depend on the number of valid tokens and on
+    nothing else; they are computed once per length. They sum to 1. Source: VSE∞ (Chen et al., "Learning the Best
+    Pooling Strategy for Visual Semantic Embedding"); PCME++ §3.3.
     """
-    head = HEADS[config.kind]
-    keep = own_projection and config.kind == "clip"
-    tower.token_width, tower.pooled_width = width, pooled_width
-    tower.mean_head = None if keep else head.for_mean(config, width, pooled_width)
-    unc_head = head if config.uncertainty == "branch" else ClipHead  # of one token: a linear map
-    unc_widths = unc_widths or (width, pooled_width)
-    tower.log_var_head = unc_head.for_log_var(config, *unc_widths) if config.probabilistic else None
-    tower.covariance = config.covariance
+
+    def __init__(self, code_dim: int = 32, hidden_dim: int = 32):
+        super().__init__()
+        self.code_dim = code_dim
+        self.gru = nn.GRU(code_dim, hidden_dim, batch_first=True, bidirectional=True)
+        self.linear = nn.Linear(hidden_dim, 1, bias=False)
+
+    def forward(self, features_BTD: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """(B, D) of the tokens with a mask of True. Only their number counts; an item without any pools to zero."""
+        with full_precision(features_BTD):
+            features_BTD = at_least_float32(features_BTD)
+            n_tokens = features_BTD.shape[1]
+            if mask_BT is None:
+                weights_T = self.weights([n_tokens])[0].to(features_BTD.dtype)
+                return _sort_tokens(features_BTD) @ weights_T
+            lengths_B = mask_BT.sum(dim=1)
+            table_LT = self.weights(list(range(n_tokens, 0, -1))).to(features_BTD.dtype)  # row 0: all tokens
+            weights_BT = table_LT[n_tokens - lengths_B.clamp(min=1)]
+            lowest = torch.finfo(features_BTD.dtype).min  # sorts tokens that take no part behind all others
+            sorted_BDT = _sort_tokens(features_BTD.masked_fill(~mask_BT[..., None], lowest))
+            padding_BT = length_mask(lengths_B, n_tokens).logical_not()
+            return torch.einsum("bdt,bt->bd", sorted_BDT.masked_fill(padding_BT[:, None], 0), weights_BT)
+
+    @torch.compiler.disable  # a compiler unrolls or rejects the GRU, which costs next to nothing
+    def weights(self, lengths: list[int]) -> Tensor:
+        """Weights of sequences with these lengths (in descending order), (len(lengths), longest), 0 behind the end."""
+        longest = lengths[0]
+        parameter = self.linear.weight
+        codes_TP = positional_codes(longest, self.code_dim, parameter.device).to(parameter.dtype)
+        packed = pack_padded_sequence(
+            codes_TP.expand(len(lengths), -1, -1), torch.tensor(lengths), batch_first=True, enforce_sorted=True
+        )
+        states_LT2H, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=longest)
+        forward_LTH, backward_LTH = states_LT2H.chunk(2, dim=-1)
+        scores_LT = at_least_float32(self.linear((forward_LTH + backward_LTH) / 2).squeeze(-1))
+        valid_LT = length_mask(torch.tensor(lengths).to(scores_LT.device, non_blocking=True), longest)
+        return (scores_LT / TEMPERATURE).masked_fill(~valid_LT, -torch.inf).softmax(dim=-1)
 
 
-def check_head(kind: str, n_embeddings: int = 1) -> None:
-    """Raise UserError for an unknown kind of head, or one that does not give several embeddings."""
-    if kind not in HEADS:
-        names = [f"'{name}'" for name in HEADS]
-        raise UserError(
-            f"There is no head '{kind}'.{nearest(kind, tuple(HEADS))}",
-            f"Choose {', '.join(names[:-1])} or {names[-1]}.",
-        )
-    if n_embeddings < 1 or (n_embeddings > 1 and not getattr(HEADS[kind], "several", False)):
-        raise UserError(
-            f"n_embeddings is {n_embeddings}, which head '{kind}' does not give.",
-            "Set it to 1, or choose head 'pie' for several embeddings of every item.",
-        )
+def _sort_tokens(features_BTD: Tensor) -> Tensor:
+    """Each channel's values in descending order, (B, D, T); twice as fast with the tokens side by side in memory."""
+    return features_BTD.transpose(1, 2).contiguous().sort(dim=-1, descending=True).values
 
 
-def check_uncertainty(uncertainty: str, head: str, probabilistic: bool) -> None:
-    """Raise UserError for an unknown form of the uncertainty, or one that the head or a point model cannot have."""
-    if uncertainty not in get_args(Uncertainty):
-        raise UserError(
-            f"There is no uncertainty '{uncertainty}'.{nearest(uncertainty, get_args(Uncertainty))}",
-            f"Choose {', '.join(get_args(Uncertainty))}.",
+def positional_codes(n: int, code_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """Sinusoidal codes of positions 0 … n−1, (n, code_dim) float32: sine in even, cosine in odd columns."""
+    rates = torch.exp(torch.arange(0, code_dim, 2, dtype=torch.float32, device=device) * -(math.log(10000) / code_dim))
+    angles = torch.arange(n, dtype=torch.float32, device=device)[:, None] * rates
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+
+
+class TokenAttention(nn.Module):
+    """K averages of tokens, (B, T, W) -> (B, K, W), weighted by softmax_T(W₂ tanh(W₁ x)) over the unmasked ones."""
+
+    def __init__(self, width: int, n_heads: int, hidden_dim: int):
+        super().__init__()
+        self.hidden = FullPrecisionLinear(width, hidden_dim, bias=False)
+        self.scores = FullPrecisionLinear(hidden_dim, n_heads, bias=False)
+        start_mean(self.hidden)
+        start_mean(self.scores)
+
+    def weights(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """Weight of every token in the K averages, (B, T, K); of an item without tokens all are 0."""
+        scores_BTK = self.scores(self.hidden(tokens_BTW).tanh())
+        if mask_BT is None:
+            return scores_BTK.softmax(1)
+        hidden_BT1 = ~mask_BT[..., None]
+        return (
+            scores_BTK.masked_fill(hidden_BT1, torch.finfo(scores_BTK.dtype).min).softmax(1).masked_fill(hidden_BT1, 0)
         )
-    if uncertainty != "branch" and not probabilistic:
-        raise UserError("A point model has no uncertainty token.", "Leave uncertainty out.")
-    if uncertainty == "prolip-code" and head != "clip":
-        raise UserError(
-            f"ProLIP's public code has the head 'clip', and the model has '{head}'.",
-            "Choose head clip, or uncertainty token.",
-        )
+
+    def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        with full_precision(tokens_BTW):
+            weights_BTK = self.weights(tokens_BTW, mask_BT)
+            return weights_BTK.transpose(1, 2) @ tokens_BTW.to(weights_BTK.dtype)
+
+
+def length_mask(lengths_B: Tensor, n_tokens: int) -> Tensor:
+    """(B,) lengths -> (B, n_tokens) bool, True for the first `length` tokens of each item."""
+    return torch.arange(n_tokens, device=lengths_B.device) < lengths_B[:, None]
+
+
+def size_augment_mask(
+    batch: int, n_tokens: int, ratio: float = 0.2, generator: torch.Generator | None = None
+) -> Tensor:
+    """Mask of the image tokens that SizeAugment keeps, (batch, n_tokens) bool: the `token_mask` of `encode_image`.
+
+    Each image draws p ~ U(0, 1). If p > ratio, each of its tokens (the class token too) is dropped with probability
+    ratio·p; otherwise all stay. Source: VSE∞; PCME++ §B.2 (ratio 0.2).
+    """
+    p_B1 = torch.rand(batch, 1, generator=generator)
+    keep_BT = torch.rand(batch, n_tokens, generator=generator) > ratio * p_B1
+    return keep_BT | (p_B1 <= ratio)

@@ -7,34 +7,40 @@ tensors, which loading compares; models saved by older versions have none.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import tempfile
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.files import replace_file, replace_text
-from probemb.models.architectures import check_memory
-from probemb.models.digest import loaded, tensors_sha256
-from probemb.models.dual_encoder import DEFAULTS, DualEncoder, check_config
-from probemb.models.formats import open_clip_folder
-from probemb.models.formats.open_clip_folder import OpenClipFiles, find_open_clip, import_open_clip
-from probemb.models.formats.published import import_pcmepp, import_prolip, is_pcmepp, is_prolip
+from probemb.models import formats
+from probemb.models.dual_encoder import DualEncoder
+from probemb.models.formats import ModelFiles, check_memory, check_sizes, find_open_clip, published_reader, refused
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
-from probemb.models.pretrained import HUB_NAME, HUB_PREFIX, is_hub_name, load_strictly, read_state_dict
+from probemb.models.options import DEFAULTS
+from probemb.models.weights import SHA256, digest_tensors, load_strictly, read_state_dict, tensors_sha256, write_model
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything
 FORMAT = {"format": "probemb", "version": 1}
-SHA256 = "tensors_sha256"  # in a saved configuration, beside what describes the model
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_PREFIX = "hf-hub:"  # open_clip's: looks nowhere else
+# First parts of paths that people keep models under: runs/x that is missing is a wrong path, not a hub's repository.
+LOCAL_FOLDERS = {
+    *("checkpoint", "checkpoints", "data", "demo", "exp", "experiments", "export", "exports", "indexes", "embeddings"),
+    *("logs", "model", "models", "out", "output", "outputs", "results", "run", "runs", "tmp", "weights"),
+}
+_loaded: dict[str, weakref.ref] = {}  # the models that this process has loaded, by name, for the reports that it writes
 
 
 class LoadedModel(NamedTuple):
@@ -45,13 +51,13 @@ class LoadedModel(NamedTuple):
     transforms: Transforms
 
 
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
 def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) -> Path:
     """Writes `model.safetensors` and `config.json`; each is written aside, synced to disk and renamed.
 
     Saving again over the same configuration (a later state of the same run) is fine.
-
-    Returns:
-        the folder.
 
     Raises:
         UserError: if the folder holds a model of another configuration and `overwrite` is not set, or if it cannot be
@@ -68,27 +74,43 @@ def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) 
     return folder
 
 
-def write_model(weights: Path, state: dict[str, Tensor], config: Path, about: dict, embed: bool = False) -> None:
-    """Write tensors, and their configuration as JSON; each file is replaced as a whole.
+def _holds_another(folder: Path, config: dict) -> bool:
+    """True if a folder holds any model that is not of this configuration."""
+    if (folder / CONFIG).exists():
+        held = read_config(folder / CONFIG)
+    elif (folder / WEIGHTS).exists():
+        held = _embedded_config(folder / WEIGHTS) or {}
+    else:
+        return False
+    held.pop(SHA256, None)
+    return {**DEFAULTS, **held} != config
 
-    The configuration also gets the SHA-256 of the tensors.
 
-    Args:
-        embed: put the configuration into the weights file too.
+def push_to_hub(
+    model: DualEncoder, repo_id: str, private: bool = False, commit_message: str = "Upload probabilistic CLIP"
+) -> str:
+    """Upload a model to a Hugging Face repository (created if absent), logged in as `hf auth login` left it.
 
-    Raises:
-        UserError: if they cannot be written.
+    Returns the address of the commit. Raises UserError: the name is not a repository's, or the upload fails.
     """
-    about = {**about, SHA256: tensors_sha256(state)}
-    metadata = {"config": json.dumps(about)} if embed else None
-    try:
-        replace_file(weights, lambda path: save_file(state, path, metadata))
-        replace_text(config, json.dumps(about, indent=2) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The model cannot be written to {weights.parent} ({getattr(error, 'strerror', None) or error}).",
-            "Choose a folder that you can write to, on a disk with free space.",
-        ) from error
+    from huggingface_hub import HfApi
+
+    if not HUB_NAME.fullmatch(repo_id):
+        raise UserError(f"'{repo_id}' is not a repository name.", "Write it as owner/name.")
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, folder)
+        try:
+            api = HfApi()
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message))
+        except Exception as error:  # the client raises its HTTP library's errors and its own
+            raise UserError(
+                f"The model could not be uploaded to {repo_id} ({type(error).__name__}).",
+                "Check the network, the name, and that `hf auth whoami` knows you.",
+            ) from error
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
 
 
 def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", resize: str = "pil") -> LoadedModel:
@@ -112,7 +134,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
     """
     weights, config = _locate(path_or_name)
     model = _build(weights, config).to(device).eval().requires_grad_(False)
-    loaded[str(path_or_name)] = weakref.ref(model)
+    _loaded[str(path_or_name)] = weakref.ref(model)
     return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model, resize=resize))
 
 
@@ -122,52 +144,43 @@ def lasting_name(path_or_name: str | Path) -> str:
     return str(path.absolute()) if path.exists() else str(path_or_name)
 
 
-def open_clip_files(source: str) -> OpenClipFiles | None:
+def is_hub_name(source: str) -> bool:
+    """True if a source is looked up on the hub: hf-hub:owner/name, or owner/name that does not look like a local path.
+
+    A path is local if its first folder is here, or is called as people call folders of models (runs/x).
+    """
+    if source.startswith(HUB_PREFIX):
+        return bool(HUB_NAME.fullmatch(source.removeprefix(HUB_PREFIX)))
+    owner = source.partition("/")[0]
+    local = owner.lower() in LOCAL_FOLDERS or Path(source).parent.is_dir() or source.endswith((".safetensors", ".pt"))
+    return bool(HUB_NAME.fullmatch(source)) and not local
+
+
+def is_saved_model(source: str) -> bool:
+    """True if `load_model` should read a source: a folder, weights with their configuration inside, or a hub name."""
+    path = Path(source)
+    if path.is_file():
+        try:
+            return _embedded_config(path) is not None
+        except UserError:
+            return False
+    return path.is_dir() or is_hub_name(str(source))
+
+
+def open_clip_files(source: str) -> ModelFiles | None:
     """The files of a folder or of a hub repository in open_clip's layout; None for any other source.
 
     Raises UserError: there is no model.
     """
-    if not Path(source).is_dir() and not (is_hub_name(source) and not Path(source).exists()):
+    if not Path(source).is_dir() and (Path(source).exists() or not is_hub_name(str(source))):
         return None
-    weights, config = _locate(source)
-    return OpenClipFiles(weights, config) if config and config.name == open_clip_folder.CONFIG else None
+    files = _locate(source)
+    return files if files.config and files.config.name == formats.CONFIG else None
 
 
-def push_to_hub(
-    model: DualEncoder,
-    repo_id: str,
-    private: bool = False,
-    commit_message: str = "Upload probabilistic CLIP",
-) -> str:
-    """Uploads a model to a Hugging Face repository (created if absent), logged in as `hf auth login` left it.
-
-    Returns:
-        the address of the commit.
-
-    Raises:
-        UserError: if the name is not a repository's, or the upload fails.
-    """
-    from huggingface_hub import HfApi
-
-    if not HUB_NAME.fullmatch(repo_id):
-        raise UserError(f"'{repo_id}' is not a repository name.", "Write it as owner/name.")
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(model, folder)
-        try:
-            api = HfApi()
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message)
-        except Exception as error:  # the client raises its HTTP library's errors and its own
-            raise UserError(
-                f"The model could not be uploaded to {repo_id} ({type(error).__name__}).",
-                "Check the network, the name, and that `hf auth whoami` knows you.",
-            ) from error
-    return str(commit)
-
-
-def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
-    """The weights file and the configuration file (None if there is none) of a path or a hub name."""
-    path = Path(path_or_name)
+def _locate(path_or_name: str | Path) -> ModelFiles:
+    """The files of a path or a hub name."""
+    path, name = Path(path_or_name), str(path_or_name)
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -175,37 +188,35 @@ def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(f"There is no model at {str(path)[:200]}: {why}.", "Check the path.") from None
-    if path.is_file() and path.name in open_clip_folder.WEIGHTS and find_open_clip(path.parent):
-        return path, path.with_name(open_clip_folder.CONFIG)
-    if path.is_file():
-        if path.suffix != ".safetensors":
-            raise UserError(
-                f"{path} is not a .safetensors file.", "Give a run folder, a model folder or a .safetensors file."
-            )
-        config = path.with_name(CONFIG)
-        return path, config if config.is_file() else None
-    tried = [path / "model" / WEIGHTS, path / WEIGHTS, path / PICKLED_WEIGHTS]
-    theirs = find_open_clip(path)
-    if theirs and not tried[0].is_file() and not _is_saved_here(path):
-        return theirs
-    for weights in tried:
-        if weights.is_file():
-            config = weights.with_name(CONFIG)
-            return weights, config if config.is_file() else None
+    if path.is_file() and path.name in formats.WEIGHTS and find_open_clip(path.parent):
+        return ModelFiles(path, path.with_name(formats.CONFIG))
+    if path.is_file() and path.suffix == ".safetensors":
+        return _beside(path)
     if path.is_dir():
+        tried = [path / "model" / WEIGHTS, path / WEIGHTS, path / PICKLED_WEIGHTS]
+        theirs = find_open_clip(path)
+        if theirs and not tried[0].is_file() and not _is_saved_here(path):
+            return theirs
+        for weights in filter(Path.is_file, tried):
+            return _beside(weights)
         raise UserError(
-            f"There is no model in {path} (tried {', '.join(map(str, tried))}, and {open_clip_folder.CONFIG} with "
-            f"{' or '.join(open_clip_folder.WEIGHTS)}).",
+            f"There is no model in {path} (tried {', '.join(map(str, tried))}, and {formats.CONFIG} with "
+            f"{' or '.join(formats.WEIGHTS)}).",
             "Give the folder of a run that has saved its model, or a folder with model.safetensors and config.json.",
         )
-    name = str(path_or_name)
-    if not is_hub_name(name):
+    if path.exists() or not is_hub_name(name):
+        why = "it is not a .safetensors file" if path.exists() else "the path does not exist"
         raise UserError(
-            f"There is no model at {path}: the path does not exist.",
+            f"There is no model at {path}: {why}.",
             "Give a run folder, a model folder, a .safetensors file, or a hub name (owner/name, or "
             f"{HUB_PREFIX}owner/name where a folder could be meant).",
         )
-    return _download(name, tried)
+    return _download(name.removeprefix(HUB_PREFIX))
+
+
+def _beside(weights: Path) -> ModelFiles:
+    config = weights.with_name(CONFIG)
+    return ModelFiles(weights, config if config.is_file() else None)
 
 
 def _is_saved_here(folder: Path) -> bool:
@@ -220,51 +231,49 @@ def _describes_model(config: dict) -> bool:
     return config.get("format") == FORMAT["format"] or "vision_cfg" in config
 
 
-def _download(name: str, tried: list[Path]) -> tuple[Path, Path]:
-    name = name.removeprefix(HUB_PREFIX)
+def _download(name: str) -> ModelFiles:
+    """The files of a hub repository, or of its cached copy without network."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     unreachable = False
 
-    def first(*files: str) -> Path:
+    def first(*files: str) -> Path | None:
         nonlocal unreachable
         for file in files:
             try:
                 return Path(hf_hub_download(name, file, local_files_only=unreachable))
             except EntryNotFoundError as error:
-                missing = error
                 unreachable = isinstance(error, LocalEntryNotFoundError)
-        raise missing
+        return None
 
     try:
-        try:
-            config = first(CONFIG)
-        except EntryNotFoundError:
-            return first(*open_clip_folder.WEIGHTS), first(open_clip_folder.CONFIG)
-        if not _describes_model(read_config(config)):
-            try:
-                theirs = first(open_clip_folder.CONFIG)
-            except EntryNotFoundError:
-                pass  # config.json is refused below, with its reason
-            else:
-                return first(*open_clip_folder.WEIGHTS), theirs
-        return first(WEIGHTS, PICKLED_WEIGHTS), config
+        config = first(CONFIG)
+        if config is None or not _describes_model(read_config(config)):
+            theirs = first(formats.CONFIG)
+            config, wanted = (theirs, formats.WEIGHTS) if theirs else (config, (WEIGHTS, PICKLED_WEIGHTS))
+        else:
+            wanted = WEIGHTS, PICKLED_WEIGHTS
+        weights = config and first(*wanted)
+        why = "no network, or no such files" if unreachable else "no such files"
     except UserError:
         raise
     except Exception as error:  # the client raises its HTTP library's errors and its own
+        weights, why = None, type(error).__name__
+    if not weights:
         raise UserError(
-            f"There is no folder {tried[1].parent}, and the hub's {name} could not be read ({type(error).__name__}; "
-            f"tried {', '.join(map(str, tried))}; {CONFIG} and {WEIGHTS}, and {open_clip_folder.CONFIG} on the hub).",
+            f"There is no folder {name}, and the hub's {name} could not be read ({why}; tried {CONFIG} with {WEIGHTS}, "
+            f"and {formats.CONFIG}).",
             "Check the path or the hub name, and the network.",
-        ) from error
+        )
+    return ModelFiles(weights, config)
 
 
 def _build(weights: Path, config_path: Path | None) -> DualEncoder:
-    if config_path and config_path.name == open_clip_folder.CONFIG:
+    if config_path and config_path.name == formats.CONFIG:
         about, state = read_config(config_path), read_state_dict(weights)
         _check_tensors(state, about.get(SHA256), weights)
-        return import_open_clip(state, about, weights, config_path)
+        return formats.import_open_clip(state, about, weights, config_path)
     embedded = _embedded_config(weights)
     config = read_config(config_path) if config_path else embedded
     if config is None:
@@ -279,26 +288,21 @@ def _build(weights: Path, config_path: Path | None) -> DualEncoder:
             f"Save the model again, or delete {CONFIG} to use the configuration stored in the weights.",
         )
     state = read_state_dict(weights)
-    if is_pcmepp(state):
-        return import_pcmepp(state, config, weights)
-    if is_prolip(state):
-        return import_prolip(state, config, weights)
-    if config.get("format") != FORMAT["format"] or config.get("version") != FORMAT["version"]:
+    if reader := published_reader(state):
+        return reader(state, config, weights)
+    where = config_path or weights
+    if not FORMAT.items() <= config.items():
         raise UserError(
-            f"{config_path or weights} does not describe a model of this project (version {FORMAT['version']}).",
+            f"{where} does not describe a model of this project (version {FORMAT['version']}).",
             "Give a model that save_model wrote, or published weights of PCME++ or ProLIP.",
         )
-    try:
-        check_config(config, state)
+    remedy = f"Restore the {CONFIG} that was saved with the weights."
+    with refused(f"{where} describes no model that can be built", remedy):
+        check_sizes(config["architecture"], state)
         about = {key: value for key, value in config.items() if key not in FORMAT}
         check_memory(lambda: DualEncoder(about), state)
         model = DualEncoder(about)
         create_transforms(model)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"{config_path or weights} describes no model that can be built ({type(error).__name__}: {error}).",
-            f"Restore the {CONFIG} that was saved with the weights.",
-        ) from error
     load_strictly(model, state, weights)
     _check_tensors(state, next(filter(None, sums), None), weights)
     return model
@@ -313,6 +317,7 @@ def _check_tensors(state: dict[str, Tensor], expected: str | None, weights: Path
 
 
 def _embedded_config(weights: Path) -> dict | None:
+    """The configuration inside a weights file, if it has one."""
     if weights.suffix != ".safetensors":
         return None
     try:
@@ -323,9 +328,7 @@ def _embedded_config(weights: Path) -> dict | None:
         raise UserError(
             f"{weights} is not a readable safetensors file.", "The file may be cut short: copy or save it again."
         ) from error
-    if config is not None and not isinstance(config, dict):
-        raise UserError(f"{weights} has no configuration of a model inside.", "Copy or save it again.")
-    return config
+    return _checked(config, weights) if config is not None else None
 
 
 def read_config(path: Path) -> dict:
@@ -334,18 +337,36 @@ def read_config(path: Path) -> dict:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON.", "Restore the file that was saved with the weights.") from error
+    return _checked(config, path)
+
+
+def _checked(config: object, path: Path) -> dict:
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a model configuration.", "Restore the file that was saved with the weights.")
     return config
 
 
-def _holds_another(folder: Path, config: dict) -> bool:
-    """True if a folder holds any model that is not of this configuration."""
-    if (folder / CONFIG).exists():
-        held = read_config(folder / CONFIG)
-    elif (folder / WEIGHTS).exists():
-        held = _embedded_config(folder / WEIGHTS) or {}
-    else:
-        return False
-    held.pop(SHA256, None)
-    return {**DEFAULTS, **held} != config
+# -------------------------------------------------------------------------------------------------------------- digests
+
+
+def digest_model(digest, model: torch.nn.Module) -> None:
+    """Feed a hash with everything that a model's embeddings depend on: its configuration and its weights."""
+    digest.update(json.dumps(model.config, sort_keys=True, default=str).encode())
+    digest_tensors(digest, model.state_dict())
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """Identify a model, wherever its files lie: 64 hexadecimal digits over `digest_model`."""
+    digest = hashlib.sha256()
+    digest_model(digest, model)
+    return digest.hexdigest()
+
+
+def loaded_weights() -> dict[str, str]:
+    """`weights_sha256` of each loaded model that is still in use."""
+    return {name: _sha256_of(model) for name, model in _loaded.items() if model() is not None}
+
+
+@lru_cache(maxsize=8)
+def _sha256_of(model: weakref.ref) -> str:
+    return weights_sha256(model())

@@ -1,4 +1,4 @@
-"""Inputs of a model: images to tensors, texts to tokens."""
+"""Inputs of a model: images to tensors, texts to tokens, and refusals of data or models that do not fit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from probemb.data.regions import RegionImages
 from probemb.data.words import split_words
 from probemb.errors import UserError
 from probemb.models.architectures import reads_regions, reads_words
-from probemb.models.word_tokenizer import WordTokenizer
+from probemb.models.towers.words import WordTokenizer
 
 MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
 MAX_WORD = 128  # characters of one word: byte-pair encoding takes time quadratic in a word's length
 MAX_CACHED_WORDS = 200_000
 TOKENIZER = "tokenizer.json"
 SAMPLED_TEXTS = 10_000  # at most, of which the words are looked up in a vocabulary
+
+
+# --------------------------------------------------------------------------------------------------------------- images
 
 
 class Transforms(NamedTuple):
@@ -54,8 +57,7 @@ class Augmentation:
         color_jitter: brightness, contrast, saturation, hue; applied with color_jitter_prob.
         gray_scale_prob: probability of dropping the colours.
         ratio: width by height of a crop, from and to; open_clip reads this and the rest with timm's transforms alone.
-        re_prob: share of the images of which rectangles are erased, by `RandomErasing`.
-        re_count: largest number of rectangles.
+        re_prob: share of the images of which rectangles are erased, by `RandomErasing`; re_count: at most so many.
     """
 
     scale: tuple[float, float] = (0.9, 1.0)
@@ -77,9 +79,10 @@ def create_transforms(model_or_config, augmentation: Augmentation = Augmentation
         resize: "tensor" or "pil": torch or PIL crops and resizes. Both give uint8, which the model normalises, and
             the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
     """
-    if reads_regions(_config(model_or_config).get("architecture")):
-        return Transforms(as_they_are, as_they_are)
-    wanted = dict(_config(model_or_config)["preprocess"])
+    config = _config(model_or_config)
+    if reads_regions(config.get("architecture")):
+        return Transforms(identity, identity)
+    wanted = dict(config["preprocess"])
     crop_pct = wanted.pop("crop_pct", None)
     preprocess = PreprocessCfg(**wanted)
     with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
@@ -112,106 +115,12 @@ def _without_floats(transform: Compose, resize: str) -> Compose:
     return Compose([first, *(step for step in steps if not isinstance(step, MaybeConvertMode))])
 
 
-def as_they_are(regions: Tensor) -> Tensor:
+def identity(regions: Tensor) -> Tensor:
     """The transform of models that read regions."""
     return regions
 
 
-def check_images(model, images: Images) -> None:
-    """Refuse images that a model's image tower cannot read.
-
-    Raises:
-        UserError: regions for a tower that reads pixels, the reverse, or regions of another shape.
-    """
-    wanted = getattr(getattr(model, "image_tower", None), "region_shape", None)
-    given = images.shape if isinstance(images, RegionImages) else None
-    if wanted == given:
-        return
-    form = "{} regions of {} numbers"
-    regions = "pixels" if given is None else form.format(*given)
-    if wanted is None:
-        raise UserError(
-            f"The model reads pixels, and {images.source} holds {regions} of each image.",
-            f"Name the folder of the images, or choose an architecture for regions: {_architecture_for(given)}.",
-        )
-    other = (
-        "a model that reads pixels"
-        if given is None
-        else f"an architecture of that form, such as {_architecture_for(given)}"
-    )
-    raise UserError(
-        f"The model reads {form.format(*wanted)} of each image, and {images.source} holds {regions}.",
-        f"Name *_caps.txt with an *_ims.npy of {form.format(*wanted)} beside them, or choose {other}.",
-    )
-
-
-def _architecture_for(shape: tuple[int, int]) -> str:
-    """The project's own for regions of that form, or where one is made."""
-    from probemb.models.architectures import OWN, read_architecture, reads_regions
-
-    for name in OWN:
-        config = read_architecture(name)
-        if reads_regions(config) and (config["vision_cfg"]["regions"], config["vision_cfg"]["features"]) == shape:
-            return name
-    return "scan-regions-gru with its numbers changed (a json in probemb/models/configs)"
-
-
-def check_words(model, captions: CaptionDataset) -> None:
-    """Refuse captions of which a model's vocabulary has less than half of the words.
-
-    Raises:
-        UserError: the vocabulary is of another corpus.
-    """
-    architecture = _config(model).get("architecture")
-    if not reads_words(architecture):
-        return
-    known, texts = set(architecture["text_cfg"]["vocabulary"]), captions.flat()
-    words = [word for text in texts[:: 1 + len(texts) // SAMPLED_TEXTS] for word in split_words(text)]
-    share = sum(word in known for word in words) / max(1, len(words))
-    if words and share < 0.5:
-        raise UserError(
-            f"The model's vocabulary has {share:.0%} of the words of {captions.source}: it is of another corpus.",
-            f"Build one with `python -m tools.build_vocabulary {captions.source} --out vocabulary.txt`, of the split "
-            "that is trained on (--split), and name it as model.vocabulary; a run in model.pretrained keeps its own.",
-        )
-
-
-def check_variances(model, name: str, wanted: str, remedy: str) -> None:
-    """Refuse a point model for something that reads variances.
-
-    Args:
-        name: of the model; wanted: what reads them, with its verb; remedy: what to do instead.
-
-    Raises:
-        UserError: the model has no variances.
-    """
-    if model.probabilistic:
-        return
-    objective = getattr(model, "objective", None)
-    trained = f" (objective {objective})" if objective else ""
-    raise UserError(f"{name} is a point model{trained}, which has no uncertainty, and {wanted}.", remedy)
-
-
-def check_single_embeddings(model, name: str) -> None:
-    """Refuse a model that does not compare pictures and texts by one embedding each.
-
-    Args:
-        name: of the model, for the message.
-
-    Raises:
-        UserError: several embeddings of an item (PVSE), comparison of tokens (SCAN), or regions for images.
-    """
-    if model.n_embeddings > 1:
-        what = f"has {model.n_embeddings} embeddings of an item"
-    elif model.attention is not None:
-        what = "compares the tokens of images and texts"
-    elif reads_regions(model.config["architecture"]):
-        what = "reads precomputed regions of images"
-    else:
-        return
-    raise UserError(
-        f"The model {name} {what}.", "Name one with an embedding of each image; zeroshot.retrieval measures all others."
-    )
+# ---------------------------------------------------------------------------------------------------------------- texts
 
 
 def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[list[str]], Tensor]:
@@ -227,25 +136,25 @@ def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[l
     context_length = text.get("context_length", 77)
     if reads_words(_config(model_or_config)["architecture"]):
         return WordTokenizer(text["vocabulary"], context_length)
-    if text.get("hf_tokenizer_name"):
-        name = text["hf_tokenizer_name"]
-        local = folder is not None and (folder / TOKENIZER).is_file()
-        try:
-            return HFTokenizer(
-                str(folder) if local else name,
-                context_length=context_length,
-                tokenizer_mode=text.get("tokenizer_mode"),
-                trust_remote_code=False,
-                **text.get("tokenizer_kwargs", {}),
-            )
-        except (ImportError, OSError, ValueError, TypeError) as error:
-            raise UserError(
-                f"The tokenizer '{name}' of this model is not available.",
-                "Install the package transformers (pip install 'probemb[hf]') and check the network; or download the "
-                f"files of {name} elsewhere ({TOKENIZER}, tokenizer_config.json, special_tokens_map.json), and put "
-                "them into the model's folder.",
-            ) from error
-    return Tokenizer(context_length, text.get("vocab_size", 49408))
+    name = text.get("hf_tokenizer_name")
+    if not name:
+        return Tokenizer(context_length, text.get("vocab_size", 49408))
+    local = folder is not None and (folder / TOKENIZER).is_file()
+    try:
+        return HFTokenizer(
+            str(folder) if local else name,
+            context_length=context_length,
+            tokenizer_mode=text.get("tokenizer_mode"),
+            trust_remote_code=False,
+            **text.get("tokenizer_kwargs", {}),
+        )
+    except (ImportError, OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"The tokenizer '{name}' of this model is not available.",
+            "Install the package transformers (pip install 'probemb[hf]') and check the network; or download the "
+            f"files of {name} elsewhere ({TOKENIZER}, tokenizer_config.json, special_tokens_map.json), and put "
+            "them into the model's folder.",
+        ) from error
 
 
 class Tokenizer:
@@ -305,10 +214,63 @@ class Tokenizer:
         return tokens
 
 
+def unknown_words(tokenizer: Callable, texts: Sequence[str]) -> list[str]:
+    """Words of texts that a model with a vocabulary of words does not know; other models read parts of words."""
+    return tokenizer.unknown_words(list(texts)) if hasattr(tokenizer, "unknown_words") else []
+
+
 def _config(model_or_config) -> dict:
     return model_or_config if isinstance(model_or_config, dict) else model_or_config.config
 
 
-def unknown_words(tokenizer: Callable, texts: Sequence[str]) -> list[str]:
-    """Words of texts that a model with a vocabulary of words does not know; other models read parts of words."""
-    return tokenizer.unknown_words(list(texts)) if hasattr(tokenizer, "unknown_words") else []
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def check_images(model, images: Images) -> None:
+    """Raise UserError for regions and a model that reads pixels, the reverse, or regions of another shape."""
+    wanted = getattr(getattr(model, "image_tower", None), "region_shape", None)
+    given = images.shape if isinstance(images, RegionImages) else None
+    if wanted != given:
+        read, held = ("pixels" if x is None else f"{x[0]} regions of {x[1]} numbers" for x in (wanted, given))
+        raise UserError(
+            f"The model reads {read} of each image, and {images.source} holds {held}.",
+            f"Name data with {read}, or an architecture for {held} (a json in probemb/models/configs).",
+        )
+
+
+def check_words(model, captions: CaptionDataset) -> None:
+    """Raise UserError for captions of which a model's vocabulary has less than half of the words."""
+    architecture = _config(model).get("architecture")
+    if not reads_words(architecture):
+        return
+    known, texts = set(architecture["text_cfg"]["vocabulary"]), captions.flat()
+    words = [word for text in texts[:: 1 + len(texts) // SAMPLED_TEXTS] for word in split_words(text)]
+    share = sum(word in known for word in words) / max(1, len(words))
+    if words and share < 0.5:
+        raise UserError(
+            f"The model's vocabulary has {share:.0%} of the words of {captions.source}: it is of another corpus.",
+            f"Build one with `python -m tools.build_vocabulary {captions.source} --out vocabulary.txt`, of the split "
+            "that is trained on (--split), and name it as model.vocabulary; a run in model.pretrained keeps its own.",
+        )
+
+
+def check_variances(model, name: str, wanted: str, remedy: str) -> None:
+    """Raise UserError for a point model; `wanted`: what reads variances, with its verb."""
+    if not model.probabilistic:
+        objective = getattr(model, "objective", None)
+        trained = f" (objective {objective})" if objective else ""
+        raise UserError(f"{name} is a point model{trained}, which has no uncertainty, and {wanted}.", remedy)
+
+
+def check_single_embeddings(model, name: str) -> None:
+    """Raise UserError for a model that does not compare pictures and texts by one embedding each."""
+    reasons = {
+        f"has {model.n_embeddings} embeddings of an item": model.n_embeddings > 1,
+        "compares the tokens of images and texts": model.attention is not None,
+        "reads precomputed regions of images": reads_regions(model.config["architecture"]),
+    }
+    for what in (what for what, applies in reasons.items() if applies):
+        raise UserError(
+            f"The model {name} {what}.",
+            "Name one with an embedding of each image; zeroshot.retrieval measures all others.",
+        )

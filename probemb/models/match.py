@@ -1,7 +1,4 @@
-"""The match probability of a model: its form, with its numbers.
-
-Q queries, N items of a gallery, D dimensions.
-"""
+"""The match probability of a model: its form, with its numbers. Q queries, N items of a gallery, D dimensions."""
 
 from __future__ import annotations
 
@@ -100,13 +97,11 @@ class MatchModel:
 
     def describe(self) -> str:
         """The formula with its numbers."""
-        sign, shift = "+" if self.shift >= 0 else "-", abs(self.shift)
+        a, b = f"{self.scale:.4g}", f"{'+' if self.shift >= 0 else '-'} {abs(self.shift):.4g}"
         if self.form == "csd":
-            return f"sigmoid(-{self.scale:.4g} CSD {sign} {shift:.4g})"
+            return f"sigmoid(-{a} CSD {b})"
         if self.form == "samples":
-            return (
-                f"mean over {SAMPLES} x {SAMPLES} samples of sigmoid(2 (-{self.scale:.4g} |z - z'| {sign} {shift:.4g}))"
-            )
+            return f"mean over {SAMPLES} x {SAMPLES} samples of sigmoid(2 (-{a} |z - z'| {b}))"
         why = "none: " + ("the loss trained no a and b" if self.probabilistic else "a point model")
         if self.temperature is None:
             return why

@@ -45,7 +45,7 @@ def items(world, per_rank=2, k=3, d=4):
 def weighted(image, text):
     """A number that depends on every gathered value and on its place."""
     total = 0.0
-    for part in (*image.tensors()[:3], *text.tensors()[:2]):
+    for part in (*[*image.tensors().values()][:3], *[*text.tensors().values()][:2]):
         total = total + (part * torch.arange(1, part.numel() + 1).view(part.shape)).sum()
     tokens = text.tokens * text.mask[..., None]
     return total + (tokens.sum((1, 2)) * torch.arange(1, len(tokens) + 1)).sum()

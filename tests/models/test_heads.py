@@ -10,10 +10,20 @@ from torch.testing import assert_close
 
 from probemb.models import create_model, create_tokenizer
 from probemb.models.encoder import l2_normalize
-from probemb.models.features import Features
-from probemb.models.heads import COVARIANCES, HEADS, AverageHead, Covariance, HeadConfig, PIEHead
-from probemb.models.pooling import GPO, TokenAttention, length_mask, positional_codes, size_augment_mask
-from probemb.models.towers.word_gru import GRUShape, WordGRU
+from probemb.models.heads import (
+    GPO,
+    HEADS,
+    AverageHead,
+    Features,
+    PIEHead,
+    TokenAttention,
+    length_mask,
+    positional_codes,
+    shape_log_var,
+    size_augment_mask,
+)
+from probemb.models.options import ModelOptions
+from probemb.models.towers.words import WordGRU
 
 NAMES = {
     "attention.w_1": "attention.hidden",
@@ -53,11 +63,11 @@ def test_attention(parity, case):
     assert_close(attention.weights(features.tokens, features.mask), torch.as_tensor(arrays[f"{case}__attn"]))
 
 
-def head_of(state, n_embeddings, **options):
+def head_of(state, n_embeddings, project=True, log_var=False):
     embed_dim, width = state["fc.weight"].shape
-    pooled_width = width if options.get("project", True) else embed_dim
-    hidden = len(state["attention.hidden.weight"])
-    head = PIEHead(width, pooled_width, embed_dim, n_embeddings, hidden, **options).double()
+    sizes = {"hidden_dim": len(state["attention.hidden.weight"]), "project": project}
+    options = ModelOptions(head="pie", embed_dim=embed_dim, n_embeddings=n_embeddings, pooling=sizes)
+    head = PIEHead(options, width, width if project else embed_dim, log_var).double()
     head.load_state_dict(state)
     return head
 
@@ -114,7 +124,7 @@ def test_image_encoder(parity):
     features = Features(tokens, tokens.mean(1))
     fc = {f"project.{what}": torch.as_tensor(arrays[f"img_enc__param__fc.{what}"]) for what in ("weight", "bias")}
     mean = head_of({**state_of(renamed(arrays, "pie_net", "img_enc"), "net"), **fc}, 1)
-    unc = head_of(state_of(renamed(arrays, "uncertain_net", "img_enc"), "net"), 1, norm=False)
+    unc = head_of(state_of(renamed(arrays, "uncertain_net", "img_enc"), "net"), 1, log_var=True)
     check_encoder(arrays, "img_enc", mean, unc, features, features)
 
 
@@ -125,19 +135,17 @@ def test_text_encoder(parity):
     assert torch.equal((tokens != 0).sum(1), torch.as_tensor(arrays["txt_enc__lengths"]))
     embedding = torch.as_tensor(arrays["txt_enc__param__embed.weight"])
     mean, unc = (state_of(renamed(arrays, net, "txt_enc"), "net") for net in ("pie_net", "uncertain_net"))
-    config = HeadConfig("pie", len(mean["fc.weight"]))
-    shape = GRUShape(
-        embedding.shape[1], config.embed_dim // 2, pooling="last-word", tokens="words",
-        head_options={"pie": {"project": False}},
-    )  # fmt: skip
-    tower = WordGRU([f"word{i}" for i in range(len(embedding) - 2)], 1, config, shape).double()
+    options = ModelOptions(head="pie", embed_dim=len(mean["fc.weight"]))
+    words = [f"word{i}" for i in range(len(embedding) - 2)]
+    shape = {"width": embedding.shape[1], "hidden": options.embed_dim // 2, "pooling": "last-word", "tokens": "words"}
+    tower = WordGRU(words, options, 1, **shape, head_options={"pie": {"project": False}}).double()
     state = {"embedding.weight": embedding}
     state |= {f"layers.0.{k}": v for k, v in gru_state(arrays, "txt_enc__param__rnn.").items()}
     state |= {f"branch.0.{k}": v for k, v in gru_state(arrays, "txt_enc__param__uncertain_net.rnn.").items()}
     state |= {f"mean_head.{k}": v for k, v in mean.items()} | {f"log_var_head.{k}": v for k, v in unc.items()}
     tower.load_state_dict(state)
     check_encoder(arrays, "txt_enc", tower.mean_head, tower.log_var_head, *tower.features(tokens))
-    assert_close(tower(tokens)[0], torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
+    assert_close(tower(tokens)["mean"], torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -212,7 +220,7 @@ MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 def test_is_the_mean_of_the_tokens_that_exist():
     tokens = torch.randn(2, 3, 4)
-    head = AverageHead.for_mean(HeadConfig("average", 4), 4, 9)
+    head = AverageHead(ModelOptions(head="average", embed_dim=4), 4, 9)
     assert not list(head.parameters())
     found = head(Features(tokens, tokens[:, 0], MASK))
     torch.testing.assert_close(found, torch.stack([tokens[0, :2].mean(0), tokens[1, 0]]))
@@ -245,17 +253,22 @@ def embedded(model):
 def test_the_shapes_against_their_definition():
     predicted = torch.randn(5, 6, dtype=torch.float64) * 3
     shape = predicted.shape
-    assert torch.equal(Covariance()(predicted, shape), predicted)
-    bounded = Covariance("ellipsoidal", BOUNDS)(predicted, shape)
+
+    def shaped(kind, bounds=None, predicted=predicted, shape=shape):
+        return shape_log_var(ModelOptions(covariance=kind, log_var_range=bounds), predicted, shape)
+
+    assert torch.equal(shaped("ellipsoidal"), predicted)
+    bounded = shaped("ellipsoidal", BOUNDS)
     torch.testing.assert_close(bounded.exp(), predicted.exp().clamp(0.1, 10))
-    mean = Covariance("spherical-mean", BOUNDS)(predicted, shape)
+    mean = shaped("spherical-mean", BOUNDS)
     torch.testing.assert_close(mean.exp(), predicted.exp().clamp(0.1, 10).mean(1, keepdim=True).expand(shape))
-    one = Covariance("spherical", BOUNDS)(predicted[:, :1], shape)
+    one = shaped("spherical", BOUNDS, predicted[:, :1])
     assert torch.equal(one, predicted[:, :1].clamp(*BOUNDS).expand(shape))
-    several = Covariance("spherical-mean")(predicted.view(5, 2, 3), torch.Size((5, 2, 3)))
+    several = shaped("spherical-mean", None, predicted.view(5, 2, 3), torch.Size((5, 2, 3)))
     torch.testing.assert_close(several.exp()[..., 0], predicted.view(5, 2, 3).exp().mean(2))
 
 
+COVARIANCES = ("ellipsoidal", "spherical-mean", "spherical")
 TOWERS = ("ViT-Micro-32", "resnet-gru-small", "scenes-cnn-gru")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
-from probemb.models.formats.export import export_open_clip
+from probemb.models.formats import export_open_clip
 
 NAME = "ViT-Micro-32"
 

@@ -8,10 +8,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
 from probemb.models import create_model, fill_word_vectors, save_model
-from probemb.models.heads import HeadConfig
-from probemb.models.towers.word_gru import GRUShape, WordGRU
-from probemb.models.towers.word_mean import WordMean
-from probemb.models.word_tokenizer import WordTokenizer
+from probemb.models.options import ModelOptions
+from probemb.models.towers.words import WordGRU, WordMean, WordTokenizer
 
 
 def test_ids_follow_the_vocabulary():
@@ -65,7 +63,7 @@ TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 0, 0, 0, 0, 0
 def tower(n_unc_layers=1, kind="clip", **options) -> WordGRU:
     torch.manual_seed(0)
     settings = {"width": 5, "hidden": 4, "layers": 2, "context_length": 6, **options}
-    return WordGRU(VOCABULARY, n_unc_layers, HeadConfig(kind, 3), GRUShape(**settings))
+    return WordGRU(VOCABULARY, ModelOptions(head=kind, embed_dim=3), n_unc_layers, **settings)
 
 
 def test_equals_packed_sequences_of_torch():
@@ -92,7 +90,7 @@ WORD_MEAN_TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 5, 
 
 def word_mean_tower(probabilistic=True, kind="mlp") -> WordMean:
     torch.manual_seed(0)
-    return WordMean(VOCABULARY, 0, HeadConfig(kind, 3, probabilistic), width=5, context_length=6)
+    return WordMean(VOCABULARY, ModelOptions(head=kind, embed_dim=3, probabilistic=probabilistic), 0, 5, 6)
 
 
 def test_the_mean_is_of_known_words_alone():
@@ -108,7 +106,7 @@ def test_the_mean_is_of_known_words_alone():
 
 def test_vectors_are_no_parameters_and_all_others_learn():
     model = word_mean_tower()
-    (model(WORD_MEAN_TOKENS)[0][:, 0] + model(WORD_MEAN_TOKENS)[1][:, 0]).sum().backward()
+    sum(x[:, 0].sum() for x in model(WORD_MEAN_TOKENS).values()).backward()
     assert all("head" in name and p.grad is not None for name, p in model.named_parameters())
     assert {model.place(name).part for name, _ in model.named_parameters()} == {"head"}
     assert not model.vectors[:2].any()

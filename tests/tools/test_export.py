@@ -10,8 +10,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from probemb.models import create_model, load_model, save_model
-from probemb.models.digest import tensors_sha256
-from probemb.models.formats.export import WITHOUT_BIAS, export_open_clip
+from probemb.models.formats import WITHOUT_BIAS, export_open_clip
+from probemb.models.weights import tensors_sha256
 from tools.export import main
 
 

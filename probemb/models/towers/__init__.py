@@ -1,28 +1,48 @@
-"""Towers by kind. Adding one: a module with `make_image_tower` or `make_text_tower`, and a line in
-`architectures.py`.
+"""Towers by kind (`architectures.tower_kind`). Adding one: a function that makes it, and a line here.
 
-A maker takes (architecture, n_unc_layers, head, stock) and gives an `Encoder`: the configuration of the whole model,
-the number of blocks or stages of the uncertainty branch, a `HeadConfig`, and an open_clip tower to take over, or None.
+A maker takes (architecture, options, n_unc_layers, stock) and gives an `Encoder`: the configuration of the whole model,
+the number of blocks or stages of the uncertainty branch, and an open_clip tower to take over, or None for a random one.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from torch import nn
 
-from probemb.models.architectures import IMAGE_TOWERS, TEXT_TOWERS, tower_kind
+from probemb.errors import UserError
+from probemb.models.architectures import tower_kind
 from probemb.models.encoder import Encoder
-from probemb.models.heads import HeadConfig
+from probemb.models.options import ModelOptions
+from probemb.models.towers import hf, open_clip, regions, small_cnn, timm, words
+
+IMAGE_TOWERS = {
+    "open_clip.transformer": open_clip.image_transformer,
+    "open_clip.resnet": open_clip.image_resnet,
+    "open_clip.timm": timm.open_clip_tower,
+    "timm": timm.image_tower,
+    "small_cnn": small_cnn.SmallCNN.make,
+    "regions": regions.RegionTower.make,
+}
+TEXT_TOWERS = {
+    "open_clip.transformer": open_clip.text_transformer,
+    "open_clip.hf": hf.text_tower,
+    "word_gru": words.WordGRU.make,
+    "word_mean": words.WordMean.make,
+}
 
 
-def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> Encoder:
-    """The image tower of an architecture. Raises UserError: more branch layers than the tower has."""
-    module = import_module(f"{__name__}.{IMAGE_TOWERS[tower_kind(architecture, 'vision_cfg')]}")
-    return module.make_image_tower(architecture, n_unc_layers, head, stock)
+def make_tower(architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> Encoder:
+    """The tower of a part, "vision_cfg" or "text_cfg".
 
-
-def make_text_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> Encoder:
-    """The text tower of an architecture. Raises UserError: more branch layers than the tower has."""
-    module = import_module(f"{__name__}.{TEXT_TOWERS[tower_kind(architecture, 'text_cfg')]}")
-    return module.make_text_tower(architecture, n_unc_layers, head, stock)
+    Raises:
+        UserError: more branch layers than the tower has, or no place for an uncertainty token.
+    """
+    kind, which = tower_kind(architecture, part), "image" if part == "vision_cfg" else "text"
+    if o.uncertainty != "branch" and kind != "open_clip.transformer":
+        raise UserError(
+            f"An uncertainty token needs open_clip's own transformers, and the {which} tower is of the kind {kind}.",
+            "Set uncertainty to branch, or choose an architecture such as ViT-B-16 or ViT-Tiny-64.",
+        )
+    makers = IMAGE_TOWERS if part == "vision_cfg" else TEXT_TOWERS
+    if kind not in makers:
+        raise UserError(f"There is no {which} tower of the kind '{kind}'.", f"Choose one of {', '.join(makers)}.")
+    return makers[kind](architecture, o, n_unc_layers, stock)

@@ -16,16 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from probemb.errors import UserError
+
+
+def check_n_unc_layers(n: int, available: int, which: str) -> None:
+    """Raise UserError for an uncertainty branch longer than its tower, `which` is "image" or "text"."""
+    if n > available:
+        raise UserError(
+            f"n_unc_layers is {n}, but the {which} tower has {available} blocks.",
+            f"Set it to a number from 0 to {available}; two numbers are for image and text.",
+        )
+
 
 class Branch(nn.ModuleList):
     """n blocks that continue from the input of a trunk's last n blocks.
 
     Call `listen` before the trunk's forward pass, and the branch itself with `heard()` after it. Further arguments of a
     trunk's block (attention masks, rotary positions) are passed on to the branch's block in its place.
-
-    Args:
-        own: the branch's blocks, at least one.
-        trunk_blocks: all blocks of the trunk, in order.
     """
 
     def __init__(self, own: Sequence[nn.Module], trunk_blocks: Sequence[nn.Module]):
@@ -36,12 +43,13 @@ class Branch(nn.ModuleList):
         self._arguments: list[tuple[tuple, dict]] = []
         for i, block in enumerate(trunk_blocks[len(trunk_blocks) - len(own) :]):
             # Checkpointing may call what is inside a Sequential one by one, and then never the Sequential itself.
-            _start(block).register_forward_pre_hook(partial(self._note_input, i), with_kwargs=True)
+            while isinstance(block, nn.Sequential) and len(block):
+                block = block[0]
+            block.register_forward_pre_hook(partial(self._note_input, i), with_kwargs=True)
 
     def listen(self) -> None:
         """Note the next forward pass of the trunk."""
-        self._listening = True
-        self._arguments = []
+        self._listening, self._arguments = True, []
 
     def heard(self) -> tuple[Tensor, list[tuple[tuple, dict]]]:
         """The arguments of `forward`; they are forgotten here."""
@@ -85,10 +93,3 @@ def drop_unused(trunk: nn.Module, run) -> None:
     for name, child in list(trunk.named_children()):
         if name not in used and any(True for _ in child.parameters()):
             setattr(trunk, name, nn.Identity())
-
-
-def _start(module: nn.Module) -> nn.Module:
-    """The first module inside nested Sequentials."""
-    while isinstance(module, nn.Sequential) and len(module):
-        module = module[0]
-    return module

@@ -1,9 +1,7 @@
 """Parts of images and texts: which patches or tokens a tower reads, for masked inclusion and patch dropout.
 
-    kept = draw_parts(model.image_tower, pixels, share=0.25, generator=generator)   # (B, n) patches of each image
-    masked = model.encode_image(pixels, kept=kept)                                  # Gaussian (B, D)
-    kept = draw_parts(model.text_tower, tokens, share=0.25, generator=generator)    # (B, n) tokens of each text
-    masked = model.encode_text(tokens, kept=kept)
+    kept = draw_parts(model.visual, pixels, share=0.25, generator=generator)   # (B, n) patches of each image
+    masked = model.encode_image(pixels, kept=kept)                             # Gaussian (B, D)
 
 `kept` is (B, n) int64: rows of increasing positions, filled with -1 behind those of a row that keeps fewer. What stays
 keeps its position (patches and the tokens of transformers) and the rest costs nothing: n is the length that the tower
@@ -13,42 +11,30 @@ computes with. Class and uncertainty tokens are no parts, and are always there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from probemb.errors import UserError
 
-if TYPE_CHECKING:
-    from probemb.models.encoder import Encoder
+LONGEST = 2**16  # parts of an input
 
 
 class Parts(NamedTuple):
-    """The parts of a batch of P patches or tokens each.
-
-    Attributes:
-        optional: (B, P) bool, True for those that may be dropped.
-        required: (B, P) bool, True for those that may not (start and end of a text); padding is in neither.
+    """The parts of a batch of P patches or tokens each, (B, P) bool: those that may be dropped, and those that may not
+    (start and end of a text); padding is in neither.
     """
 
     optional: Tensor
     required: Tensor
 
 
-LONGEST = 2**16  # parts of an input
-
-
 def chances(key: int, rows: Tensor) -> Callable[[int], Tensor]:
     """Uniform numbers as a function of a key, a row's number and a position, for `draw_parts`.
 
-    The same on every device and for any number of positions: SplitMix64 of the row and the position.
-
-    Args:
-        rows: (B,) int64, numbers of the inputs.
-
-    Returns:
-        a function of P that gives (B, P) float64 in [0, 1).
+    The same on every device and for any number of positions: SplitMix64 of the row, (B,) int64, and the position. The
+    result is a function of P that gives (B, P) float64 in [0, 1).
     """
 
     def draw(n_parts: int) -> Tensor:
@@ -72,24 +58,21 @@ def _signed(number: int) -> int:
 
 
 def draw_parts(
-    tower: Encoder,
+    tower,
     inputs: Tensor,
     share: float,
     generator: torch.Generator | None = None,
     chance: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """Random parts of every input: all that are required, and a share of the others, rounded, at least one.
+    """Random parts of every input, (B, n) int64: all that are required, and a share of the others, at least one.
 
     No value of the inputs is waited for: n follows from their shape.
 
     Args:
-        inputs: (B, 3, H, W) pixels or (B, L) tokens, as the tower reads them.
+        tower: an `Encoder`; inputs: (B, 3, H, W) pixels or (B, L) tokens, as it reads them.
         share: of the optional parts to keep, above 0 to 1.
-        generator: on any device, of which the draw is a function; None for torch's own of the CPU.
+        generator: on any device; None for torch's own of the CPU.
         chance: uniform numbers (B, P) of P parts, instead of a generator's; see `chances`.
-
-    Returns:
-        (B, n) int64 on the inputs' device.
 
     Raises:
         UserError: the tower reads its inputs as a whole, or the share is out of range.
@@ -100,11 +83,10 @@ def draw_parts(
     n_parts, always = optional.shape[1], tower.required_parts
     if chance is None:
         at = "cpu" if generator is None else generator.device
-        chance = torch.rand(optional.shape, generator=generator, device=at).to(inputs.device)
+        drawn = torch.rand(optional.shape, generator=generator, device=at).to(inputs.device)
     else:
-        chance = chance(n_parts)
-    chance = chance.masked_fill(required, -1.0).masked_fill(~(optional | required), 2.0)
-    rank = chance.argsort(1).argsort(1)
+        drawn = chance(n_parts)
+    rank = drawn.masked_fill(required, -1.0).masked_fill(~(optional | required), 2.0).argsort(1).argsort(1)
     n_optional = optional.sum(1)
     n_drawn = (share * n_optional.double()).round().long().clamp(min=1)  # as `round` below, half to even
     n_kept = torch.minimum(n_drawn, n_optional) + required.sum(1)

@@ -4,10 +4,6 @@
                             │                     └─ its own GRU ─ log_var head ─ log_var
                             └─ without graph and GRU: tokens, and their average  (SCAN)
 
-Kind "regions" of the project's own architectures:
-
-    "vision_cfg": {"tower": "regions", "regions": 36, "features": 2048, "width": 1024, "graph_layers": 0, "gru": false}
-
 The uncertainty branch is the last learnable block again: the GRU, or the last linear map where there is none. Sources:
 SCAN (Lee et al., ECCV 2018) §3.1; VSRN (Li et al., ICCV 2019) §3.1, 3.2; probabilistic VSRN §3. VSRN's batch norm on
 W_r is left out: it would use a batch's statistics, which differ between one process and several. In its place regions
@@ -25,17 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probemb.models.architectures import check_n_unc_layers
-from probemb.models.encoder import Encoder, Place
-from probemb.models.features import Features
-from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.pooling import start_mean
-
-
-def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> RegionTower:
-    """The tower of an architecture, whose vision_cfg has the arguments of `RegionTower`."""
-    config = {key: value for key, value in architecture["vision_cfg"].items() if key != "tower"}
-    return RegionTower(n_unc_layers, head, **config)
+from probemb.models.encoder import BothFeatures, Encoder
+from probemb.models.heads import Features, start_mean
+from probemb.models.options import ModelOptions
+from probemb.models.towers.branch import check_n_unc_layers
 
 
 class RegionTower(Encoder):
@@ -43,21 +32,19 @@ class RegionTower(Encoder):
 
     Args:
         n_unc_layers: 1 for a branch with its own last block, 0 for none.
-        head: of the mean and the log-variance; head "clip" keeps the pooled features where they are of size D.
-        regions, features: R and F.
-        width: W.
+        regions, features, width: R, F and W.
         hidden: widths of linear maps with ReLU before the last one.
         graph_layers: of residual graph convolutions (VSRN: 4).
         gru: whether a GRU over the regions pools them, rather than their average.
 
     Attributes:
-        region_shape: (R, F), what `create_transforms` asks of the data.
+        region_shape: (R, F), what the data must have.
     """
 
     def __init__(
         self,
+        o: ModelOptions,
         n_unc_layers: int,
-        head: HeadConfig,
         regions: int = 36,
         features: int = 2048,
         width: int = 1024,
@@ -72,14 +59,22 @@ class RegionTower(Encoder):
         self.graph = nn.ModuleList(GraphLayer(width) for _ in range(graph_layers))
         self.gru = nn.GRU(width, width, batch_first=True) if gru else None
         self.branch = None
-        if head.probabilistic and n_unc_layers:
+        if o.probabilistic and n_unc_layers:
             self.branch = nn.GRU(width, width, batch_first=True) if gru else nn.Linear(self.maps[-1].in_features, width)
         for linear in (*self.maps, *([self.branch] if isinstance(self.branch, nn.Linear) else [])):
             start_mean(linear)
-        self._probabilistic = head.probabilistic
-        add_heads(self, head, width, width, own_projection=width == head.embed_dim)
+        self.blocks = [f"maps.{i}" for i in range(len(self.maps))] + [f"graph.{i}" for i in range(graph_layers)]
+        self.blocks += ["gru"] if gru else []
+        self.branch_blocks = ["branch"]
+        # Head "clip" keeps the pooled features where they are of size D.
+        self.add_heads(o, width, width, own_projection=width == o.embed_dim)
 
-    def features(self, regions: Tensor) -> tuple[Features, Features | None]:
+    @classmethod
+    def make(cls, architecture: dict, o: ModelOptions, n_unc_layers: int, stock: None) -> RegionTower:
+        """The tower of an architecture, whose vision_cfg has the arguments of the class."""
+        return cls(o, n_unc_layers, **{k: v for k, v in architecture["vision_cfg"].items() if k != "tower"})
+
+    def features(self, regions: Tensor) -> BothFeatures:
         """(B, R, F) -> features with R tokens."""
         mask = existing(regions)
         x = regions.to(self.maps[0].weight.dtype)
@@ -88,7 +83,7 @@ class RegionTower(Encoder):
         before, x = x, self.maps[-1](x) * mask[..., None]
         x = self._reason(x, mask)
         mean = self._pooled(x, mask, self.gru)
-        if not self._probabilistic:
+        if not self.options.probabilistic:
             return mean, None
         if isinstance(self.branch, nn.Linear):
             x = self._reason(self.branch(before) * mask[..., None], mask)
@@ -115,17 +110,6 @@ class RegionTower(Encoder):
     def target_width(self, of_tokens: bool) -> int:
         """F."""
         return self.region_shape[1]
-
-    def place(self, name: str) -> Place:
-        """Linear maps, graph layers and GRU are blocks, in this order."""
-        part, _, rest = name.partition(".")
-        if part in ("mean_head", "log_var_head"):
-            return Place("head")
-        if part == "branch":
-            return Place("branch", 1)
-        behind = {"gru": 1, "graph": self.gru is not None, "maps": len(self.graph) + (self.gru is not None)}[part]
-        blocks = {"gru": (), "graph": self.graph, "maps": self.maps}[part]
-        return Place("trunk", behind + (len(blocks) - int(rest.partition(".")[0]) if blocks else 0))
 
 
 class GraphLayer(nn.Module):

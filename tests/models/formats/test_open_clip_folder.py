@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from probemb.errors import UserError
 from probemb.models import create_model, load_model
-from probemb.models.formats.export import export_open_clip
-from probemb.models.formats.open_clip_folder import CONFIG, WEIGHTS
+from probemb.models.formats import CONFIG, WEIGHTS, export_open_clip
 
 NAME = "ViT-Micro-32"
 STD = [0.5, 0.4, 0.3]

@@ -9,7 +9,7 @@ from open_clip.transform import PreprocessCfg
 from torch.testing import assert_close
 
 from probemb.models import DualEncoder, import_pcmepp
-from probemb.models.dual_encoder import per_tower, plain
+from probemb.models.dual_encoder import plain
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -29,7 +29,7 @@ def test_hub_layout(parity, tag, dtype):
     arrays = parity(f"06a_hf_pcmepp_{tag}")
     config = json.loads(str(arrays["config_json"]))
     model = import_pcmepp(tensors(arrays, "sd__"), config).to(dtype).eval()
-    assert per_tower(model.config["n_unc_layers"]) == (
+    assert model.options.layers == (
         config["vision_cfg"]["unc_layers"],
         config["text_cfg"]["unc_layers"],
     )

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from probemb.models import create_model
-from probemb.models.heads import HeadConfig
+from probemb.models.options import ModelOptions
 from probemb.models.towers.regions import RegionTower
 
 R, WIDTH, D = 5, 6, 4
@@ -14,7 +14,7 @@ R, WIDTH, D = 5, 6, 4
 def tower(n_unc_layers=0, kind="clip", probabilistic=True, **options) -> RegionTower:
     torch.manual_seed(0)
     settings = {"regions": R, "features": 7, "width": WIDTH, **options}
-    model = RegionTower(n_unc_layers, HeadConfig(kind, D, probabilistic), **settings)
+    model = RegionTower(ModelOptions(head=kind, embed_dim=D, probabilistic=probabilistic), n_unc_layers, **settings)
     with torch.no_grad():
         for layer in model.graph:  # W_r starts at zero
             layer.out.weight.normal_()

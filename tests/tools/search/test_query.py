@@ -13,7 +13,7 @@ from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.scores import tolerance_scores
 from probemb.models import LoadedModel, create_model, create_tokenizer, create_transforms, load_model
-from probemb.models.word_tokenizer import WordTokenizer
+from probemb.models.towers.words import WordTokenizer
 from tests.imagesite import bomb
 from tests.orientation import stored, upright
 from tests.searching import N, open_searcher

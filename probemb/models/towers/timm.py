@@ -4,14 +4,15 @@ Kind "timm" of the project's own architectures:
 
     "vision_cfg": {"tower": "timm", "timm_model_name": "resnet50", "timm_model_kwargs": {…}, "image_size": 224}
 
-`TimmTower` is also the tower behind open_clip's configurations with a timm backbone (`open_clip/timm.py`).
-Shapes: B items, T tokens, W width of the trunk, H × W' a feature map.
+`TimmTower` is also the tower behind open_clip's configurations with a timm backbone: SigLIP, EVA, PE, MobileCLIP, …
+Shapes: B items, T tokens, W width of the trunk.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from types import MethodType
@@ -22,13 +23,12 @@ from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
 
 from probemb.errors import UserError, nearest
-from probemb.gaussian import at_least_float32
-from probemb.models.architectures import check_n_unc_layers
-from probemb.models.encoder import Encoder, Place
-from probemb.models.features import Features
-from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.pretrained import load_strictly, read_state_dict
-from probemb.models.towers.branch import Branch, drop_unused, meta_twin
+from probemb.models.architectures import stock_image_tower
+from probemb.models.encoder import BothFeatures, Encoder, Place
+from probemb.models.heads import Features
+from probemb.models.options import ModelOptions
+from probemb.models.towers.branch import Branch, check_n_unc_layers, drop_unused, meta_twin
+from probemb.models.weights import load_strictly, read_state_dict
 
 STAGES = (("layer1", "layer2", "layer3", "layer4"), ("s1", "s2", "s3", "s4"))  # ResNets, RegNets
 FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # what timm would open or write
@@ -47,7 +47,6 @@ class TimmTower(Encoder):
     Args:
         trunk: made by timm, already of the right image size.
         own_blocks: the uncertainty branch's; with none, the log-variance reads the features of the mean.
-        head: of the mean and the log-variance.
         image_size: pixels.
         projection: open_clip's, from the model's pooling to D; None for none.
     """
@@ -56,37 +55,30 @@ class TimmTower(Encoder):
         self,
         trunk: nn.Module,
         own_blocks: list[nn.Module],
-        head: HeadConfig,
+        o: ModelOptions,
         image_size: int,
         projection: nn.Module | None = None,
     ):
         super().__init__()
-        self.image_size = (image_size, image_size)
-        own_pooling = head.kind == "clip"
+        self.options, self.image_size, own_pooling = o, (image_size, image_size), o.head == "clip"
         if not own_pooling:
             drop_unused(trunk, lambda twin: twin.forward_features(_blank(image_size)))
         trunk.forward = MethodType(_pooled_features if own_pooling else _features, trunk)
         self.trunk = trunk
         self.head = projection if own_pooling and projection is not None else nn.Identity()
         self.uncertainty_blocks = Branch(own_blocks, trunk_blocks(trunk)) if own_blocks else None
-        self._probabilistic = head.probabilistic
+        self.branch_blocks = [f"uncertainty_blocks.{i}" for i in range(len(own_blocks))]
         self._n_prefix = getattr(trunk, "num_prefix_tokens", 0)
         self._class_token = getattr(trunk, "global_pool", "") == "token"
         with torch.no_grad():
             mean, unc = meta_twin(self).eval().features(_blank(image_size))
-        self.n_tokens = mean.tokens.shape[1]
-        pooled_width = mean.pooled.shape[1]
-        add_heads(
-            self,
-            head,
-            mean.tokens.shape[2],
-            pooled_width,
-            own_projection=projection is not None and pooled_width == head.embed_dim,
-            unc_widths=unc and (unc.tokens.shape[2], unc.pooled.shape[1]),
-        )
+        self.n_tokens, pooled_width = mean.tokens.shape[1], mean.pooled.shape[1]
+        own = projection is not None and pooled_width == o.embed_dim
+        unc_widths = unc and (unc.tokens.shape[2], unc.pooled.shape[1])
+        self.add_heads(o, mean.tokens.shape[2], pooled_width, own, unc_widths)
         self.train(self.training)
 
-    def features(self, pixels: Tensor) -> tuple[Features, Features | None]:
+    def features(self, pixels: Tensor) -> BothFeatures:
         """(B, 3, H, W) -> features with T tokens."""
         branch = self.uncertainty_blocks
         if branch is not None:
@@ -96,13 +88,9 @@ class TimmTower(Encoder):
         pooled = self._pool(tokens) if pooled is None else pooled
         mean = Features(tokens, self.head(pooled))
         if branch is None:
-            return mean, Features(tokens, pooled) if self._probabilistic else None
+            return mean, Features(tokens, pooled) if self.options.probabilistic else None
         unc_tokens = self._tokens(branch(*branch.heard()))
         return mean, Features(unc_tokens, self._pool(unc_tokens))
-
-    def project(self, pooled: Tensor) -> Tensor:
-        """The pooled features, which open_clip's projection has brought to D already."""
-        return at_least_float32(pooled)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks, where timm can do so for this model."""
@@ -116,17 +104,12 @@ class TimmTower(Encoder):
 
     def place(self, name: str) -> Place:
         """Blocks by timm's groups; the stem is the deepest of them, and what lies behind the blocks has 0."""
-        part, _, rest = name.partition(".")
-        if part in ("mean_head", "log_var_head"):
-            return Place("head")
-        if part == "uncertainty_blocks":
-            return Place("branch", len(self.uncertainty_blocks) - int(rest.partition(".")[0]))
-        return Place("trunk", self._depths.get(rest, 0) if part == "trunk" else 0)  # buffers are in no group
+        place = super().place(name)
+        return Place("trunk", self._depths.get(name, 0)) if place.part == "trunk" else place
 
     def in_stem(self, name: str) -> bool:
         """True for what is in the deepest group."""
-        part, _, rest = name.partition(".")
-        return part == "trunk" and self._depths.get(rest, 0) == max(self._depths.values(), default=0) > 0
+        return self._depths.get(name, 0) == max(self._depths.values(), default=0) > 0
 
     @cached_property
     def _depths(self) -> dict[str, int]:
@@ -143,9 +126,10 @@ class TimmTower(Encoder):
         inside = [id(p) in in_blocks for p in parameters.values()]
         depths, deepest = {}, groups[""]
         for place, name in enumerate(parameters):
-            depths[name] = depth = deepest - groups[name]
+            depth = deepest - groups[name]
             if depth == 1 and not inside[place] and any(inside):
-                depths[name] = 0 if any(inside[:place]) else deepest
+                depth = 0 if any(inside[:place]) else deepest
+            depths[f"trunk.{name}"] = depth
         return depths
 
     def _tokens(self, x: Tensor) -> Tensor:
@@ -179,18 +163,49 @@ class TimmTower(Encoder):
         return tokens[:, 0] if self._class_token else tokens[:, self._n_prefix :].mean(1)
 
 
-def make_image_tower(
-    architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None = None
-) -> TimmTower:
-    """A TimmTower of the project's own configuration; `stock` is a trunk to take over, None for random weights."""
+def image_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
+    """A TimmTower of the project's own configuration; `stock` is a trunk to take over."""
     vision = architecture["vision_cfg"]
+    return timm_tower(stock or build_trunk(vision), lambda: build_trunk(vision), vision, n_unc_layers, o)
+
+
+def open_clip_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
+    """A TimmTower of open_clip's configuration. The parameters keep open_clip's names (`trunk.…` and `head.…`)."""
+    stock = stock or stock_image_tower(architecture)
+
+    def fresh() -> nn.Module:
+        return stock_image_tower(architecture).trunk
+
+    return timm_tower(stock.trunk, fresh, architecture["vision_cfg"], n_unc_layers, o, stock.head)
+
+
+def timm_tower(
+    trunk: nn.Module,
+    fresh: Callable[[], nn.Module],
+    vision: dict,
+    n_unc_layers: int,
+    o: ModelOptions,
+    projection: nn.Module | None = None,
+) -> TimmTower:
+    """A TimmTower of `trunk`, whose uncertainty branch is of another trunk that `fresh()` gives.
+
+    Raises:
+        UserError: for an image size that the model cannot take, or more branch layers than it has.
+    """
     size = vision.get("image_size", 224)
-    trunk = stock or _build(vision)
-    return timm_tower(lambda: _build(vision), trunk, vision["timm_model_name"], size, n_unc_layers, head)
+    check_n_unc_layers(n_unc_layers, len(trunk_blocks(trunk)), "image")
+    resized = fit_image_size(trunk, vision["timm_model_name"], size)
+    own = []
+    if n_unc_layers and o.probabilistic:
+        other = fresh()
+        if resized:
+            other.set_input_size((size, size))
+        own = trunk_blocks(other)[-n_unc_layers:]
+    return TimmTower(trunk, own, o, size, projection)
 
 
 def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
-    """A trunk with pretrained weights, and the preprocessing that they ask for (a part of open_clip's PreprocessCfg).
+    """A trunk with timm's weights, and the preprocessing that they ask for (a part of open_clip's PreprocessCfg).
 
     Args:
         vision: the "vision_cfg" of an architecture.
@@ -202,7 +217,7 @@ def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
     """
     name = vision["timm_model_name"]
     if Path(source).is_file():
-        trunk = _build(vision)
+        trunk = build_trunk(vision)
         state = read_state_dict(source)
         classifier = trunk.default_cfg.get("classifier") or ()
         prefixes = tuple(f"{part}." for part in ([classifier] if isinstance(classifier, str) else classifier))
@@ -216,7 +231,7 @@ def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
             )
         tagged = name if source == "timm" else f"{name}.{source}"
         try:
-            trunk = _build({**vision, "timm_model_name": tagged}, pretrained=True)
+            trunk = build_trunk({**vision, "timm_model_name": tagged}, pretrained=True)
         except UserError:
             raise
         except Exception as error:  # whatever the network, the server or the disk raise
@@ -228,7 +243,8 @@ def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
     return trunk, {key: data[key] for key in ("mean", "std", "interpolation")}
 
 
-def _build(vision: dict, pretrained: bool = False) -> nn.Module:
+def build_trunk(vision: dict, pretrained: bool = False) -> nn.Module:
+    """timm's model of a "vision_cfg". Raises UserError: there is none, or it would open files."""
     name = vision["timm_model_name"]
     if not timm.is_model(name):
         raise UserError(f"timm has no model '{name}'.", "timm.list_models() prints the names that it has.")
@@ -236,23 +252,6 @@ def _build(vision: dict, pretrained: bool = False) -> nn.Module:
     if files := sorted(FILES & options.keys()):  # a configuration may be a stranger's, and names files of this machine
         raise UserError(f"timm_model_kwargs has {', '.join(files)}.", "Name weights as model.pretrained instead.")
     return timm.create_model(name, pretrained, num_classes=0, **options)
-
-
-def timm_tower(build, trunk, name: str, image_size: int, n_unc_layers: int, head: HeadConfig, projection=None):
-    """A TimmTower of `trunk`, whose uncertainty branch is of another trunk that `build()` gives.
-
-    Raises:
-        UserError: for an image size that the model cannot take, or more branch layers than it has.
-    """
-    check_n_unc_layers(n_unc_layers, len(trunk_blocks(trunk)), "image")
-    resized = fit_image_size(trunk, name, image_size)
-    own = []
-    if n_unc_layers and head.probabilistic:
-        fresh = build()
-        if resized:
-            fresh.set_input_size((image_size, image_size))
-        own = trunk_blocks(fresh)[-n_unc_layers:]
-    return TimmTower(trunk, own, head, image_size, projection)
 
 
 def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
@@ -268,18 +267,17 @@ def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
 
 def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> bool:
     """Make a trunk take images of a size; True if it had to be resized."""
-    if _runs(trunk, image_size) is None:
+    error = _failure(trunk, image_size)
+    if error is None:
         return False
     if hasattr(trunk, "set_input_size"):
         try:
             trunk.set_input_size((image_size, image_size))
-            error = _runs(trunk, image_size)
+            error = _failure(trunk, image_size)
         except (AssertionError, RuntimeError, ValueError, TypeError) as failure:
             error = failure
         if error is None:
             return True
-    else:
-        error = _runs(trunk, image_size)
     own = getattr(trunk, "default_cfg", {}).get("input_size", (3, 224, 224))[-1]
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise UserError(
@@ -288,7 +286,7 @@ def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> bool:
     )
 
 
-def _runs(trunk: nn.Module, image_size: int) -> Exception | None:
+def _failure(trunk: nn.Module, image_size: int) -> Exception | None:
     """Reason that a trunk does not run on images of a size; None if it does."""
     try:
         with torch.no_grad():

@@ -11,40 +11,40 @@ from open_clip.hf_configs import arch_dict
 from open_clip.hf_model import HFTextEncoder
 from torch import Tensor, nn
 
-from probemb.gaussian import at_least_float32
-from probemb.models.architectures import check_n_unc_layers, stock_text_tower
-from probemb.models.encoder import Encoder, Place
-from probemb.models.features import Features
-from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.towers.branch import Branch
+from probemb.models.architectures import stock_text_tower
+from probemb.models.encoder import BothFeatures, Encoder
+from probemb.models.heads import Features
+from probemb.models.options import ModelOptions
+from probemb.models.towers.branch import Branch, check_n_unc_layers
 
 
 class HFText(Encoder):
     """A Hugging Face text encoder behind open_clip's adapter.
 
     Args:
-        stock: open_clip's tower; its transformer, pooler and projection are taken over.
+        stock: open_clip's tower; its transformer, pooler and projection are taken over, the last two by head "clip".
         own_layers: the uncertainty branch's; with none, the log-variance reads the last layer's tokens of the mean.
-        head: of the mean and the log-variance. Only "clip" keeps open_clip's pooler and projection.
         context_length: tokens of a text.
     """
 
-    def __init__(self, stock: HFTextEncoder, own_layers: list[nn.Module], head: HeadConfig, context_length: int):
+    def __init__(self, stock: HFTextEncoder, own_layers: list[nn.Module], o: ModelOptions, context_length: int):
         super().__init__()
         self.context_length = context_length
         self.pad_id = stock.config.pad_token_id
         self.transformer = stock.transformer
-        self.pooler, self.proj = (stock.pooler, stock.proj) if head.kind == "clip" else (None, nn.Identity())
+        self.pooler, self.proj = (stock.pooler, stock.proj) if o.head == "clip" else (None, nn.Identity())
         self._class_token = "cls" in type(stock.pooler).__name__.lower()
-        self.uncertainty_layers = Branch(own_layers, text_layers(stock)) if own_layers else None
-        self._probabilistic = head.probabilistic
+        layers = text_layers(self.transformer)
+        self.uncertainty_layers = Branch(own_layers, layers) if own_layers else None
+        where = next(name for name, module in self.named_modules() if module is layers)
+        self.blocks = [f"{where}.{i}" for i in range(len(layers))]
+        self.branch_blocks = [f"uncertainty_layers.{i}" for i in range(len(own_layers))]
         width = getattr(stock.config, arch_dict[stock.config.model_type]["config_names"]["width"])
-        own_projection = head.kind == "clip"
-        add_heads(self, head, width, width, own_projection)
+        self.add_heads(o, width, width, own_projection=o.head == "clip")
         if self.pooler is None and getattr(self.transformer, "pooler", None) is not None:
             self.transformer.pooler = None  # BERT's, which no other head reads
 
-    def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
+    def features(self, tokens: Tensor) -> BothFeatures:
         """(B, L) int64 -> features with L tokens."""
         branch = self.uncertainty_layers
         if branch is not None:
@@ -54,14 +54,10 @@ class HFText(Encoder):
         last = out.last_hidden_state
         pooled = self._pool(last, mask) if self.pooler is None else self.proj(self.pooler(out, mask.long()))
         mean = Features(last, pooled, mask)
-        if not self._probabilistic:
+        if not self.options.probabilistic:
             return mean, None
         unc = last if branch is None else branch(*branch.heard())
         return mean, Features(unc, self._pool(unc, mask), mask)
-
-    def project(self, pooled: Tensor) -> Tensor:
-        """The pooled features, which open_clip's projection has brought to D already."""
-        return at_least_float32(pooled)
 
     def trim(self, tokens: Tensor) -> Tensor:
         """(B, L) tokens without the columns in which every text is padding."""
@@ -77,19 +73,6 @@ class HFText(Encoder):
         else:
             self.transformer.gradient_checkpointing_disable()
 
-    def place(self, name: str) -> Place:
-        """Layers by their depth; embeddings, pooler and projection are in none."""
-        part, _, rest = name.partition(".")
-        if part in ("mean_head", "log_var_head"):
-            return Place("head")
-        if part == "uncertainty_layers":
-            return Place("branch", len(self.uncertainty_layers) - int(rest.partition(".")[0]))
-        layers = _layers(self.transformer)
-        prefix = next(key for key, module in self.named_modules() if module is layers) + "."
-        if name.startswith(prefix):
-            return Place("trunk", len(layers) - int(name.removeprefix(prefix).partition(".")[0]))
-        return Place("trunk")
-
     def in_stem(self, name: str) -> bool:
         """The embeddings."""
         return name.startswith("transformer.") and "embed" in name and self.place(name) == ("trunk", 0)
@@ -102,26 +85,17 @@ class HFText(Encoder):
         return (tokens * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
-def make_text_tower(
-    architecture: dict, n_unc_layers: int, head: HeadConfig, stock: HFTextEncoder | None = None
-) -> HFText:
-    """An HFText of open_clip's configuration; `stock` is taken over, None for random weights.
-
-    Raises:
-        UserError: if the configuration cannot be read from the hub, or the tower has fewer layers than the branch.
-    """
+def text_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: HFTextEncoder | None) -> HFText:
+    """An HFText of open_clip's configuration. Raises UserError: that cannot be read from the hub."""
     stock = stock or stock_text_tower(architecture)
-    layers = text_layers(stock)
-    check_n_unc_layers(n_unc_layers, len(layers), "text")
-    own = text_layers(stock_text_tower(architecture))[-n_unc_layers:] if n_unc_layers and head.probabilistic else []
-    return HFText(stock, own, head, architecture["text_cfg"].get("context_length", 77))
+    check_n_unc_layers(n_unc_layers, len(text_layers(stock.transformer)), "text")
+    own = []
+    if n_unc_layers and o.probabilistic:
+        own = list(text_layers(stock_text_tower(architecture).transformer))[-n_unc_layers:]
+    return HFText(stock, own, o, architecture["text_cfg"].get("context_length", 77))
 
 
-def text_layers(stock: HFTextEncoder) -> list[nn.Module]:
-    """The layers of its transformer."""
-    return list(_layers(stock.transformer))
-
-
-def _layers(transformer: nn.Module) -> nn.ModuleList:
+def text_layers(transformer: nn.Module) -> nn.ModuleList:
+    """The layers of a Hugging Face encoder."""
     encoder = getattr(transformer, "encoder", transformer)
     return next(getattr(encoder, name) for name in ("layer", "layers", "block") if hasattr(encoder, name))

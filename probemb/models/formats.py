@@ -1,0 +1,387 @@
+"""Models in the layouts of others: the published weights of PCME++ and ProLIP, and open_clip's folders.
+
+Sources: the public codes of PCME++ and ProLIP (their Hugging Face model classes) and the layouts of their state dicts.
+A folder in open_clip's layout, as `tools.export` writes and open_clip's hub repositories have it:
+
+    open_clip_config.json           {"model_cfg", "preprocess_cfg"}
+    open_clip_model.safetensors     the weights, or
+    open_clip_pytorch_model.bin     pickled ones, which are read without executing anything
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from open_clip import CLIP
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
+from open_clip.transform import PreprocessCfg
+from torch import Tensor, nn
+
+from probemb.errors import UserError
+from probemb.models.architectures import SIGLIP, build_stock, complete, is_open_clip, obstacle, read_architecture
+from probemb.models.dual_encoder import DualEncoder, plain
+from probemb.models.heads import GPO_SIZES
+from probemb.models.weights import PREPROCESS_KEYS, check_quick_gelu, fill_stock, load_strictly, write_model
+
+# ------------------------------------------------------------------------------------------- untrusted configurations
+
+SIZES = {
+    *("layers", "width", "widths", "hidden", "heads", "head_width", "mlp_ratio", "patch_size", "image_size"),
+    *("context_length", "vocab_size", "regions", "features", "convolutions", "groups"),
+}
+
+
+def check_sizes(config: dict, state: dict[str, Tensor]) -> None:
+    """Raise ValueError for an untrusted architecture with sizes that its weights cannot have."""
+    largest = max((n for tensor in state.values() for n in tensor.shape), default=0)
+    most = {"layers": len(state), **dict.fromkeys(("width", "hidden", "vocab_size", "features"), largest)}
+    for part in ("vision_cfg", "text_cfg"):
+        for key in SIZES & config[part].keys():
+            found = config[part][key]
+            for size in found if isinstance(found, list) else [found]:
+                if size is not None and not (type(size) in (int, float) and 0 < size <= most.get(key, 10**5)):
+                    raise ValueError(f"{part} has {key} {found}")
+
+
+def check_memory(make: Callable[[], nn.Module], state: dict[str, Tensor]) -> None:
+    """Raise ValueError if a model of an untrusted configuration has tensors far larger than its weights, which resized
+    position embeddings may exceed. `make` builds it; here without memory.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        wanted = make().state_dict()
+    largest = max((tensor.numel() for tensor in state.values()), default=0)
+    for name, tensor in wanted.items():
+        if tensor.numel() > 16 * (state[name].numel() if name in state else largest):
+            raise ValueError(f"{name} has {tensor.numel():,} numbers, far more than the weights")
+
+
+@contextmanager
+def refused(what: str, remedy: str) -> Iterator[None]:
+    """UserError for whatever building a model of a malformed configuration raises."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+        raise UserError(f"{what} ({type(error).__name__}: {error}).", remedy) from error
+
+
+# ----------------------------------------------------------------------------------------------- PCME++'s and ProLIP's
+
+# What the authors' configuration may say about the towers; they ignore everything else in it.
+VISION_KEYS = ("layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size", "ls_init_value")
+TEXT_KEYS = ("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "ls_init_value")
+PCMEPP_MARKS = {"visual.uncertainty_proj", "uncertainty_text_projection", "negative_scale", "shift"}
+PROLIP_MARKS = {"visual.unc_embedding", "visual.uncertainty_proj.weight", "text.unc_emb", "logit_bias"}
+PCMEPP_NAMES = {
+    "visual.uncertainty_proj": "visual.log_var_head.weight",
+    "uncertainty_text_projection": "text.log_var_head.weight",
+    **{"logit_scale": "logit_scale", "negative_scale": "scale", "shift": "shift"},
+}
+PROLIP_HEADS = {
+    "visual.uncertainty_proj.": "visual.log_var_head.",
+    "text.text_uncertainty_projection.": "text.log_var_head.",
+}
+
+
+def published_reader(state: dict[str, Tensor]) -> Callable[[dict, dict, str | Path], DualEncoder] | None:
+    """`import_pcmepp` or `import_prolip`, whichever reads a state dict; None for any other layout."""
+    if state.keys() >= PCMEPP_MARKS:
+        return import_pcmepp
+    return import_prolip if state.keys() >= PROLIP_MARKS else None
+
+
+def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
+    """A model with the authors' weights: head "clip", no bias in the log-variance heads.
+
+    Args:
+        state_dict: in the authors' layout (`visual.uncertainty_transformer…`, `uncertainty_text_projection`, …).
+        config: theirs: {"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu"}. What it leaves out is read from
+            the shapes of the weights; heads are 64 wide.
+        source: named in errors.
+
+    Raises:
+        UserError: if configuration and weights do not fit each other.
+    """
+    with refused(f"{source} is not a complete PCME++ model", "Download both config.json and the weights again."):
+        architecture = _architecture(state_dict, config, "", n_prefix=1, text_keys=TEXT_KEYS)
+        layers = [_depth(state_dict, f"{tower}uncertainty_transformer") for tower in ("visual.", "")]
+        layers = layers[0] if layers[0] == layers[1] else layers
+        model = _model("PCMEPP", architecture, n_unc_layers=layers, uncertainty_bias=False)
+        state = {}
+        for key, value in state_dict.items():
+            name = PCMEPP_NAMES.get(key, key if key.startswith("visual.") else f"text.{key}")
+            value = value.T if name.endswith("log_var_head.weight") else value
+            state[name] = value.reshape(1) if key in ("logit_scale", "negative_scale", "shift") else value
+        load_strictly(model, state, source)
+    return model
+
+
+def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
+    """A model with the authors' weights: head "clip", uncertainty "prolip-code". Arguments as of `import_pcmepp`.
+
+    [UNC] here is one vector: theirs is an embedding and a row of the position embeddings, which are added.
+
+    Raises:
+        UserError: if configuration and weights do not fit each other.
+    """
+    with refused(f"{source} is not a complete ProLIP model", "Download both config.json and the weights again."):
+        architecture = _prolip_architecture(state_dict, config)
+        about = {"objective": "prolip", "match": "cosine", "max_logit_scale": None, "uncertainty": "prolip-code"}
+        model = _model("ProLIP", architecture, n_unc_layers=0, uncertainty_bias=True, **about)
+        state = {}
+        for key, value in state_dict.items():
+            theirs = next((name for name in PROLIP_HEADS if key.startswith(name)), None)
+            key = PROLIP_HEADS[theirs] + key.removeprefix(theirs) if theirs else key
+            state[key] = value.reshape(1) if key in ("logit_scale", "logit_bias") else value
+        length = architecture["text_cfg"]["context_length"]
+        for tower, token, row in (("visual", "unc_embedding", 1), ("text", "unc_emb", length)):
+            positions = state[f"{tower}.positional_embedding"]
+            state[f"{tower}.uncertainty_token"] = state.pop(f"{tower}.{token}") + positions[row]
+            state[f"{tower}.positional_embedding"] = torch.cat([positions[:row], positions[row + 1 :]])
+        load_strictly(model, state, source)
+    return model
+
+
+def _model(name: str, architecture: dict, **more) -> DualEncoder:
+    """A model of the authors' with random weights; images are prepared as for CLIP."""
+    config = {"name": name, "head": "clip", "embed_dim": architecture["embed_dim"], "pooling": dict(GPO_SIZES)}
+    preprocess = plain(vars(PreprocessCfg(size=architecture["vision_cfg"]["image_size"])))
+    return DualEncoder({**config, "architecture": architecture, "preprocess": preprocess, **more})
+
+
+def _prolip_architecture(state: dict[str, Tensor], config: dict) -> dict:
+    """open_clip's configuration, with the class token behind a text that is not causal."""
+    keys = (*TEXT_KEYS, "norm_kwargs", "hf_tokenizer_name")
+    architecture = _architecture(state, config, "text.", n_prefix=2, text_keys=keys)
+    text = architecture["text_cfg"]
+    text["context_length"] = len(state["text.positional_embedding"]) - 2
+    text |= {"embed_cls": True, "no_causal_mask": True, "pool_type": "last"}
+    text |= {"proj_bias": "text.text_projection.bias" in state}
+    if text["vocab_size"] == SIGLIP["vocab_size"]:
+        text |= {"pad_id": SIGLIP["pad_id"], "tokenizer_kwargs": {"clean": "canonicalize"}}
+        text.setdefault("hf_tokenizer_name", SIGLIP["name"])
+    return {**architecture, "init_logit_bias": state["logit_bias"].item()}
+
+
+def _architecture(
+    state: dict[str, Tensor], config: dict, text_prefix: str, n_prefix: int, text_keys: tuple[str, ...]
+) -> dict:
+    """open_clip's configuration, from the shapes, then from theirs.
+
+    Args:
+        text_prefix: of the text tower's tensors; n_prefix: tokens before the patches of an image.
+        text_keys: what to take of their text_cfg.
+    """
+    conv, embedding = state["visual.conv1.weight"], state[f"{text_prefix}token_embedding.weight"]
+    patch, width = conv.shape[-1], conv.shape[0]
+    grid = round((len(state["visual.positional_embedding"]) - n_prefix) ** 0.5)
+    vision = {"layers": _depth(state, "visual.transformer"), "width": width, "patch_size": patch}
+    vision |= {"image_size": grid * patch, "head_width": 64}
+    text = {"context_length": len(state[f"{text_prefix}positional_embedding"]), "vocab_size": len(embedding)}
+    text |= {"width": embedding.shape[1], "heads": max(embedding.shape[1] // 64, 1)}
+    text |= {"layers": _depth(state, f"{text_prefix}transformer")}
+    theirs_vision, theirs_text = config.get("vision_cfg") or {}, config.get("text_cfg") or {}
+    vision |= {key: theirs_vision[key] for key in VISION_KEYS if theirs_vision.get(key) is not None}
+    text |= {key: theirs_text[key] for key in text_keys if theirs_text.get(key) is not None}
+    check_sizes({"vision_cfg": vision, "text_cfg": text}, state)
+    architecture = {
+        "embed_dim": state["visual.proj"].shape[1],
+        "vision_cfg": vision,
+        "text_cfg": text,
+        "quick_gelu": bool(config.get("quick_gelu", False)),
+    }
+    check_memory(lambda: build_stock(architecture), state)
+    return architecture
+
+
+def _depth(state: dict[str, Tensor], transformer: str) -> int:
+    """Number of blocks of a transformer."""
+    pattern = re.compile(re.escape(transformer) + r"\.resblocks\.(\d+)\.")
+    return 1 + max((int(match[1]) for match in map(pattern.match, state) if match), default=-1)
+
+
+# --------------------------------------------------------------------------------------------------- open_clip's folder
+
+WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first one is taken
+WITHOUT_BIAS = "open_clip_model_without_bias.safetensors"
+CONFIG = "open_clip_config.json"
+PREPROCESSING = {*vars(PreprocessCfg()), "crop_pct"}  # the last one is ours, and open_clip ignores it
+# What differs without another function of the weights: sizes that positions are resized to, texts that come tokenised,
+# where random weights are replaced from, and what only training does.
+FREE = {"image_size", "context_length", "hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "pad_id"}
+FREE |= {"timm_model_pretrained", "hf_model_pretrained", "patch_dropout", "timm_drop", "timm_drop_path"}
+
+
+class ModelFiles(NamedTuple):
+    """The two files of a saved model; a configuration may be missing, or inside the weights."""
+
+    weights: Path
+    config: Path | None
+
+
+def find_open_clip(folder: Path) -> ModelFiles | None:
+    """The files of a folder in open_clip's layout; None for any other."""
+    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    return ModelFiles(weights, folder / CONFIG) if weights and (folder / CONFIG).is_file() else None
+
+
+def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: dict) -> dict:
+    """What weights require of the preprocessing (PREPROCESS_KEYS) of a model that starts from them.
+
+    Args:
+        about: the content of the configuration `source`.
+        name, architecture: of the model that is to start from the weights.
+
+    Raises:
+        UserError: the configuration is malformed, or of another architecture.
+    """
+    with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
+        theirs, preprocess = _open_clip_config(about)
+        quick_gelu = bool(architecture.get("quick_gelu", False))
+        check_quick_gelu(str(source.parent), name, bool(theirs.get("quick_gelu", False)), quick_gelu)
+        same = dict(theirs)
+        for part in ("vision_cfg", "text_cfg"):
+            ours = architecture[part]
+            same[part] = {key: value for key, value in theirs[part].items() if key not in FREE}
+            same[part] |= {key: ours[key] for key in FREE & ours.keys()}
+        check_architecture(name, architecture, "CLIP", same, str(source.parent))
+    return {key: value for key, value in preprocess.items() if key in PREPROCESS_KEYS}
+
+
+def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> DualEncoder:
+    """A point model with open_clip's weights: head "clip", no uncertainty.
+
+    Args:
+        state: the tensors of the file `weights`; about: the content of the configuration `source`.
+
+    Raises:
+        UserError: the configuration is malformed, or of an architecture or of weights that cannot be read.
+    """
+    with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
+        architecture, preprocess = _open_clip_config(about)
+        check_sizes(architecture, state)
+        check_memory(lambda: build_stock(architecture), state)
+        stock = build_stock(architecture)
+        size = architecture["vision_cfg"].get("image_size", 224)
+        config = {
+            "name": "CLIP",
+            "head": "clip",
+            "embed_dim": architecture["embed_dim"],
+            "n_unc_layers": 0,
+            "probabilistic": False,
+            "match": "distance" if stock.logit_bias is None else "cosine",
+            "max_logit_scale": None,
+            "uncertainty_bias": True,
+            "pooling": dict(GPO_SIZES),
+            "architecture": architecture,
+            "preprocess": {**plain(vars(PreprocessCfg(size=size))), **preprocess},
+        }
+        fill_stock(stock, state, weights)
+        return DualEncoder(config, stock)
+
+
+def _open_clip_config(about: dict) -> tuple[dict, dict]:
+    """The architecture and the preprocessing of a configuration. Raises ValueError, KeyError, TypeError."""
+    config = complete(plain(about["model_cfg"]))
+    if config["vision_cfg"].get("timm_model_name"):
+        config["vision_cfg"]["timm_model_pretrained"] = False  # the weights are here, and none are fetched
+    if not is_open_clip(config) or (why := obstacle(config)):
+        raise ValueError(why if is_open_clip(config) else "it is no architecture of open_clip's")
+    if not isinstance(config["embed_dim"], int):
+        raise ValueError(f"embed_dim is {config['embed_dim']!r}")
+    preprocess = (about.get("preprocess_cfg") or {}).items()
+    return config, {key: plain(value) for key, value in preprocess if key in PREPROCESSING and value is not None}
+
+
+def check_architecture(name: str, ours: dict, their_name: str, theirs: dict, where: str) -> None:
+    """Raise UserError where two architectures differ; `where`: the source of theirs."""
+    here, there = _full_architecture(ours), _full_architecture(theirs)
+    different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    if different:
+        listed = ", ".join(
+            [f"{key} {shortened(there.get(key))} against {shortened(here.get(key))}" for key in different[:4]]
+            + ["…"] * bool(different[4:])
+        )
+        raise UserError(
+            f"{where} is a {their_name} and does not fit {name} ({listed}).",
+            "Name the architecture and the image size that it was trained with.",
+        )
+
+
+def shortened(value) -> str:
+    """A value of a configuration, in a message."""
+    return f"of {len(value):,} words" if isinstance(value, list) and len(value) > 8 else str(value)
+
+
+def _full_architecture(config: dict) -> dict:
+    """Everything that a configuration says or leaves to open_clip's defaults, but for the projection."""
+    flat = {"quick_gelu": bool(config.get("quick_gelu", False))}
+    for part, label, defaults in (("vision_cfg", "image", CLIPVisionCfg), ("text_cfg", "text", CLIPTextCfg)):
+        cfg = config[part] if "tower" in config[part] else asdict(defaults(**config[part]))
+        flat |= {f"{label} {key}": value for key, value in cfg.items()}
+    return flat
+
+
+def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
+    """Write the means' part of a model as a folder that open_clip loads strictly, with equal outputs.
+
+        open_clip.create_model_and_transforms("local-dir:FOLDER")
+        open_clip.create_model_and_transforms("ViT-B-16", pretrained="FOLDER/open_clip_model.safetensors")
+
+    The second form, which CLIP_benchmark uses, knows only open_clip's own architectures and their own preprocessing. It
+    refuses a logit bias where the architecture has none, so that models of a sigmoid loss have a second file for it,
+    WITHOUT_BIAS. The uncertainty branch, a and b are left out; what remains is a CLIP. A crop_pct stays in the folder's
+    configuration, where `load_model` finds it and open_clip, which has no such step, ignores it.
+
+    Raises:
+        UserError: an architecture or head that open_clip does not have, or a folder that cannot be written.
+    """
+    folder, config, shape = Path(folder), model.config, model.config["architecture"]
+    what = None
+    if config["head"] != "clip":
+        what = f"its head is '{config['head']}'"
+    elif not is_open_clip(shape):
+        what = "open_clip has no such architecture"
+    elif config["uncertainty"] != "branch":
+        what = "its means depend on an uncertainty token, which open_clip's towers do not have"
+    if what:
+        raise UserError(
+            f"The model ({config['name']}) cannot be exported to open_clip: {what}.",
+            "Export a model of one of open_clip's architectures with head 'clip' and an uncertainty branch.",
+        )
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        names = list(build_stock(shape).state_dict())
+    held = model.state_dict()
+    state = {name: held[name].detach().cpu().contiguous() for name in names}
+    state |= {name: state[name].reshape(()) for name in ("logit_scale", "logit_bias") if name in state}
+    plain_state = _plain_state(state, shape)
+    about = {
+        "model_cfg": {**shape, "custom_text": True} if plain_state is None else shape,
+        "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in PREPROCESSING},
+    }
+    tensors = state if plain_state is None else plain_state
+    named = read_architecture(config["name"])  # None of a model that open_clip has no name for
+    if "logit_bias" in tensors and named and named.get("init_logit_bias") is None:
+        bare = {name: x for name, x in tensors.items() if name != "logit_bias"}
+        write_model(folder / WITHOUT_BIAS, bare, folder / CONFIG, about)
+    write_model(folder / WEIGHTS[0], tensors, folder / CONFIG, about)  # last: the configuration has its digest
+    return folder
+
+
+def _plain_state(state: dict[str, Tensor], architecture: dict) -> dict[str, Tensor] | None:
+    """The state under the names of open_clip's plain `CLIP`, which has its text tower's parameters at the top.
+
+    None for architectures that are no plain CLIP in open_clip. `CustomTextCLIP` reads these names too.
+    """
+    options = {key: value for key, value in architecture.items() if key != "custom_text"}
+    if architecture.get("custom_text") or "multimodal_cfg" in options or "hf_model_name" in options["text_cfg"]:
+        return None
+    with torch.device("meta"):
+        expected = set(CLIP(**options).state_dict())
+    renamed = {name.removeprefix("text."): x for name, x in state.items()}
+    return renamed if set(renamed) == expected else None

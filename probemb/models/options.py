@@ -1,0 +1,226 @@
+"""Options of a model, declared once: `create_model`'s keywords, the trainers' `model` options, config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from probemb.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from probemb.models.dual_encoder import DualEncoder
+
+Head = Literal["clip", "gpo", "pie", "mlp", "average"]
+Uncertainty = Literal["branch", "token", "prolip-code"]
+Layers = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Towers:
+    """The towers (see probemb.models.create_model).
+
+    Args:
+        name: one of open_clip's models, or one of the project's own (probemb/models/configs).
+        pretrained: an open_clip tag, a file or folder of open_clip weights, or a run of `pretrain`; empty for random
+            weights.
+        head: clip (the tower's own pooling), gpo (pooling over tokens), pie (and attention), mlp or average.
+        embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
+        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
+            tower and 1 of the text tower; empty for 1, and 0 where a method has none. Of a branch alone.
+        uncertainty: what the variance is read from: branch (PCME++), token (an uncertainty token beside the class
+            token, ProLIP) or prolip-code (for ProLIP's published weights).
+        vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
+            training data or above.
+        word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
+        image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
+        crop_pct: share of an image's shorter side that evaluation's centre crop keeps: 0.875 for 224 of 256 pixels;
+            empty for the pretrained run's, or 1.
+        lock_image: freeze the image tower's trunk; its heads train.
+        batch_norm: statistics that batch norms normalise by in training: batch (of all ranks), frozen (the stored ones)
+            or auto: batch in a tower that starts from random weights, frozen in a pretrained or locked one.
+    """
+
+    name: str = "ViT-B-16"
+    pretrained: str | None = None
+    head: Head = "clip"
+    embed_dim: int | None = None
+    n_unc_layers: Layers | None = None
+    uncertainty: Uncertainty = "branch"
+    vocabulary: str | None = None
+    word_vectors: str | None = None
+    image_weights: str | None = None
+    crop_pct: float | None = None
+    lock_image: bool = False
+    batch_norm: Literal["auto", "batch", "frozen"] = "auto"
+
+    @property
+    def origin(self) -> str:
+        """Description of the weights that the towers start from."""
+        if self.image_weights:
+            return f"image weights {self.image_weights}, texts from random weights"
+        return self.pretrained or "random weights"
+
+    def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
+        """The model, on the CPU; the same on every rank. Word vectors are not filled in, and nothing is locked yet.
+
+        Args:
+            data: paths of the training data, beside which a vocabulary may lie.
+            loss: options of the objective, whose `scale` and `shift`, if any, are the model's initial ones.
+            texts: whose words are the vocabulary, if none is named, instead of a file's beside the data.
+            more: further `ModelOptions`, or other values.
+        """
+        from probemb.models.create import create_model, vocabulary_for
+
+        options = {field.name: getattr(self, field.name) for field in fields(Towers)}
+        if self.lock_image and self.batch_norm == "auto":
+            options["batch_norm"] = "frozen"
+        options |= {"word_vectors": None, "lock_image": False}
+        options["vocabulary"] = vocabulary_for(self.name, self.vocabulary, self.pretrained, data, texts)
+        scalars = {"init_scale": getattr(loss, "scale", 1.0), "init_shift": getattr(loss, "shift", 1.0)}
+        return create_model(**options | scalars | more)
+
+
+@dataclass(frozen=True)
+class ModelOptions(Towers):
+    """Everything that `create_model` takes; a method or an objective decides what `Towers` lacks.
+
+    Args:
+        image_size: pixels, if not the configuration's; position embeddings are resized.
+        grad_checkpointing: trade time for memory in all blocks.
+        init_scale, init_shift: a and b of the match probability; None for those of the run in `pretrained`, else 5.
+        init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias; None for those of
+            `pretrained`, or of the architecture (then a bias of -10 if it has none).
+        vocabulary: words, or a vocabulary file.
+        probabilistic: False for a point model: no uncertainty branch, and every log_var is POINT_LOG_VAR, so that
+            ranking by CSD is ranking by cosine.
+        n_embeddings: K embeddings of every item, of head pie.
+        pooling: sizes of the head: code_dim and hidden_dim (gpo), hidden_dim and project (pie), layers (mlp).
+        uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
+        unit_features: head clip reads the log-variance from features of unit length (probabilistic VSE++).
+        covariance: "ellipsoidal", "spherical-mean" (the mean of the predicted variances, in every dimension) or
+            "spherical" (one predicted value). Source: Probabilistic VSE++/VSRN §4.2.
+        log_var_range: bounds of the predicted log-variances, such as (log 0.1, log 10); beyond them is no gradient.
+        log_var_start: where the log-variances start; None for -log D. ProLIP's is -10.
+        match: what the loss trains: "distance", a and b of CSD; "samples", those of PCME's sampled form; "cosine", the
+            inverse temperature and logit_bias (SigLIP, ProLIP), see `DualEncoder.match_scalars`; "none", neither.
+        max_logit_scale: ceiling of exp(logit_scale), None for none.
+        temperature_trained: whether the loss trains the inverse temperature.
+        ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
+        attention: fields of `CrossAttention`, of a model that is ranked by it.
+        composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
+        composed_ranking: by which its compositions are trained to rank.
+        objective: the name of the loss, for people.
+
+    Raises:
+        UserError: values of a wrong type or range, or that do not go together.
+    """
+
+    vocabulary: str | Path | Sequence[str] | None = None
+    image_size: int | None = None
+    grad_checkpointing: bool = False
+    init_scale: float | None = 1.0
+    init_shift: float | None = 1.0
+    init_logit_scale: float | None = None
+    init_logit_bias: float | None = None
+    probabilistic: bool = True
+    n_embeddings: int = 1
+    pooling: dict | None = None
+    uncertainty_bias: bool = True
+    unit_features: bool = False
+    covariance: Literal["ellipsoidal", "spherical-mean", "spherical"] = "ellipsoidal"
+    log_var_range: tuple[float, float] | None = None
+    log_var_start: float | None = None
+    match: Literal["distance", "samples", "cosine", "none"] = "distance"
+    max_logit_scale: float | None = 100.0  # CLIP's
+    temperature_trained: bool = True
+    ranking: str = "csd"
+    attention: dict | None = None
+    composer: str | None = None
+    composed_ranking: Literal["cosine", "density"] = "cosine"
+    objective: str | None = None
+
+    def __post_init__(self):
+        hints = get_type_hints(ModelOptions)
+        for key in SAVED:
+            value, hint = getattr(self, key), hints[key]
+            if not _fits(value, hint):
+                choices = get_args(hint) if get_origin(hint) is Literal else ()
+                declared = next(field.type for field in fields(self) if field.name == key)
+                remedy = f"Choose {', '.join(choices)}." if choices else f"Its type is {declared}."
+                raise UserError(f"The model's {key} is {value!r}.{nearest(str(value), choices)}", remedy)
+        positive = "embed_dim", "n_embeddings", "max_logit_scale", "init_logit_scale"
+        wrong = [
+            (key, "a number above 0") for key in positive if (value := getattr(self, key)) is not None and value <= 0
+        ]
+        low, high = self.log_var_range or (0, 1)
+        wrong += [("n_unc_layers", "0 or more")] * (min(self.layers) < 0)
+        wrong += [("log_var_range", "two numbers in ascending order, such as [-2.303, 2.303]")] * (low >= high)
+        wrong += [("crop_pct", "a number from 0.1 to 1")] * (not 0.1 <= (self.crop_pct or 1) <= 1)
+        for key, remedy in wrong:
+            raise UserError(f"The model's {key} is {getattr(self, key)}.", f"Give {remedy}.")
+        has_branch, branch_layers = self.uncertainty == "branch", any(self.layers) and self.n_unc_layers is not None
+        point = not self.probabilistic
+        for impossible, what, remedy in (
+            (self.n_embeddings > 1 and self.head != "pie", "n_embeddings above 1 is for head pie", "choose that head"),
+            (not has_branch and branch_layers, "n_unc_layers is of an uncertainty branch", "leave n_unc_layers out"),
+            (not has_branch and point, "uncertainty is of a probabilistic model", "leave uncertainty out"),
+            (self.uncertainty == "prolip-code" and self.head != "clip", "ProLIP's code has head clip", "choose clip"),
+            (point and branch_layers, "a point model has no uncertainty branch", "leave n_unc_layers out"),
+            (
+                point and (self.covariance != "ellipsoidal" or self.log_var_range is not None),
+                "a point model has no variances",
+                "leave covariance and log_var_range out",
+            ),
+        ):
+            if impossible:
+                raise UserError(f"The model's options do not go together: {what}.", f"{remedy.capitalize()}.")
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Blocks in the uncertainty branch of the image and of the text tower."""
+        n = self.n_unc_layers
+        if n is None:
+            n = int(self.probabilistic and self.uncertainty == "branch")
+        return (n, n) if isinstance(n, int) else tuple(n)
+
+    @property
+    def log_var_width(self) -> int:
+        """Number of log-variances that are predicted per embedding."""
+        return 1 if self.covariance == "spherical" else self.embed_dim
+
+    @property
+    def log_var_mean(self) -> float:
+        """Log-variance of a new model: `log_var_start`, or -log D, or the middle of a range that leaves that out.
+
+        At -log D an item's variances sum to 1, so that distances start near |mean - mean|² <= 4 for every D.
+        """
+        start = -math.log(self.embed_dim) if self.log_var_start is None else self.log_var_start
+        if self.log_var_range is None or self.log_var_range[0] < start < self.log_var_range[1]:
+            return start
+        return sum(self.log_var_range) / 2
+
+
+SAVED = (  # in config.json, beside "name", "architecture" and "preprocess"
+    *("head", "embed_dim", "n_unc_layers", "probabilistic", "n_embeddings", "ranking", "attention", "composer"),
+    *("composed_ranking", "objective", "match", "max_logit_scale", "temperature_trained", "covariance"),
+    *("log_var_range", "uncertainty", "unit_features", "log_var_start", "uncertainty_bias", "pooling"),
+)
+DEFAULTS = {field.name: field.default for field in fields(ModelOptions) if field.name in SAVED}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """True if a value is of a declared type; lists stand for tuples, as in JSON, and every number is finite."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint

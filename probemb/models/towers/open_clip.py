@@ -1,0 +1,433 @@
+"""open_clip's own transformers and ResNets, with an uncertainty branch or token.
+
+PCME++ §3.3 ("branch"): all blocks but the last `n_unc_layers` are shared. Behind them the mean branch goes on with the
+tower's own last blocks and the uncertainty branch with blocks of its own, so that the trunk is computed once:
+
+    tokens ─ block 1 … block L−u ─┬─ block L−u+1 … block L ── mean head ──── mean
+                                  └─ u blocks of its own ──── log_var head ─ log_var
+
+ProLIP §3.1 ("token"): one more token, [UNC], passes through all blocks, and the log-variance is read from it:
+
+    tokens, [UNC] ─ block 1 … block L ─ last norm ─┬─ pooling ─ mean head ──── mean
+                                                   └─ [UNC] ─── log_var head ─ log_var
+
+A tower takes over an open_clip tower's parameters under their own names (`conv1`, `transformer.resblocks.0`, …). [UNC]
+is one vector of its own behind all other tokens, its position included, so that these stand as in open_clip's tower.
+"prolip-code" is the token with the public code's deviations from the paper, which its published weights need: a text's
+log-variance is a map of its mean before that is normalised, the image's class token passes its last norm twice, and
+padding takes part in texts.
+Shapes: B items, T tokens, L text positions, W width of the tower, D embedding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from open_clip.modified_resnet import ModifiedResNet
+from open_clip.transformer import TextTransformer, Transformer, VisionTransformer, text_global_pool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from probemb.errors import UserError
+from probemb.gaussian import at_least_float32
+from probemb.models.architectures import stock_image_tower, stock_text_tower
+from probemb.models.encoder import BothFeatures, Encoder, Place
+from probemb.models.heads import Features, full_precision, length_mask
+from probemb.models.options import ModelOptions
+from probemb.models.towers.branch import check_n_unc_layers
+from probemb.models.towers.parts import Parts, take_parts, take_tokens
+
+TEXT_TOKEN_STD = 0.01  # of open_clip's class token of a text
+STAGES = ("layer1", "layer2", "layer3", "layer4")  # of a ResNet
+
+
+class TransformerTower(Encoder):
+    """Blocks in two branches, or in one with an uncertainty token.
+
+    Attributes:
+        uncertainty_transformer: the branch's blocks (maybe none); None with a token, and in a point model.
+        uncertainty_token: (W,), None without one.
+    """
+
+    transformer: Transformer
+    uncertainty_transformer: Transformer | None
+    uncertainty_token: nn.Parameter | None
+    stem_prefixes = ("conv1.", "class_embedding", "cls_emb", "positional_embedding", "token_embedding.", "ln_pre.")
+
+    def take_over(self, stock: nn.Module, branch: Transformer | None, o: ModelOptions, std: float) -> None:
+        """Share every parameter, buffer, module and setting of an open_clip tower, not to be used any more.
+
+        Args:
+            branch: the uncertainty branch's blocks, or None.
+            std: of the numbers that [UNC] starts from.
+        """
+        nn.Module.__init__(self)
+        self.__dict__.update(stock.__dict__)
+        self.uncertainty_transformer = branch
+        self.published = o.uncertainty == "prolip-code"
+        width = self.transformer.width
+        self.uncertainty_token = None if o.uncertainty == "branch" else nn.Parameter(std * torch.randn(width))
+        names = "transformer.resblocks", "uncertainty_transformer.resblocks"
+        blocks = self.transformer.resblocks, branch.resblocks if branch else ()
+        self.blocks, self.branch_blocks = ([f"{name}.{i}" for i in range(len(x))] for name, x in zip(names, blocks))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute every block in the backward pass."""
+        self.transformer.grad_checkpointing = enable
+
+    def place(self, name: str) -> Place:
+        """[UNC] is in the branch."""
+        return Place("branch") if name == "uncertainty_token" else super().place(name)
+
+    def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Last tokens of the mean and of the uncertainty branch, each (B, T, W); None without that branch."""
+        blocks = self.transformer.resblocks
+        if self.uncertainty_transformer is None:
+            return self._run(blocks, x, attn_mask), None
+        own = self.uncertainty_transformer.resblocks
+        shared = self._run(blocks[: len(blocks) - len(own)], x, attn_mask)
+        return self._run(blocks[len(blocks) - len(own) :], shared, attn_mask), self._run(own, shared, attn_mask)
+
+    def _run(self, blocks: nn.ModuleList, x: Tensor, attn_mask: Tensor | None) -> Tensor:
+        for block in blocks:
+            if self.transformer.grad_checkpointing:
+                x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
+            else:
+                x = block(x, attn_mask=attn_mask)
+        return x
+
+    def _with_uncertainty_token(self, x: Tensor) -> Tensor:
+        """(B, T, W) -> (B, T + 1, W), [UNC] behind the others; unchanged in a tower without one."""
+        if self.uncertainty_token is None:
+            return x
+        return torch.cat([x, self.uncertainty_token.to(x.dtype).expand(len(x), 1, -1)], 1)
+
+
+def first_blocks(small: nn.Module, n: int) -> Transformer:
+    """The n blocks of a small stock tower, drawn as open_clip draws those of a whole one; the rest is dropped."""
+    small.transformer.resblocks = small.transformer.resblocks[:n]
+    return small.transformer
+
+
+def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    """pooled @ projection + bias in at least float32, also under autocast."""
+    with full_precision(pooled_BW):
+        projection_WD = at_least_float32(projection_WD)
+        out = pooled_BW.to(projection_WD.dtype) @ projection_WD
+        return out if bias_D is None else out + bias_D
+
+
+# ------------------------------------------------------------------------------------------------- vision transformer
+
+
+class ImageTransformer(TransformerTower, VisionTransformer):
+    """An open_clip vision transformer; see `TransformerTower.take_over`."""
+
+    def __init__(self, stock: VisionTransformer, branch: Transformer | None, o: ModelOptions):
+        width = stock.transformer.width
+        self.take_over(stock, branch, o, std=width**-0.5)
+        if o.head != "clip":  # other heads read the raw tokens
+            self.ln_post, self.proj, self.attn_pool = nn.Identity(), None, None
+        self.add_heads(o, width, width, own_projection=True)
+
+    @property
+    def n_tokens(self) -> int:
+        """T, the class token included."""
+        height, width = self.grid_size  # not the positions' shape: ZeRO-3 takes parameters away between two passes
+        return height * width + 1
+
+    def features(self, pixels: Tensor) -> BothFeatures:
+        """(B, 3, H, W) -> features with T tokens, the class token first.
+
+        The branch's are neither normalised nor pooled by attention: PCME++ has no norm there. [UNC] is normalised.
+        """
+        return self._features_of(self._embed(pixels, None))
+
+    def parts(self, pixels: Tensor) -> Parts:
+        """Every patch, row by row, may be dropped."""
+        optional = torch.ones(len(pixels), self.n_tokens - 1, dtype=torch.bool, device=pixels.device)
+        return Parts(optional, torch.zeros_like(optional))
+
+    def features_of_parts(self, pixels: Tensor, kept: Tensor) -> BothFeatures:
+        """`features` with the class token and n patches, which keep their positions. All images keep n: no -1."""
+        return self._features_of(self._embed(pixels, kept))
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """CLIP's projection."""
+        return project(pooled, self.proj)
+
+    def _embed(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
+        """Input of the first block: class token, T - 1 or n patches, maybe [UNC]."""
+        patches = self.conv1(self.normalized(pixels, self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
+        positions = self.positional_embedding.to(patches.dtype)
+        patches = patches + positions[1:]
+        class_token = (self.class_embedding.to(patches.dtype) + positions[0]).expand(len(patches), 1, -1)
+        if kept is not None:
+            tokens = torch.cat([class_token, take_parts(patches, kept)], 1)
+        else:
+            tokens = self.patch_dropout(torch.cat([class_token, patches], 1))
+        return self.ln_pre(self._with_uncertainty_token(tokens))
+
+    def _features_of(self, tokens: Tensor) -> BothFeatures:
+        """The blocks and the pooling."""
+        mean_tokens, unc_tokens = self._branches(tokens)
+        if self.uncertainty_token is not None:
+            mean_tokens, unc_tokens = mean_tokens[:, :-1], self.ln_post(mean_tokens[:, -1:])
+        pooled = self._pool(mean_tokens)[0]
+        if self.published:
+            pooled = self.ln_post(pooled)
+        mean = Features(mean_tokens, pooled if pooled.ndim == 2 else pooled.mean(1))
+        if unc_tokens is None:
+            return mean, None
+        average = self.pool_type == "avg" and self.uncertainty_token is None
+        return mean, Features(unc_tokens, unc_tokens[:, 1:].mean(1) if average else unc_tokens[:, 0])
+
+
+def image_transformer(
+    architecture: dict, o: ModelOptions, n_unc_layers: int, stock: VisionTransformer | None
+) -> ImageTransformer:
+    """A tower of open_clip's configuration. Raises UserError: an uncertainty token beside attention pooling."""
+    vision, with_token = architecture["vision_cfg"], o.uncertainty != "branch"
+    check_n_unc_layers(n_unc_layers, vision.get("layers", 12), "image")
+    if with_token and vision.get("attentional_pool"):
+        raise UserError(
+            "The image tower pools by attention (as CoCa's do), so an uncertainty token would have no norm behind it.",
+            "Set uncertainty to branch, or choose another architecture, such as ViT-B-16.",
+        )
+    stock = stock or stock_image_tower(architecture)
+    patch = vision.get("patch_size", 16)
+    small = {**vision, "layers": max(n_unc_layers, 1), "image_size": patch, "attentional_pool": False}
+    branch = None
+    if o.probabilistic and not with_token:
+        branch = first_blocks(stock_image_tower({**architecture, "embed_dim": 1, "vision_cfg": small}), n_unc_layers)
+    return ImageTransformer(stock, branch, o)
+
+
+# --------------------------------------------------------------------------------------------------- text transformer
+
+
+class TextTransformerTower(TransformerTower, TextTransformer):
+    """An open_clip text transformer; see `TransformerTower.take_over`.
+
+    With a token a text is its words, maybe a class token, and [UNC]. Padding is hidden from all of them. A class token
+    behind the text (CoCa's, ProLIP's) is what is pooled and takes no part as a token.
+    """
+
+    def __init__(self, stock: TextTransformer, branch: Transformer | None, o: ModelOptions):
+        self.take_over(stock, branch, o, TEXT_TOKEN_STD)
+        if o.head != "clip":
+            self.text_projection = None
+        unc_widths = (self.width, o.embed_dim) if self.published else None
+        self.add_heads(o, self.width, self.width, own_projection=True, unc_widths=unc_widths)
+
+    def features(self, tokens: Tensor) -> BothFeatures:
+        """(B, L) int64, L at most the context length -> features with L tokens.
+
+        The mean's, and [UNC], pass through the tower's last norm (`ln_final`), the branch's do not.
+        """
+        return self._features_of(tokens, self.positional_embedding[: tokens.shape[1]])
+
+    @property
+    def required_parts(self) -> int:
+        """A start and an end token, in towers that look for the end."""
+        return 2 if self._ends else 0
+
+    def parts(self, tokens: Tensor) -> Parts:
+        """The tokens between a text's start and its end may be dropped; all words, of tokenizers without these.
+
+        Raises:
+            UserError: padding takes part in the text (SigLIP's, CLIPA's), so that its length is no number of words.
+        """
+        if self.cls_emb is None and not self._ends:
+            raise UserError(
+                "The text tower pools its last position, be it a word or padding, so texts have no parts.",
+                "Leave masked inclusion out, or choose a text tower that pools the end token, such as ViT-B-16's.",
+            )
+        there = self.text_mask(tokens)
+        if not self._ends:
+            return Parts(there, torch.zeros_like(there))
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = (position == 0) | (position == there.sum(1, keepdim=True) - 1)
+        return Parts(there & ~ends, there & ends)
+
+    def features_of_parts(self, tokens: Tensor, kept: Tensor) -> BothFeatures:
+        """`features` with n tokens, which keep their positions."""
+        ids, positions = take_tokens(tokens, kept, self.pad_id), self.positional_embedding[kept.clamp(min=0)]
+        there = take_parts(self.text_mask(tokens), kept) & (kept >= 0) if not self.published else kept >= 0
+        return self._features_of(ids, positions, there)
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """CLIP's projection, a matrix or a linear layer."""
+        if self.text_projection is None:
+            return at_least_float32(pooled)
+        if isinstance(self.text_projection, nn.Linear):
+            return project(pooled, self.text_projection.weight.T, self.text_projection.bias)
+        return project(pooled, self.text_projection)
+
+    def text_mask(self, tokens: Tensor) -> Tensor:
+        """True up to and including each text's end token, (B, L) bool; without one, of all that is no padding, or the
+        first token of an empty text.
+        """
+        if self.pool_type == "argmax":  # the end token has the highest id
+            return length_mask(tokens.argmax(dim=-1) + 1, tokens.shape[1])
+        if self.pool_type == "eos":
+            return length_mask((tokens == self.eos_id).int().argmax(dim=-1) + 1, tokens.shape[1])
+        there = tokens != self.pad_id
+        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        return there | (first & ~there.any(1, keepdim=True))
+
+    def trim(self, tokens: Tensor) -> Tensor:
+        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
+
+        Leaves texts alone that see their padding (blocks that are not causal, as CLIPA's; a class token behind them;
+        the public code of ProLIP).
+        """
+        hidden = self._hides_padding
+        if not hidden and (self.attn_mask is None or self.cls_emb is not None or not self._ends):
+            return tokens
+        position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        there = self.text_mask(tokens) if hidden else tokens != self.pad_id  # the end token is no padding
+        return tokens[:, : max(1, int((position * there).max()))]
+
+    @property
+    def _ends(self) -> bool:
+        return self.pool_type in ("argmax", "eos")
+
+    @property
+    def _hides_padding(self) -> bool:
+        """Beside [UNC], except where the mean is of a position that may be padding, and in the public code."""
+        with_token = self.uncertainty_token is not None and not self.published
+        return with_token and (self.cls_emb is not None or self._ends)
+
+    def _features_of(self, tokens: Tensor, positions: Tensor, there: Tensor | None = None) -> BothFeatures:
+        """Of tokens (B, L) at positions (L, W) or (B, L, W); `there`: (B, L), those that [UNC]'s tower shows."""
+        kind = self.transformer.get_cast_dtype()
+        x = self.token_embedding(tokens).to(kind) + positions.to(kind)
+        if self.cls_emb is not None:
+            class_token = self.cls_emb.to(kind) + self.positional_embedding[self.context_length].to(kind)
+            x = torch.cat([x, class_token.expand(len(x), 1, -1)], 1)
+        x = self._with_uncertainty_token(x)
+        mean_x, unc_x = self._branches(x, self._attention_mask(tokens, x, there))
+        mean_x, mask = self.ln_final(mean_x), self.text_mask(tokens) if there is None else there
+        if self.uncertainty_token is None:
+            return self._pooled(mean_x, tokens, mask), None if unc_x is None else self._pooled(unc_x, tokens, mask)
+        mean, unc_x = self._pooled(mean_x[:, :-1], tokens, mask), mean_x[:, -1:]
+        return mean, Features(unc_x, self.project(mean.pooled) if self.published else unc_x[:, 0])
+
+    def _attention_mask(self, tokens: Tensor, x: Tensor, there: Tensor | None) -> Tensor | None:
+        """open_clip's, for a sequence of this length; with [UNC], one that hides padding."""
+        length = x.shape[1]
+        if self.uncertainty_token is not None:
+            if there is None and self._hides_padding:
+                there = self.text_mask(tokens)
+            return None if there is None else self._hide(~there, x)
+        mask = None if self.attn_mask is None else self.attn_mask[:length, :length]
+        if self.use_pad_mask or self.cls_emb is not None:
+            padding = self._build_additive_mask(tokens, length, x.dtype)
+            mask = padding if mask is None else mask + padding
+        return mask
+
+    def _hide(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """The additive mask (B · heads, S, S) that hides tokens (B, L), and those to come in a causal tower."""
+        length = x.shape[1]
+        hidden = nn.functional.pad(hidden, (0, length - hidden.shape[1]))[:, None].expand(-1, length, -1)
+        if self.attn_mask is not None:
+            hidden = hidden | torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill(hidden, -torch.inf)
+        return mask.repeat_interleave(self.heads, 0)
+
+    def _pooled(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Features:
+        if self.cls_emb is not None:
+            return Features(x[:, :-1], x[:, -1], mask)
+        return Features(x, text_global_pool(x, tokens, self.pool_type, self.eos_id), mask)
+
+
+def text_transformer(
+    architecture: dict, o: ModelOptions, n_unc_layers: int, stock: TextTransformer | None
+) -> TextTransformerTower:
+    """A tower of open_clip's configuration."""
+    text = architecture["text_cfg"]
+    layers = text.get("layers", 12)
+    check_n_unc_layers(n_unc_layers, layers, "text")
+    stock = stock or stock_text_tower(architecture)
+    small = {**text, "layers": max(n_unc_layers, 1), "vocab_size": 1, "context_length": 1}
+    branch = None
+    if o.probabilistic and o.uncertainty == "branch":
+        branch = first_blocks(stock_text_tower({**architecture, "embed_dim": 1, "text_cfg": small}), n_unc_layers)
+        with torch.no_grad():
+            # open_clip scales the text blocks' output matrices by 1/√(number of blocks): here that of the whole tower.
+            for block in branch.resblocks:
+                for linear in (block.attn.out_proj, block.mlp.c_proj):
+                    linear.weight.mul_(math.sqrt(n_unc_layers / layers))
+    return TextTransformerTower(stock, branch, o)
+
+
+# ------------------------------------------------------------------------------------------------------------- ResNet
+
+
+class ImageResNet(Encoder, ModifiedResNet):
+    """An open_clip ResNet (RN50 to RN50x64); tokens are the places of its feature map.
+
+    Args:
+        stock: the tower whose parameters this one takes over; not to be used any more.
+        own_stages: the uncertainty branch's stages (possibly none); None for a point model.
+    """
+
+    def __init__(self, stock: ModifiedResNet, own_stages: list[nn.Module] | None, o: ModelOptions):
+        nn.Module.__init__(self)
+        self.__dict__.update(stock.__dict__)
+        self.uncertainty_stages = None if own_stages is None else nn.ModuleList(own_stages)
+        self.blocks, self.branch_blocks = STAGES, [f"uncertainty_stages.{i}" for i in range(len(own_stages or ()))]
+        self.n_tokens = (self.image_size // 32) ** 2
+        self.image_size = (self.image_size, self.image_size)
+        width = self.layer4[-1].conv3.out_channels
+        if o.head == "clip":  # the only one that keeps the attention pooling, which projects to D
+            self.add_heads(o, width, o.embed_dim, own_projection=True, unc_widths=(width, width))
+        else:
+            self.attnpool = None
+            self.add_heads(o, width, width)
+        self.train(self.training)
+
+    def features(self, pixels: Tensor) -> BothFeatures:
+        """(B, 3, H, W) -> features; pooled by attention for the mean, by the average for the log-variance."""
+        x = self.stem(self.normalized(pixels, self.conv1.weight.dtype))
+        own = self.uncertainty_stages
+        first = len(STAGES) - len(own or ())
+        for i, name in enumerate(STAGES):
+            if i == first:
+                start = x
+            x = getattr(self, name)(x)
+        tokens = x.flatten(2).transpose(1, 2)  # (B, T, W)
+        mean = Features(tokens, tokens.mean(1) if self.attnpool is None else self.attnpool(x))
+        if own is None:
+            return mean, None
+        if len(own) == 0:
+            start = x
+        for stage in own:
+            start = stage(start)
+        unc_tokens = start.flatten(2).transpose(1, 2)
+        return mean, Features(unc_tokens, unc_tokens.mean(1))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Nothing: open_clip's ResNets keep their activations."""
+
+    def in_stem(self, name: str) -> bool:
+        """True for what is neither in a stage nor in the attention pooling."""
+        return self.place(name) == ("trunk", 0) and not name.startswith("attnpool.")
+
+
+def image_resnet(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None) -> ImageResNet:
+    """A tower of open_clip's configuration."""
+    check_n_unc_layers(n_unc_layers, len(STAGES), "image")
+    size = architecture["vision_cfg"].get("image_size", 224)
+    if size % 32:
+        raise UserError(
+            f"A ResNet of open_clip does not take images of {size} pixels.", "Set image_size to a multiple of 32."
+        )
+    stock = stock or stock_image_tower(architecture)
+    own = [] if o.probabilistic else None
+    if n_unc_layers and o.probabilistic:
+        fresh = stock_image_tower(architecture)
+        own = [getattr(fresh, name) for name in STAGES[-n_unc_layers:]]
+    return ImageResNet(stock, own, o)
