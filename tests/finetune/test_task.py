@@ -11,7 +11,7 @@ from finetune.augment import draw_mix
 from finetune.data import Loader, Pairs
 from finetune.task import Moment, PairTask
 from probemb.data.captions.find import find_captions
-from probemb.models import create_model, create_tokenizer, create_transforms
+from probemb.models import Encoded, create_model, create_tokenizer, create_transforms
 from tests.finetune.trainers import BATCH, configured, make_trainer
 from tests.ranks import run_ranks
 
@@ -24,7 +24,8 @@ def mixed(rank, world, few, words):
     trainer = make_trainer(configured("pcmepp", few, *more, *words))
     pairs = next(trainer.loader.epoch(0))
     (images, _, _), mix = trainer.task.inputs(pairs, trainer.model, 0)
-    embedded = [torch.zeros(len(images), 8, dtype=torch.float64)] * 4
+    zeros = torch.zeros(len(images), 8, dtype=torch.float64)
+    embedded = [{"mean": zeros, "log_var": zeros}] * 2
     batch = trainer.task.gather(embedded, pairs, mix, Moment(0, 0))
     return images.numpy(), batch.image_index.numpy(), batch.match.numpy(), [x.numpy() for x in mix]
 
@@ -69,7 +70,9 @@ def test_captions_of_the_class_match(positives, birds):
     data = trainer.task.train
     trainer.task.train = replace(data, classes=["red circle", "blue square"] * (len(data) // 2))
     pairs = next(Loader(trainer.task.rows()).epoch(0))
-    batch = trainer.task.gather([torch.zeros(24, 4)] * 4, pairs, None, Moment(0, 0))
+    batch = trainer.task.gather(
+        [{"mean": torch.zeros(24, 4), "log_var": torch.zeros(24, 4)}] * 2, pairs, None, Moment(0, 0)
+    )
     key = pairs.image_index % 2 if positives == "class" else pairs.image_index
     assert torch.equal(batch.match, (key[:, None] == key[None, :]).float())
     assert 24 < (pairs.image_index[:, None] % 2 == pairs.image_index[None, :] % 2).sum() < 24 * 24
@@ -149,7 +152,7 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(queries):
     model = trainer.model.eval()
     with torch.no_grad():
         image, text = model.encode_image(images), model.encode_text(tokens)
-        embedded = (image.mean, image.log_var, text.mean, text.log_var)
+        embedded = [Encoded(image).tensors(), Encoded(text).tensors()]
         batch = trainer.task.gather(embedded, given, None, Moment(0, 0))
     n = len(given.part_rows)
     assert batch.texts is None
@@ -178,7 +181,7 @@ def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):
     )  # fmt: skip
     (images, tokens, _), _ = trainer.task.inputs(given, trainer.model, 0)
     image, text = trainer.model.encode_image(images), trainer.model.encode_text(tokens)
-    embedded = image.mean, image.log_var, text.mean, text.log_var
+    embedded = [Encoded(image).tensors(), Encoded(text).tensors()]
     trainer.objective.loss(trainer.task.gather(embedded, given, None, Moment(0, 0)), trainer.model).loss.backward()
     grads = [p.grad for name, p in trainer.model.text.named_parameters() if p.requires_grad]
     assert all(grad is not None and not grad.any() for grad in grads)

@@ -115,7 +115,7 @@ def test_wrong_weight_files(tmp_path):
     for file, what in {
         "pickled_module.pt": r"holds a Python object, open_clip\.model\.CLIP, which is not loaded",
         "other.pt": "another model .*another shape: visual.class_embedding",
-        "cut.pt": r"\(its archive is damaged or cut short\)",
+        "cut.pt": r"\(it is damaged or cut short\)",
         "garbage.safetensors": "cannot be read",
     }.items():
         with pytest.raises(UserError, match=what) as error:
