@@ -27,8 +27,8 @@ from PIL import Image
 
 from probemb.data import scenes
 from probemb.data.compositions import sample_tuples
-from probemb.data.compositions.lists import FILES
 from probemb.data.compositions.shards import CATEGORIES, read_concept_shards
+from probemb.data.compositions.tuples import COMBINATIONS
 from probemb.data.scenes import composed
 from probemb.data.scenes.predicates import Caption, Mention
 from probemb.data.scenes.world import Scene
@@ -346,6 +346,6 @@ def write_combinations(folder: Path, seed: int) -> None:
     found = read_concept_shards(folder, seed)
     for k in (2, 3, 4):
         drawn = sample_tuples(found, k, seed, impossible=composed.impossible_pairs(seed))
-        for name in FILES if k == 2 else ["seen"]:
+        for name in COMBINATIONS if k == 2 else ["seen"]:
             rows = drawn[name].tolist()
-            write(FILES[name].format(k), [[concept + 1 for concept in row] for row in rows])
+            write(COMBINATIONS[name].file.format(k), [[concept + 1 for concept in row] for row in rows])

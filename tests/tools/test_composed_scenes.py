@@ -29,7 +29,8 @@ def test_concepts_are_those_of_the_objects_and_the_camera():
 def test_shards_say_what_the_pictures_show(composed_scenes):
     found = read_concept_shards(composed_scenes / "compositions", 0)
     assert [found.splits.count(split) for split in ("train", "val", "test")] == [800, 200, 200]
-    held, everyone = found.holdings(), [*scenes("train", 800), *scenes("val", 200), *scenes("test", 200)]
+    held, names = found.holdings(), list(found.concepts.values())
+    everyone = [*scenes("train", 800), *scenes("val", 200), *scenes("test", 200)]
     assert [one.tolist() for one in held.of_image] == [scene_concepts(one) for one in everyone]
     drawn = np.asarray(render(everyone[0], 32)).astype(int)
     assert np.abs(np.asarray(found.images.open(0)).astype(int) - drawn).mean() < 12  # JPEG
@@ -42,7 +43,7 @@ def test_shards_say_what_the_pictures_show(composed_scenes):
                         crop.box[3], other[3]
                     ) <= max(crop.box[1], other[1])
             else:
-                [place] = [i for i, t in enumerate(one.things) if f"{t.colour} {t.shape}" == found.concepts[concept]]
+                [place] = [i for i, t in enumerate(one.things) if f"{t.colour} {t.shape}" == names[concept]]
                 np.testing.assert_allclose(crop.box, boxes(one, 32)[place], atol=2e-3)
 
 

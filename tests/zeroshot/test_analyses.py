@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from probemb.data.boxes import find_phrases
-from probemb.data.boxes.visual_genome import crop_triplets
+from probemb.data.boxes import crop_triplets, find_phrases
 from probemb.data.captions.find import find_captions
 from probemb.data.scenes import scene
 from tests.world import jpeg

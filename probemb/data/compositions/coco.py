@@ -85,7 +85,7 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
     beside = [file.parent, file.parent.parent, file.parent / folder, file.parent.parent / folder]
     names = [(files[one], f"{folder}/{files[one]}") for one in chosen]
     located = all_located(locate(names, ids, file, images, beside))
-    return ConceptImages.of(located, ids, held, categories, draw_splits(ids, seed, test), file)
+    return ConceptImages(located, ids, held, categories, draw_splits(ids, seed, test), file)
 
 
 def read_sizes(file: Path) -> dict[int, tuple[int, int]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -136,7 +137,8 @@ def _named(place: Place, box: Box | None) -> Place:
 
 # ------------------------------------------------------------------------------------------------------------ images
 
-Held = tuple[Sequence[int], Sequence[tuple[int, Box]] | None]  # concepts, and boxes of single objects; None: unknown
+WHOLE = (np.nan,) * 4
+Held = tuple[Sequence[int], Sequence[tuple[int, Box]] | None]
 
 
 @dataclass(frozen=True)
@@ -145,84 +147,58 @@ class ConceptImages:
 
     Attributes:
         images: where they lie; names: of each, unique; splits: of each, one of SPLITS.
-        concepts: the text of each of C concepts; concept_ids: their numbers in the data, such as COCO's.
-        pairs: (P, 2) int64, (image, concept).
-        crop_pairs, crop_boxes: (M, 2) int64, (image, concept) of what image queries are cut from, and (M, 4) float32
-            boxes in the image's stored pixels; NaN: the whole image.
+        held: the numbers of each image's concepts, ascending, and (concept, box in its stored pixels) of what image
+            queries are cut from; None: all of the image shows each of them.
+        concepts: the text of each of C concepts by its id in the data, such as COCO's; its number is its place here.
         source: the path given, for messages.
         notes: sentences about what the data lacks.
     """
 
     images: Images
     names: list[str]
-    concepts: tuple[str, ...]
-    concept_ids: tuple[int, ...]
-    pairs: np.ndarray
-    crop_pairs: np.ndarray
-    crop_boxes: np.ndarray
+    held: list[Held]
+    concepts: dict[int, str]
     splits: list[str]
-    source: str
-    notes: tuple[str, ...] = ()
+    source: str | Path
+    notes: Sequence[str] = ()
 
-    @staticmethod
-    def of(
-        images: Images, names: list[str], held: Sequence[Held], concepts: Mapping[int, str], splits: list[str],
-        source, notes: Sequence[str] = (),
-    ) -> ConceptImages:  # fmt: skip
-        """From what each image holds; where the boxes are unknown, all of the image is shown. Raises UserError."""
-        check_unique(names, "image", source)
-        whole = (np.nan,) * 4
-        crops = [
-            (image, *crop)
-            for image, (numbers, boxes) in enumerate(held)
-            for crop in (boxes if boxes is not None else [(number, whole) for number in numbers])
-        ]
-        pairs = [(image, number) for image, (numbers, _) in enumerate(held) for number in numbers]
-        return ConceptImages(
-            images, names, tuple(concepts.values()), tuple(concepts),
-            np.array(pairs, np.int64).reshape(-1, 2),
-            np.array([(image, number) for image, number, _ in crops], np.int64).reshape(-1, 2),
-            np.array([box for _, _, box in crops], np.float32).reshape(-1, 4),
-            splits, str(source), tuple(notes),
-        )  # fmt: skip
+    def __post_init__(self):
+        check_unique(self.names, "image", self.source)
 
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def number(self) -> dict[int, int]:
+        """The number of each concept by its id."""
+        return {one: number for number, one in enumerate(self.concepts)}
+
     def holdings(self) -> Holdings:
         """Of all images."""
-        return Holdings(self.pairs, len(self), len(self.concepts))
+        pairs = [(image, number) for image, (numbers, _) in enumerate(self.held) for number in numbers]
+        return Holdings(np.array(pairs), len(self), len(self.concepts))
 
     def split(self, split: str) -> ConceptImages:
         """The images of one split, numbered anew. Raises UserError: there is no such split."""
         choose_split(split, self.splits, self.source)
         rows = [row for row, name in enumerate(self.splits) if name == split]
-        number = np.full(len(self), -1, dtype=np.int64)
-        number[rows] = np.arange(len(rows))
-
-        def renumbered(pairs: np.ndarray) -> np.ndarray:
-            return np.stack([number[pairs[:, 0]], pairs[:, 1]], axis=1)[number[pairs[:, 0]] >= 0]
 
         def is_here(name: str) -> bool:  # of drawn splits nobody knows the split of a bad sample
             folder = name.partition("/")[0]
             return folder == split or (split == "train" and folder not in SPLITS)
 
         bad = [one for one in self.images.bad if is_here(one[0])]
-        return replace(
-            self,
-            images=replace(self.images, places=[self.images.places[row] for row in rows], bad=bad),
-            names=[self.names[row] for row in rows],
-            pairs=renumbered(self.pairs),
-            crop_pairs=renumbered(self.crop_pairs),
-            crop_boxes=self.crop_boxes[number[self.crop_pairs[:, 0]] >= 0],
-            splits=[split] * len(rows),
-        )
+        images = replace(self.images, places=[self.images.places[row] for row in rows], bad=bad)
+        names, held = [self.names[row] for row in rows], [self.held[row] for row in rows]
+        return replace(self, images=images, names=names, held=held, splits=[split] * len(rows))
 
     def crops(self) -> tuple[Crops, ...]:
         """For each concept what image queries of it are cut from."""
-        order = np.argsort(self.crop_pairs[:, 1], kind="stable")
-        rows = np.split(order, np.searchsorted(self.crop_pairs[order, 1], np.arange(1, len(self.concepts))))
-        return tuple(Crops(self.crop_pairs[some, 0], self.crop_boxes[some]) for some in rows)
+        shown: list[list[tuple[int, Box]]] = [[] for _ in self.concepts]
+        for image, (numbers, crops) in enumerate(self.held):
+            for number, box in ((number, WHOLE) for number in numbers) if crops is None else crops:
+                shown[number].append((image, box))
+        return tuple(Crops(np.array([i for i, _ in some]), np.array([box for _, box in some])) for some in shown)
 
 
 def draw_splits(names: list[str], seed: int, test: set[str] | None = None) -> list[str]:

@@ -104,10 +104,9 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
     concepts = sorted(set(texts))
     number = {text: place for place, text in enumerate(concepts)}
     held = [([number[text]], None) for text in texts]
-    found = ConceptImages.of(located, names, held, dict(enumerate(concepts)), [split] * len(names), path)
-    result = AttributeChanges(
-        found.source, split, located, found.concepts, found.holdings(), found.crops(), *[no_tuples()] * 3
-    )
+    found = ConceptImages(located, names, held, dict(enumerate(concepts)), [split] * len(names), path)
+    parts = located, tuple(concepts), found.holdings(), found.crops()
+    result = AttributeChanges(str(path), split, *parts, *[no_tuples()] * 3)
     file = path / "test_queries.txt"
     if split != "test" or not file.is_file():
         return result

@@ -18,9 +18,16 @@ from probemb.data.compositions.coco import find_instances, read_coco, read_sizes
 from probemb.data.compositions.concepts import SPLITS, ConceptImages
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.compositions.fashion200k import LABELS, read_fashion200k
-from probemb.data.compositions.lists import has_lists, published_queries, published_tuples, read_test_images
 from probemb.data.compositions.shards import read_concept_shards, shard_splits
-from probemb.data.compositions.tuples import NUMBERS, no_tuples, sample_tuples
+from probemb.data.compositions.tuples import (
+    NUMBERS,
+    has_lists,
+    no_tuples,
+    published_queries,
+    published_tuples,
+    read_test_images,
+    sample_tuples,
+)
 from probemb.data.reading import listed, split_name
 from probemb.errors import UserError
 
@@ -83,7 +90,14 @@ def find_compositions(
             "Ask for another number of concepts, or use more data.",
         )
     result = Compositions(
-        found.source, split, here.images, here.concepts, here.holdings(), crops, *rows, notes=(*found.notes, *notes)
+        str(found.source),
+        split,
+        here.images,
+        tuple(here.concepts.values()),
+        here.holdings(),
+        crops,
+        *rows,
+        notes=(*found.notes, *notes),
     )
     if folder is None or split != "test" or setup == "unseen":
         return result

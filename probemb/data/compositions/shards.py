@@ -83,7 +83,7 @@ def read_concept_shards(
     }
     notes = [f"{note}: whole images stand for their concepts." for note, number in notes.items() if number]
     splits = splits if "" not in splits else draw_splits(names, seed, test)
-    return ConceptImages.of(images, names, held, categories, splits, path, notes)
+    return ConceptImages(images, names, held, categories, splits, path, notes)
 
 
 def _held(meta: dict, number: Mapping[int, int], sizes: Sizes | None) -> Held:

@@ -15,9 +15,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from probemb.data.boxes import PhraseDataset
+from probemb.data.boxes import CropTriplet, PhraseDataset, crop_triplets
 from probemb.data.boxes.proposals import Proposals
-from probemb.data.boxes.visual_genome import CropTriplet, crop_triplets
 from probemb.errors import UserError
 from probemb.evaluation.analyses.localisation import embedded_proposals, refuse_too_many
 from probemb.evaluation.embedding import Embedder

@@ -3,7 +3,7 @@
 import pytest
 
 from probemb.data.boxes import find_phrases
-from probemb.data.boxes.entities import MAX_BYTES
+from probemb.data.boxes.phrases import MAX_BYTES
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture
 

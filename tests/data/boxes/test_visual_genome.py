@@ -5,8 +5,7 @@ import json
 import pytest
 
 from probemb.data.boxes import crop_triplets, find_phrases
-from probemb.data.boxes.phrases import Phrase, PhraseDataset
-from probemb.data.boxes.visual_genome import stream_list
+from probemb.data.boxes.phrases import Phrase, PhraseDataset, stream_list
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture
@@ -50,7 +49,7 @@ def test_regions_are_phrases_with_one_box(tmp_path):
 
 
 def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("probemb.data.boxes.visual_genome._PIECE", 7)
+    monkeypatch.setattr("probemb.data.boxes.phrases._PIECE", 7)
     file = tmp_path / "x.json"
     rows = [{"id": i, "text": 'a ], } "quoted" é' * i} for i in range(9)]
     file.write_text(" \n" + json.dumps(rows, indent=2, ensure_ascii=False))

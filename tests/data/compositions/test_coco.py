@@ -58,7 +58,7 @@ def test_images_concepts_and_crops(folder):
     found = read_coco(folder / "annotations" / "instances_train2017.json", None, 0)
     kept = [100 + i for i in range(N) if i % 3 != 2]
     assert found.names == [str(one) for one in kept]
-    assert found.concepts == ("person", "dog", "bottle")
+    assert list(found.concepts.values()) == ["person", "dog", "bottle"]
     assert [found.splits.count(one) for one in ("train", "val", "test")] == [10, 3, 3]
     assert found.holdings().dense().all()
     people, dogs, bottles = found.crops()

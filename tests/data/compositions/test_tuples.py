@@ -22,15 +22,11 @@ def world(n=400, concepts=12, seed=0):
         mine = set(random.choice(concepts, random.randint(1, 8), replace=False, p=weights / weights.sum()).tolist())
         held.append(mine - {0, 1} if concepts - 1 in mine else mine)
     names = [str(i) for i in range(n)]
-    pairs = np.array([(i, c) for i, mine in enumerate(held) for c in sorted(mine)])
     return held, ConceptImages(
         images=Images(places=[Place(name, "none") for name in names], source="made"),
         names=names,
-        concepts=tuple(f"c{i}" for i in range(concepts)),
-        concept_ids=tuple(range(concepts)),
-        pairs=pairs,
-        crop_pairs=pairs,
-        crop_boxes=np.full((len(pairs), 4), np.nan, np.float32),
+        held=[(sorted(mine), None) for mine in held],
+        concepts={i: f"c{i}" for i in range(concepts)},
         splits=draw_splits(names, seed),
         source="made",
     )

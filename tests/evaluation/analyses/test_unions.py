@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from probemb import Gaussian, distances
-from probemb.data.boxes import find_phrases
-from probemb.data.boxes.visual_genome import CropTriplet, crop_triplets
+from probemb.data.boxes import CropTriplet, crop_triplets, find_phrases
 from probemb.evaluation.analyses.localisation import crop
 from probemb.evaluation.analyses.unions import (
     TASKS,
