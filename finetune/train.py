@@ -33,11 +33,10 @@ from probemb.errors import UserError, raise_together
 from probemb.models import as_one, fill_word_vectors, save_model
 from probemb.models.architectures import reads_regions, reads_vectors
 from probemb.runs.checkpoints import read_state
-from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_full_disk
+from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_endless_starts, refuse_full_disk
 from probemb.runs.log import METRICS, count, headline
 from probemb.runs.output import take_lock
 from probemb.runs.preemption import SIGNALS, Preemption
-from probemb.runs.starts import refuse_endless_starts
 
 REMEDY = "Make room, or make the folder writable, and continue with --resume."
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pretrain.augmentation import Augmentation
-from pretrain.objectives import OBJECTIVES
+from pretrain.engine.engine import Engine
+from pretrain.objectives import MASKED_EVERY, OBJECTIVES
+from pretrain.schedules import check_schedule
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
+from probemb.cli.named_paths import named_paths
 from probemb.cli.ranges import (
     BelowOne,
     Count,
     Folder,
     Gibibytes,
-    Minutes,
     Passes,
-    Precision,
     Resize,
     Seed,
     Share,
-    Threads,
     Workers,
 )
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 from probemb.models.options import Layers, Towers
 
 if TYPE_CHECKING:
@@ -53,7 +52,49 @@ class Model(Towers):
     patch_dropout: BelowOne = 0.0
 
 
-BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
+@dataclass(frozen=True)
+class Augmentation:
+    """Random crops, changes of colour, and erased rectangles, of training images.
+
+    Args:
+        scale: share of the image's area that a crop keeps, from and to.
+        ratio: width by height of a crop, from and to.
+        hflip: share of the images that are mirrored; captions that say left or right are wrong for them.
+        color_jitter: largest change of brightness, contrast, saturation and hue; empty for none.
+        color_jitter_prob: share of the images that it is applied to.
+        gray_scale_prob: share of the images that lose their colours.
+        re_prob: share of the images of which random rectangles become noise.
+        re_count: largest number of these rectangles.
+    """
+
+    scale: tuple[PositiveFloat, PositiveFloat] = (0.9, 1.0)
+    ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
+    hflip: ClosedUnitInterval = 0.0
+    color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
+    color_jitter_prob: ClosedUnitInterval = 0.0
+    gray_scale_prob: ClosedUnitInterval = 0.0
+    re_prob: ClosedUnitInterval = 0.0
+    re_count: PositiveInt = 1
+
+    def check(self) -> None:
+        """Raise UserError for ranges in the wrong order, and for a jitter without images or images without jitter."""
+        for name, limit in (("scale", 1.0), ("ratio", None)):
+            low, high = getattr(self, name)
+            if low > high or (limit and high > limit):
+                raise UserError(
+                    f"data.augmentation.{name} is {low:g} to {high:g}.",
+                    f"Give the smaller number first{', and at most 1 as the second' if limit else ''}.",
+                )
+        if (self.color_jitter is None) != (self.color_jitter_prob == 0):
+            raise UserError(
+                "Of data.augmentation.color_jitter and color_jitter_prob one is set and the other is not.",
+                "Set both, such as [0.32, 0.32, 0.32, 0.08] and 0.8, or leave both out.",
+            )
+        if self.color_jitter and self.color_jitter[3] > 0.5:
+            raise UserError(
+                f"The hue in data.augmentation.color_jitter changes by up to {self.color_jitter[3]:g}.",
+                "Set the fourth number to at most 0.5, which is every hue.",
+            )
 
 
 @dataclass(frozen=True)
@@ -140,29 +181,25 @@ class Ema:
     rampup: ClosedUnitInterval = 0.05
 
 
-@dataclass(frozen=True)
-class Engine:
-    """Computation of a step; changes results by rounding only.
+RETRIEVAL = ("validation_loss", "rsum", *(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)))
+ZERO_SHOT = ("zeroshot_top1", "zeroshot_top5")
 
-    Args:
-        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
-        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 if the GPU has it.
-        accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
-        grad_checkpointing: recompute every block in the backward pass.
-        compile: torch.compile the towers.
-        deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
-        threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
-        timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
+
+class EvaluationSet(NamedTuple):
+    """A set that is evaluated while training; its values are logged as NAME/METRIC, or as METRIC without a name.
+
+    metrics   RETRIEVAL for images with captions, of a `split` or all; ZERO_SHOT for labelled images
     """
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Precision = "auto"
-    accumulation: PositiveInt = 1
-    grad_checkpointing: bool = False
-    compile: bool = False
-    deterministic: bool = False
-    threads: Threads = 0
-    timeout: Minutes = 30.0
+    name: str
+    path: str
+    metrics: tuple[str, ...]
+    split: str | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """The metrics as they are logged."""
+        return [f"{self.name}/{metric}" if self.name else metric for metric in self.metrics]
 
 
 @dataclass(frozen=True)
@@ -193,6 +230,36 @@ class Evaluate:
     max_images: NonNegativeInt = 0
     batch_size: Count = 256
     max_bad: ClosedUnitInterval = 0.05
+
+    @property
+    def sets(self) -> list[EvaluationSet]:
+        """All sets, in the order in which they are evaluated. Raises UserError: names or splits do not fit."""
+        pairs, splits = named_paths(self.pairs, "evaluate.pairs"), self.pairs_split
+        splits = [splits] * len(pairs) if splits is None or isinstance(splits, str) else splits
+        if len(splits) != len(pairs):
+            raise UserError(
+                f"There are {len(pairs)} evaluate.pairs and {len(splits)} evaluate.pairs_split.",
+                "Give one split for all of them, or one for each.",
+            )
+        classes = named_paths(self.classes, "evaluate.classes")
+        return [EvaluationSet(*one, RETRIEVAL, split) for one, split in zip(pairs, splits)] + [
+            EvaluationSet(*one, ZERO_SHOT) for one in classes
+        ]
+
+    def check(self) -> None:
+        """Raise UserError: the sets do not fit, or the best is by something that is not measured."""
+        known, best = [key for one in self.sets for key in one.keys], self.best
+        if best is not None and not known:
+            raise UserError(f"evaluate.best is {best}, and nothing is evaluated.", "Name evaluate.pairs or classes.")
+        if best is not None and best not in known:
+            what = f"evaluate.best is {best}, which no evaluation logs.{nearest(best, known)}"
+            raise UserError(what, f"Choose {', '.join(known)}.")
+        if best is not None and not self.every_samples:
+            what = f"evaluate.best is {best}, and the run is evaluated at its end only."
+            raise UserError(what, "Set evaluate.every_samples.")
+
+
+MOST_PROFILED = 20  # steps: the profiler holds every operation of them in memory
 
 
 @dataclass(frozen=True)
@@ -276,6 +343,7 @@ class Config:
 
     def create_model(self, **more) -> DualEncoder:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
+        # After parsing: models take seconds to import.
         from pretrain.masking import check_masks
         from probemb.models.layers import check_frozen, freeze_backbones
 
@@ -298,3 +366,93 @@ class Config:
                 "Set engine.accumulation to 1 and ema.half_life_samples to 0, or model.batch_norm to frozen.",
             )
         return model
+
+    def check(self, world_size: int) -> None:
+        """Refuse what cannot run on so many ranks, before anything is read or written.
+
+        Raises:
+            UserError: names the key and a valid value.
+        """
+        if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
+            raise UserError(
+                f"keep_every {self.keep_every} is not a multiple of save_every {self.save_every}.",
+                "Only a step that is saved can be kept: choose a multiple.",
+            )
+        if self.samples == 0 and self.epochs <= 0:
+            raise UserError(f"epochs is {self.epochs}.", "Set epochs or samples to more than zero.")
+        if not self.train_paths:
+            raise UserError(
+                "There is no training data.",
+                "Pass --data.train FOLDER with a folder of webdataset shards, or a configuration that names one.",
+            )
+        if self.data.weights and len(self.data.weights) != len(self.train_paths):
+            raise UserError(
+                f"There are {len(self.train_paths)} training paths and {len(self.data.weights)} weights.",
+                "Give data.weights one number for each path.",
+            )
+        check_schedule(self.optimizer)
+        if not self.ema.half_life_samples and self.ema.rampup != Ema.rampup:
+            raise UserError(
+                f"ema.rampup is {self.ema.rampup:g}, and there is no average of the weights.",
+                "Set ema.half_life_samples to the samples of its half-life, or leave ema.rampup out.",
+            )
+        self.data.augmentation.check()
+        self._check_profile()
+        self.evaluate.check()
+        OBJECTIVES[self.objective].check(self.loss)
+        from probemb.models.architectures import read_architecture, reads_regions
+
+        if reads_regions(read_architecture(self.model.name)):  # of a name that exists; others are refused later
+            raise UserError(
+                f"{self.model.name} reads precomputed regions, and pretraining gives a model the pixels of images.",
+                "Name an architecture that reads pixels, such as scenes-cnn-gru or ViT-B-16, or train this one with "
+                "`python -m finetune.run`.",
+            )
+        self._check_locks()
+        parts = world_size * self.engine.accumulation
+        if getattr(self.loss, "masked_inclusion", 0) and self.batch_size % (parts * MASKED_EVERY):
+            raise UserError(
+                f"loss.masked_inclusion masks every {MASKED_EVERY}th item of a part, and {parts} parts of batch_size "
+                f"{self.batch_size} are no multiple of that.",
+                f"Set batch_size to a multiple of {parts * MASKED_EVERY}, or loss.masked_inclusion to 0.",
+            )
+        if self.batch_size % parts:
+            lower = self.batch_size // parts * parts
+            remedy = (
+                f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + parts}, or change the ranks or parts."
+            )
+            raise UserError(
+                f"batch_size {self.batch_size} cannot be shared evenly by {world_size} ranks x "
+                f"{self.engine.accumulation} accumulation parts.",
+                remedy,
+            )
+
+    def _check_locks(self) -> None:
+        """Refuse locks of random weights, and unlocked groups without a lock."""
+        m = self.model
+        for tower, weights in (("image", m.pretrained or m.image_weights), ("text", m.pretrained or m.word_vectors)):
+            locked, groups = getattr(m, f"lock_{tower}"), getattr(m, f"unlocked_{tower}_groups")
+            if locked and not weights:
+                raise UserError(
+                    f"model.lock_{tower} would freeze random weights.",
+                    "Name weights in model.pretrained (an open_clip tag, a file or a run), or leave the lock out.",
+                )
+            if groups and not locked:
+                raise UserError(
+                    f"model.unlocked_{tower}_groups is {groups}, and the {tower} tower is not locked.",
+                    f"Set model.lock_{tower}, or leave unlocked_{tower}_groups out.",
+                )
+
+    def _check_profile(self) -> None:
+        steps = self.profile
+        if not steps:
+            return
+        if len(steps) != 2 or not 0 <= steps[1] - steps[0] < MOST_PROFILED:
+            raise UserError(
+                f"profile is {steps}.",
+                f"Name a first and a last step, {MOST_PROFILED} steps at most: --profile 10 12.",
+            )
+        last = min(self.samples // self.batch_size or steps[1], self.stop_at_step or steps[1])
+        if steps[1] > last:
+            what = f"profile {steps[0]} {steps[1]} is beyond the run's last step, {last}."
+            raise UserError(what, "Name earlier steps.")

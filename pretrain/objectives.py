@@ -2,7 +2,6 @@
 
 An objective gets this rank's pairs and exchanges what it needs itself: texts in a ring, with memory that does not grow
 with the ranks, or (CLIP, PCME++) all embeddings in one collective.
-torch and the losses are imported inside functions: `--help` reads the options of an objective and nothing else.
 Letters: B items of this rank's share of the batch, W ranks, D dimensions.
 """
 
@@ -10,26 +9,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+from torch import Tensor
 
+from probemb import distributed
 from probemb.cli.ranges import Distance
 from probemb.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from probemb.gaussian import Gaussian
-    from probemb.losses import LossOutput
+from probemb.gaussian import Gaussian
+from probemb.losses.clip import clip_loss, ring_clip_loss
+from probemb.losses.match import pairwise_match_loss, ring_match_loss
+from probemb.losses.output import LossOutput
+from probemb.losses.prolip import prolip_loss, siglip_loss
 
 Exchange = Literal["ring", "gather"]
 RING_RANKS = 64  # up to so many ranks a ring's hops, one after the other, are taken for its memory
 MASKED_EVERY = 8  # of so many items one has masked copies
 
 
-@dataclass
-class Pairs:
+class Pairs(NamedTuple):
     """Embedded images and their texts, item i of one with item i of the other.
 
     image, text   Gaussians (B, D) of this rank; every rank has as many
@@ -68,7 +68,8 @@ class Objective:
 
     def ring(self, world: int) -> bool:
         """True if the texts are passed around a ring of `world` ranks; otherwise all ranks' items are gathered."""
-        return True
+        exchange = getattr(self.options, "exchange", "ring")
+        return world <= RING_RANKS if exchange is None else exchange == "ring"
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         raise NotImplementedError
@@ -116,65 +117,40 @@ class PCMEPlusPlus(Objective):
     scalars = ("logit_scale", "scale", "shift")
 
     @classmethod
-    def model_options(cls, options: Any) -> dict[str, Any]:
-        from probemb.models.match import OF_DISTANCE
+    def model_options(cls, options: Options) -> dict[str, Any]:
+        from probemb.models.match import OF_DISTANCE  # models take seconds to import, and --help reads this file
 
         own = {"log_var_start": options.log_var, "temperature_trained": bool(options.clip)}
         return super().model_options(options) | own | {"match": OF_DISTANCE.get(options.distance, "none")}
 
     @classmethod
-    def check(cls, options: Any) -> None:
+    def check(cls, options: Options) -> None:
         if not (options.clip or options.match):
             raise UserError("Both losses have weight 0.", "Set loss.clip or loss.match to more than zero.")
-        if options.exchange == "ring" and _needs_rows(options):
+        if options.exchange == "ring" and cls._needs_rows(options):
             what = "Pseudo-positives need" if options.pseudo_positive else "The match-probability's samples need"
             raise UserError(f"{what} all pairs of an item at once.", "Set loss.exchange to gather.")
 
+    @staticmethod
+    def _needs_rows(options: Options) -> bool:
+        return bool(options.pseudo_positive) or options.distance == "match-probability"
+
     def ring(self, world: int) -> bool:
-        return not _needs_rows(self.options) and _ring(self.options.exchange, world)
+        return not self._needs_rows(self.options) and super().ring(world)
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        from probemb import distributed
-        from probemb.losses import LossOutput, ring_clip_loss, ring_match_loss
-
-        if not self.ring(distributed.world_size()):
-            return self._gathered(pairs)
-        o = self.options
-        clip = ring_clip_loss(pairs.image.mean, pairs.text.mean, pairs.logit_scale)
-        match = ring_match_loss(
-            pairs.image, pairs.text, scale=pairs.scale, shift=pairs.shift, distance=o.distance, vib=o.vib
-        )
+        o, (image, text, tau, scale, shift, _) = self.options, pairs
+        match_options = {"scale": scale, "shift": shift, "distance": o.distance, "vib": o.vib}
+        if self.ring(distributed.world_size()):
+            clip = ring_clip_loss(image.mean, text.mean, tau)
+            match = ring_match_loss(image, text, **match_options)
+        else:
+            all_image, all_text = distributed.gather_pairs(image, text)
+            offset = distributed.rank() * len(image)
+            clip = clip_loss(image.mean, text.mean, tau, all_image.mean, all_text.mean, offset)
+            everything = {"all_image": all_image, "all_text": all_text, "offset": offset}
+            match = pairwise_match_loss(image, text, **match_options, pseudo_positive=o.pseudo_positive, **everything)
         return LossOutput(o.clip * clip.loss + o.match * match.loss, {**clip.terms, **match.terms})
-
-    def _gathered(self, pairs: Pairs) -> LossOutput:
-        from probemb import distributed
-        from probemb.losses import LossOutput, clip_loss, pairwise_match_loss
-
-        weights, means = self.options, (pairs.image.mean, pairs.text.mean)
-        all_image, all_text = distributed.gather_pairs(pairs.image, pairs.text)
-        offset = distributed.rank() * len(pairs.image)
-        clip = clip_loss(*means, pairs.logit_scale, all_image.mean, all_text.mean, offset)
-        match = pairwise_match_loss(
-            pairs.image,
-            pairs.text,
-            scale=pairs.scale,
-            shift=pairs.shift,
-            distance=weights.distance,
-            pseudo_positive=weights.pseudo_positive,
-            vib=weights.vib,
-            all_image=all_image,
-            all_text=all_text,
-            offset=offset,
-        )
-        return LossOutput(weights.clip * clip.loss + weights.match * match.loss, {**clip.terms, **match.terms})
-
-
-def _ring(exchange: Exchange | None, world: int) -> bool:
-    return world <= RING_RANKS if exchange is None else exchange == "ring"
-
-
-def _needs_rows(options: Any) -> bool:
-    return bool(options.pseudo_positive) or options.distance == "match-probability"
 
 
 class CLIP(Objective):
@@ -197,17 +173,11 @@ class CLIP(Objective):
     probabilistic = False
     scalars = ("logit_scale",)
 
-    def ring(self, world: int) -> bool:
-        return _ring(self.options.exchange, world)
-
     @classmethod
     def model_options(cls, options: Any) -> dict[str, Any]:
-        return {"probabilistic": False, "init_logit_scale": options.logit_scale}
+        return super().model_options(options) | {"init_logit_scale": options.logit_scale}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        from probemb import distributed
-        from probemb.losses import clip_loss, ring_clip_loss
-
         means = pairs.image.mean, pairs.text.mean
         if self.ring(distributed.world_size()):
             return ring_clip_loss(*means, pairs.logit_scale)
@@ -226,13 +196,8 @@ class _Sigmoid(Objective):
 
     @classmethod
     def model_options(cls, options: Any) -> dict[str, Any]:
-        return {
-            "probabilistic": cls.probabilistic,
-            "match": "cosine",
-            "init_logit_scale": options.logit_scale,
-            "init_logit_bias": options.logit_bias,
-            "max_logit_scale": cls.max_logit_scale,
-        }
+        own = {"init_logit_scale": options.logit_scale, "init_logit_bias": options.logit_bias}
+        return super().model_options(options) | own | {"match": "cosine", "max_logit_scale": cls.max_logit_scale}
 
     @staticmethod
     def scale_and_bias(pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -258,8 +223,6 @@ class SigLIP(_Sigmoid):
     probabilistic = False
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        from probemb.losses import siglip_loss
-
         return siglip_loss(pairs.image.mean, pairs.text.mean, *self.scale_and_bias(pairs))
 
 
@@ -299,10 +262,6 @@ class ProLIP(_Sigmoid):
         return {**super().model_options(options), "log_var_start": options.log_var}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        import torch
-
-        from probemb.losses import prolip_loss
-
         o = self.options
         loss = partial(
             prolip_loss, vib=o.vib, inclusion=o.inclusion, masked_inclusion=o.masked_inclusion,

@@ -13,14 +13,17 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config
-from pretrain.contradictions import check
+from pretrain.stream.order import default_lanes
+from pretrain.stream.selection import select
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
-from probemb.errors import UserError
+from probemb.data.shards.index import read_index
+from probemb.errors import UserError, nearest
 
 GIB = 2**30
 RANDOM_STATE = 15_000  # bytes of one rank's random state in a checkpoint
@@ -81,14 +84,12 @@ def make_plan(o: Plan) -> dict[str, Any]:
     Raises:
         UserError: an invalid value, or neither the data nor `samples_per_epoch`.
     """
-    warnings = check_options(o)
-    from pretrain.cost import Step, build, memory, step_flops
+    from pretrain.cost import StepCost
 
-    model, data, e = build(o), count_data(o), o.engine
+    warnings, e = check_options(o), o.engine
     half = e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda")
-    text_tokens = min(o.text_tokens or model.context_length, model.context_length)
-    step = Step.of(o, o.world_size, text_tokens, half)
-    by_stage = [memory(model, replace(step, zero_stage=stage), gpu=o.device == "cuda") for stage in range(4)]
+    data, cost = count_data(o), StepCost(o, o.world_size, half, o.text_tokens)
+    model, by_stage = cost.model, [cost.memory(stage, gpu=o.device == "cuda") for stage in range(4)]
     limit, needed = o.gpu_memory_gib * GIB, by_stage[e.zero_stage].peak
     if limit and needed > limit:
         fits = [f"ZeRO {stage}" for stage, m in enumerate(by_stage) if m.peak <= limit]
@@ -96,24 +97,14 @@ def make_plan(o: Plan) -> dict[str, Any]:
         warnings.append(
             f"A rank needs {needed / GIB:.1f} GiB, more than the {o.gpu_memory_gib:g} GiB of a GPU. It would {remedy}."
         )
+    run = {name: getattr(o, name) for name in ("nodes", "gpus_per_node", "world_size", "device", "batch_size")}
+    run |= {name: getattr(e, name) for name in ("zero_stage", "accumulation", "grad_checkpointing")}
     return {
         "model": {"name": o.model.name, "head": o.model.head, "embed_dim": model.embed_dim},
         "parameters": count_parameters(model),
-        "run": {
-            "nodes": o.nodes,
-            "gpus_per_node": o.gpus_per_node,
-            "world_size": o.world_size,
-            "device": o.device,
-            "precision": "bf16" if half else "fp32",
-            "zero_stage": e.zero_stage,
-            "accumulation": e.accumulation,
-            "grad_checkpointing": e.grad_checkpointing,
-            "batch_size": o.batch_size,
-            "rows_per_rank": step.rows,
-            **data,
-        },
+        "run": {**run, "precision": "bf16" if half else "fp32", "rows_per_rank": cost.rows, **data},
         "memory": {"by_zero_stage": {str(stage): asdict(m) for stage, m in enumerate(by_stage)}},
-        "compute": time_needed(o, step_flops(model, step), data, half),
+        "compute": time_needed(o, cost.flops, data, half),
         "disk": disk(o, model, data["steps"]),
         "warnings": warnings,
     }
@@ -137,14 +128,12 @@ def check_options(o: Plan) -> list[str]:
     Raises:
         UserError: settings that cannot be planned.
     """
-    check(replace(o, engine=replace(o.engine, accumulation=1)), 1)  # everything but the division into ranks and parts
+    replace(o, engine=replace(o.engine, accumulation=1)).check(1)  # everything but the division into ranks and parts
     warnings = []
     try:
-        check(o, o.world_size)
+        o.check(o.world_size)
     except UserError as error:
         warnings.append(f"{error.what} {error.remedy}")
-    from pretrain.stream.order import default_lanes
-
     lanes = o.data.lanes or default_lanes(o.batch_size)
     if o.batch_size % lanes:
         warnings.append(f"{lanes} lanes do not divide the global batch of {o.batch_size}. Change data.lanes.")
@@ -161,24 +150,19 @@ def count_data(o: Plan) -> dict[str, Any]:
     """Samples, steps and, for local shards, bytes; rounded as in the stream and the trainer."""
     size, per_sample = o.samples_per_epoch, None
     if not size:
-        from probemb.data.shards.index import read_index
-
         try:
             corpora = [read_index(path) for path in o.train_paths]
         except UserError as error:
-            if o.samples:
-                corpora = []  # the length of the run is given
-            else:
-                raise UserError(
-                    error.what,
-                    "If the shards are not on this machine, pass --samples-per-epoch with the number of samples.",
-                ) from None
+            if not o.samples:  # which would give the length of the run
+                remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
+                raise UserError(error.what, remedy) from None
+            corpora = []
         weights = o.data.weights or [1.0] * len(corpora)
-        counts = kept_samples(corpora, o.data.filter)
-        size = sum(int(weight * count + 0.5) for weight, count in zip(weights, counts))
+        selection = select(corpora, o.data.filter) if corpora else None
+        samples = iter(selection.sizes.tolist() if selection else [s.samples for shards in corpora for s in shards])
+        size = sum(int(w * sum(next(samples) for _ in shards) + 0.5) for w, shards in zip(weights, corpora))
         if size:
-            read = [weight * sum(s.bytes for s in shards) for weight, shards in zip(weights, corpora)]
-            per_sample = sum(read) / size
+            per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(weights, corpora)) / size
     steps_per_epoch = size // o.batch_size
     steps = o.samples // o.batch_size if o.samples else int(o.epochs * steps_per_epoch)
     if steps < 1:
@@ -196,35 +180,26 @@ def count_data(o: Plan) -> dict[str, Any]:
     }
 
 
-def kept_samples(corpora: list, filter) -> list[int]:
-    """Samples of each corpus that the filter keeps."""
-    from pretrain.stream.selection import select
-
-    selection = select(corpora, filter) if corpora else None
-    if selection is None:
-        return [sum(shard.samples for shard in shards) for shards in corpora]
-    sizes = iter(selection.sizes.tolist())
-    return [sum(next(sizes) for _ in shards) for shards in corpora]
-
-
 def time_needed(o: Plan, work: dict[str, float], data: dict[str, Any], half: bool) -> dict[str, Any]:
     """FLOPs of a step over all ranks, time, and the data rates at which no step waits.
 
     Raises:
         UserError: an unknown GPU, or one beside another source of the speed.
     """
-    from pretrain.cost import gpu_of_this_machine, named_gpu, peak_flops
+    from pretrain.cost import PEAKS, find_gpu, peak_flops
 
     gpu, peak, speed = None, o.peak_tflops * 1e12, o.images_per_second
     if o.gpu is not None:
         if peak or speed or o.device != "cuda":
             what = "--gpu excludes --peak-tflops, --images-per-second and --device cpu."
             raise UserError(what, "Leave one of them out.")
-        gpu = named_gpu(o.gpu)
-    elif not peak and not speed and o.device == "cuda":
-        gpu = gpu_of_this_machine()
+        if (gpu := find_gpu(o.gpu)) is None:
+            what = f"The peak of the GPU '{o.gpu}' is not known.{nearest(o.gpu, PEAKS)}"
+            raise UserError(what, f"Name one of {', '.join(PEAKS)}, or pass --peak-tflops from its data sheet.")
+    elif not peak and not speed and o.device == "cuda" and torch.cuda.is_available():
+        gpu = find_gpu(torch.cuda.get_device_name(0))
     if gpu:
-        peak = peak_flops(gpu, "bf16" if half else "fp32")
+        peak = peak_flops(gpu, half)
     if peak and not speed:
         speed = o.world_size * peak * o.efficiency / (work["executed"] / o.batch_size)
     seconds = o.batch_size / speed if speed else None

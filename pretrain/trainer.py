@@ -7,9 +7,7 @@ accumulation the negatives stay the whole batch: embeddings are computed part by
 their gradients, and every part is recomputed from the same random state to propagate them (Gao et al., "Scaling deep
 contrastive learning batch size under memory limited setup", 2021).
 
-The host only queues a step: whether its loss and gradient are finite, its norm and its clipping stay on the device, and
-what the hosts must agree on they tell each other beside it. The host reads a step's outcome when the next one is
-queued, before that one may step.
+A new number in the log: `loss_and_terms` (or `train_step`) names it, and `probemb.runs.log.train_line` shows it.
 """
 
 from __future__ import annotations
@@ -18,78 +16,43 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from pretrain.config import Config
-from pretrain.engine.average import Average
-from pretrain.engine.nonfinite import Evidence, Flag, Queued, as_error
-from pretrain.engine.randomness import random_state, set_random_state
-from pretrain.engine.state import gradient_norm, step_unless
+from pretrain.engine.checkpoint import random_state, set_random_state
+from pretrain.engine.state import Average, gradient_norm, optimizer_step
 from pretrain.masking import draw_masks
-from pretrain.objectives import OBJECTIVES, Pairs
-from pretrain.profile import StepProfiler
+from pretrain.objectives import OBJECTIVES, Objective, Pairs
+from pretrain.run_folder import RunFolder, profiling
 from pretrain.schedules import learning_rate, set_learning_rate, step_weight
-from pretrain.stream.stream import Batch, Stream
-from probemb import Gaussian, distributed
+from probemb import distributed
 from probemb.distributed import all_of
+from probemb.errors import UserError
+from probemb.gaussian import Gaussian
+from probemb.models.dual_encoder import DualEncoder, no_weight_decay
+from probemb.models.layers import layer_rates
+from probemb.runs.log import step_of
 from probemb.runs.watchdog import Progress
 from probemb.runs.window import Window
 
+if TYPE_CHECKING:
+    from pretrain.config import Config, Optimizer
+    from pretrain.stream.stream import Batch, Stream
+
 MAX_SKIPPED = 100  # steps in a row; more come from the weights, not the samples
+SHOWN = 8  # sample keys in a message
+STAGES = ("embedding", "loss", "gradient of the embedding", "gradient")  # of a step, in order
 
 
-class Forward(NamedTuple):
-    """Both modalities' embeddings (B, D), the inverse temperature, a and b as (3,), and maybe masked copies (n, D)."""
-
-    image: Gaussian
-    text: Gaussian
-    scalars: Tensor
-    masked: tuple[Gaussian, Gaussian] | None = None
-
-    @classmethod
-    def of(cls, tensors: tuple[Tensor, ...]) -> Forward:
-        """Unpack the flat output of `Towers`."""
-        *embeddings, scalars = tensors
-        image, text, *masked = (Gaussian(*embeddings[i : i + 2]) for i in range(0, len(embeddings), 2))
-        return cls(image, text, scalars, tuple(masked) or None)
-
-
-class Recorder(Protocol):
-    """Keeps a step's results: see `folder.RunFolder`."""
-
-    failed: bool  # whether something could not be written, on this rank
-
-    left_out: list[int]  # the numbers of the evaluations that the log lacks of the step that the run resumes from
-
-    def check(self) -> None: ...
-    def report(self, step: int, values: dict[str, float]) -> None: ...
-    def seen(self, step: int, keys: list[str]) -> None: ...
-    def nonfinite(self, step: int, reports: list[dict]) -> str: ...
-    def save(self, engine, step: int, samples: int, skipped: int) -> None: ...
-    def keep_best(self, engine, step: int, samples: int, skipped: int) -> None: ...
-    def finish(self) -> None: ...
-
-
-class Start(NamedTuple):
-    """Steps done before, samples seen in them, and how many of the steps were skipped."""
+class Position(NamedTuple):
+    """Steps done, samples seen in them, and how many of the steps were skipped."""
 
     step: int = 0
     samples: int = 0
     skipped: int = 0
-
-
-class Measured(NamedTuple):
-    """Measures the speed of a run.
-
-    images_at_peak  images/s at the devices' peak for a mean length of texts, for the MFU; None if unknown
-    profiler        traces some of the steps
-    """
-
-    images_at_peak: Callable[[float], float] | None = None
-    profiler: StepProfiler | None = None
 
 
 class _Stopped(Exception):
@@ -100,48 +63,46 @@ class Trainer:
     """Trains an engine (`engine.engine.make_engine`) on the stream of this rank's batches.
 
     Args:
+        folder: writes results; every rank has one.
         steps: length of the whole run.
-        start: where it starts, when resumed.
-        recorder: writes results; None writes nothing.
-        stop: whether this process was asked to stop; checked around every step and while waiting for data.
-        progress: gets what is being done, for a `Watchdog`.
-        measured: see `Measured`.
+        position: where it starts, when resumed.
         average: of the engine's weights; follows them, and takes their place in evaluations.
+        evaluators: called with the engine and a function that they call between batches, every
+            `evaluate.every_samples` and at the end; each one's values are reported.
+        stop: whether this process was asked to stop; checked in every step and while waiting for data.
+        progress: gets what is being done, for a `Watchdog`.
+        images_at_peak: images/s at the devices' peak for a mean length of texts, for the MFU; None if unknown.
     """
 
     def __init__(
         self,
+        config: Config,
         engine,
         stream: Stream,
-        config: Config,
-        device: torch.device,
+        folder: RunFolder,
         steps: int,
-        start: Start = Start(),  # noqa: B008 (immutable)
-        recorder: Recorder | None = None,
+        position: Position = Position(),  # noqa: B008 (immutable)
+        average: Average | None = None,
+        evaluators: Sequence[Callable[..., dict[str, float]]] = (),
         stop: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
-        measured: Measured = Measured(),  # noqa: B008 (immutable)
-        average: Average | None = None,
+        images_at_peak: Callable[[float], float] | None = None,
     ):
-        self.engine, self.stream, self.config, self.device = engine, stream, config, device
+        self.config, self.engine, self.stream, self.folder, self.average = config, engine, stream, folder, average
         self.objective = OBJECTIVES[config.objective](config.loss)
-        self.steps, self.step, self.samples, self.skipped = steps, *start  # samples: the position of the run
-        self.total = self.samples + (steps - self.step) * config.batch_size
-        self.recorder, self.stop, self.measured = recorder, stop, measured
+        self.step, self.samples, self.skipped = position
+        self.steps, self.total = steps, self.samples + (steps - self.step) * config.batch_size
+        self.last = max(self.step, min(steps, config.stop_at_step or steps))
+        self.first, self.saved = self.step + 1, self.step
+        self.evaluators, self.stop, self.images_at_peak = evaluators, stop, images_at_peak
         self.progress = progress or Progress(self.step)
-        self.average = average
-        self.stopping = False  # agreed by all ranks
-        self._skipped_in_a_row = 0
-        self._queued: Queued | None = None
-        self._window: Window | None = None  # gets the terms of steps that were read
+        self.stopping, self.skipped_in_a_row = False, 0  # agreed by all ranks
+        self.window, self.began = Window("images", lambda: stream.wait_seconds, engine.device), time.perf_counter()
 
-    def fit(self, evaluators: Sequence[Callable[..., dict[str, float]]] = ()) -> bool:
+    def fit(self) -> bool:
         """Train to the last step, to `stop_at_step`, or until `stop`; saves at the end.
 
-        Args:
-            evaluators: called every `evaluate.every_samples` and at the end, with what they call between batches; each
-                one's values are reported. Those of the step that the run resumes from come first, if they were due and
-                are not in the log.
+        Evaluations of the step that the run resumes from come first, if they were due and are not in the log.
 
         Returns:
             whether it was stopped before the last step and its evaluation; the same on all ranks.
@@ -149,84 +110,94 @@ class Trainer:
         Raises:
             UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
         """
-        config, recorder, (images_at_peak, profiler) = self.config, self.recorder, self.measured
-        last = max(self.step, min(self.steps, config.stop_at_step or self.steps))
-        self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
-        whole = True
-        if self.step and evaluators and self._crossed(config.evaluate.every_samples, last):
-            whole = self._evaluate([evaluators[number] for number in recorder.left_out])
-            window.restart()
-        saved, first, began = self.step, self.step + 1, time.perf_counter()
-        while self.step < last and whole:
-            if profiler:
-                profiler.begin(self.step + 1)
-            batch = self._load()  # ------------------------------------------------------------- load, agree
-            if batch is None:
-                break
-            self.progress.doing("computing")
-            images = batch.images.to(self.device, non_blocking=True)
-            tokens = self._tokens(batch.tokens)
-            lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.total)
-            set_learning_rate(self.engine.optimizer, lr)
-            self.queue_step(images, tokens, batch.keys)  # ------------------- forward, loss, backward, agree, step
-            self.step += 1
-            self.samples += config.batch_size
-            self.progress.made(self.step)
-            if profiler:
-                profiler.end(self.step)
-            recorder.seen(self.step, batch.keys)
-            due = config.save_every and self.step % config.save_every == 0
-            logging = self.step % config.log_every == 0 or self.step in (first, last)
-            evaluating = evaluators and self._crossed(config.evaluate.every_samples, last)
-            if logging or due or evaluating:
-                self.read_outcome()
-            if logging:  # ---------------------------------------------------------------------------------------- log
-                values = window.read(config.batch_size, last - self.step)
-                if self.step == first:
-                    values["first_step"] = time.perf_counter() - began
-                if images_at_peak and "text_tokens" in values:
-                    values["mfu"] = values["images_per_second"] / images_at_peak(values["text_tokens"])
-                recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
-            if self.step % config.log_every == 0 or self.step == last:  # the first line is one more
-                window.restart()
-            if self.step == last or due:  # ------------------------------------------------------------------ save
-                self.progress.doing("saving")
-                recorder.save(self.engine, self.step, self.samples, self.skipped)
-                saved = self.step
-                window.restart()
-            if self.stopping and self.step < last:
-                break  # there may be no time for an evaluation; the run that resumes makes it
-            if evaluating:  # ---------------------------------------------------------------------------- evaluate
-                whole = self._evaluate(evaluators)
-                window.restart()
-        self.progress.doing("saving")
-        self.read_outcome()
-        if self.stopping and self.step > saved:  # ----------------------------------------------- save, when stopped
-            recorder.save(self.engine, self.step, self.samples, self.skipped)
-        return self.stopping and (self.step < last or not whole)
+        going = True
+        if self.step and self._evaluation_is_due():
+            going = self.evaluate([self.evaluators[number] for number in self.folder.left_out])
+        self.window.restart()
+        self.began = time.perf_counter()
+        with profiling(self.config, self.step) as traced:
+            while going and self.step < self.last:
+                with record_function(f"step {self.step + 1}"):
+                    going = self.train_step()
+                traced()
+        if self.stopping and self.step > self.saved:
+            self.save()
+        return self.stopping and (self.step < self.last or not going)
 
-    def _evaluate(self, evaluators: Sequence[Callable[..., dict[str, float]]]) -> bool:
-        """Report their values, and keep the step if it is the best so far; False if a stop was asked for meanwhile, and
-        the run that resumes makes the rest; collective.
-        """
-        self.progress.doing("saving")
-        self.recorder.finish()  # evaluations fork data workers: no thread may be writing
-        state, whole = random_state(), True
-        with self.average.in_place() if self.average else nullcontext():
-            for evaluate in evaluators:
-                self.progress.doing("evaluating")
-                try:
-                    values = evaluate(partial(self._meet, waiting=False))
-                except _Stopped:  # caught here, as the weights must come back
-                    whole = False
-                    break
-                self.recorder.report(self.step, {"samples": self.samples, **values})
-        set_random_state(state)  # as in a run that was resumed from what has just been saved
-        self.progress.doing("saving")
-        self.recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
-        return whole
+    def train_step(self) -> bool:
+        """Load, forward, loss, backward, step, log, save, evaluate; False if the run stops here. Collective."""
+        config, engine, parts = self.config, self.engine, self.config.engine.accumulation
+        # ---- load: this rank's share of the batch, on all ranks or on none
+        if (batch := self.load()) is None:
+            return False
+        self.progress.doing("computing")
+        images, tokens = batch.images.to(engine.device, non_blocking=True), self._tokens(batch.tokens)
+        masks = draw_masks(config, engine.module.model, images, tokens, self.samples)
+        # ---- forward, loss, backward
+        if parts == 1:
+            outputs = engine(images, tokens, *masks)  # means and log-variances (B, D), scalars (3,)
+            for output in outputs:
+                if output.requires_grad:  # not the log-variances of a point model
+                    output.retain_grad()  # to trace a NaN to its sample
+            loss, terms = loss_and_terms(self.objective, outputs)
+            engine.backward(loss)
+            gradients = [output.grad for output in outputs]
+        else:  # the gradient cache
+            chunks = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
+            states, cached = [], []
+            with torch.no_grad():
+                for chunk in chunks:
+                    states.append(random_state())
+                    cached.append(engine(*chunk))
+            *embeddings, scalars = zip(*cached)
+            outputs = [t.requires_grad_() for t in (*map(torch.cat, embeddings), scalars[0].clone())]
+            loss, terms = loss_and_terms(self.objective, outputs)
+            gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+            after = random_state()  # the loss may draw, too
+            for part, (chunk, state) in enumerate(zip(chunks, states)):
+                set_random_state(state)
+                *embeddings, scalars = engine(*chunk)
+                carried = sum((e * g.chunk(parts)[part]).sum() for e, g in zip(embeddings, gradients))
+                # The engine divides by the number of parts; every part has the scalars' whole gradient.
+                engine.backward(parts * carried + (scalars * gradients[-1]).sum())
+                if part + 1 < parts:
+                    engine.step()  # only counts the part
+            set_random_state(after)
+        # ---- step, unless the loss or the gradient is NaN or Inf on any rank
+        own = gradient_norm(engine)
+        asked = torch.tensor([self.stop(), self.folder.failed], device=engine.device)
+        nonfinite = ~(loss.detach().isfinite() & own.isfinite())
+        bad, stops, failed, squares = distributed.sum_over_ranks([nonfinite, *asked, own.square()])
+        if failed:
+            self.folder.check()
+        self.stopping, clip = stops > 0, config.optimizer.clip_grad_norm
+        # Without ZeRO every rank has the whole gradient.
+        norm = (squares / (1 if config.engine.zero_stage else distributed.world_size())).sqrt()
+        self.step, self.samples, before = self.step + 1, self.samples + config.batch_size, self.samples
+        lr = learning_rate(config.optimizer, self.samples, self.total)
+        set_learning_rate(engine.optimizer, lr)
+        optimizer_step(engine, bool(bad), norm, clip)
+        if bad:
+            self._skip(nonfinite_report(batch.keys, loss, terms, outputs[:4], gradients[:4], own))
+        elif self.average:
+            self.average.add(step_weight(config.ema, before, self.samples))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
+        self.progress.made(self.step)
+        # ---- log
+        self.folder.seen(self.step, batch.keys)
+        terms |= {"gradient_norm": norm, "text_tokens": float(tokens.shape[1])}
+        terms |= {"clipped": (norm > clip).double()} if clip else {}
+        self.window.add(None if bad else terms)
+        self._log(lr)
+        # ---- save; when stopped there may be no time for an evaluation, which the run that resumes makes
+        if self.step == self.last or (config.save_every and self.step % config.save_every == 0):
+            self.save()
+        if self.stopping and self.step < self.last:
+            return False
+        # ---- evaluate
+        return not self._evaluation_is_due() or self.evaluate(self.evaluators)
 
-    def _load(self) -> Batch | None:
+    def load(self) -> Batch | None:
         """This rank's next batch, or None if any rank was asked to stop; collective.
 
         A rank that waited alone for data would not learn of a stop on another rank. So all ranks meet in rounds and
@@ -245,7 +216,7 @@ class Trainer:
         return batch
 
     def _meet(self, waiting: bool) -> bool:
-        """One round of `_load`: whether any rank waits; collective.
+        """One round of `load`: whether any rank waits; collective.
 
         Raises _Stopped on all ranks, and UserError: too many of the samples of all ranks cannot be used.
         """
@@ -258,118 +229,129 @@ class Trainer:
         return waiting > 0
 
     def _tokens(self, tokens: Tensor) -> Tensor:
-        """On the device, without unused padding, except for compiled towers, which need one shape."""
+        """(B, L) on the device, without unused padding, except for compiled towers, which need one shape."""
         if self.config.engine.compile:
-            return tokens.to(self.device, non_blocking=True)
-        return self.engine.module.model.cut_padding(tokens, self.device)
+            return tokens.to(self.engine.device, non_blocking=True)
+        return self.engine.module.model.cut_padding(tokens, self.engine.device)
 
-    def _crossed(self, every: int, last: int) -> bool:
-        """True if this step crossed a multiple of `every` samples, or was the last one."""
-        before = self.samples - self.config.batch_size
-        return self.step == last or (every > 0 and self.samples // every > before // every)
+    def _log(self, lr: float) -> None:
+        """Report the means since the last line every `log_every` steps; the first step has a line of its own."""
+        due = self.step % self.config.log_every == 0 or self.step == self.last
+        if due or self.step == self.first:
+            values = self.window.read(self.config.batch_size, self.last - self.step)
+            if self.step == self.first:
+                values["first_step"] = time.perf_counter() - self.began
+            if self.images_at_peak and "text_tokens" in values:
+                values["mfu"] = values["images_per_second"] / self.images_at_peak(values["text_tokens"])
+            self.folder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
+        if due:
+            self.window.restart()
 
-    def train_step(
-        self, images: Tensor, tokens: Tensor, keys: list[str] | None = None
-    ) -> dict[str, Tensor | float] | None:
-        """`queue_step`, and its outcome: scalars without gradient, or None if all ranks skipped it."""
-        self.queue_step(images, tokens, keys)
-        return self.read_outcome()
+    def save(self) -> None:
+        """Start to write a checkpoint of this moment; collective."""
+        self.progress.doing("saving")
+        self.folder.save(self.engine, self.position, self.average)
+        self.saved = self.step
+        self.window.restart()
 
-    def queue_step(self, images: Tensor, tokens: Tensor, keys: list[str] | None = None) -> None:
-        """One optimizer step on this rank's (B, 3, H, W) images and (B, L) tokens, named by `keys`; collective.
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.samples, self.skipped)
 
-        Raises:
-            UserError: see `read_outcome`, of the step before.
+    def _evaluation_is_due(self) -> bool:
+        """True if this step crossed a multiple of `evaluate.every_samples`, or was the last one."""
+        every, before = self.config.evaluate.every_samples, self.samples - self.config.batch_size
+        crossed = every > 0 and self.samples // every > before // every
+        return bool(self.evaluators) and (self.step == self.last or crossed)
+
+    def evaluate(self, evaluators: Sequence[Callable[..., dict[str, float]]]) -> bool:
+        """Report their values, and keep the step if it is the best so far; False if a stop was asked for meanwhile, and
+        the run that resumes makes the rest; collective.
         """
-        parts = self.config.engine.accumulation
-        masks = draw_masks(self.config, self.engine.module.model, images, tokens, self.samples)
-        if parts == 1:
-            flat = self.engine(images, tokens, *masks)
-            for embedding in flat[:4]:
-                if embedding.requires_grad:  # not the log-variances of a point model
-                    embedding.retain_grad()  # to trace a NaN to its sample
-            loss, terms = self.loss(Forward.of(flat))
-            self.engine.backward(loss)
-            embeddings, grads = flat[:4], [e.grad for e in flat[:4]]
-            self._finish_step(Evidence(loss, terms, embeddings, grads, gradient_norm(self.engine)), tokens, keys)
-            return
+        self.progress.doing("saving")
+        self.folder.finish()  # evaluations fork data workers: no thread may be writing
+        state, whole = random_state(), True
+        with self.average.in_place() if self.average else nullcontext():
+            for evaluate in evaluators:
+                self.progress.doing("evaluating")
+                try:
+                    values = evaluate(self.engine, partial(self._meet, waiting=False))
+                except _Stopped:  # caught here, as the weights must come back
+                    whole = False
+                    break
+                self.folder.report(self.step, {"samples": self.samples, **values})
+        set_random_state(state)  # as in a run that was resumed from what has just been saved
+        self.progress.doing("saving")
+        self.folder.keep_best(self.engine, self.position, self.average)
+        self.window.restart()
+        return whole
 
-        cached, states = [], []
-        chunks = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
-        with torch.no_grad():
-            for chunk in chunks:
-                states.append(random_state())
-                cached.append(self.engine(*chunk))
-        *embeddings, scalars = zip(*cached)
-        leaves = [torch.cat(e).requires_grad_() for e in embeddings] + [scalars[0].clone().requires_grad_()]
-        loss, terms = self.loss(Forward.of(tuple(leaves)))
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        after = random_state()  # the loss may draw, too
-        slices = zip(*(g.chunk(parts) for g in grads[:-1]))
-        for part, (chunk, state, slice_grads) in enumerate(zip(chunks, states, slices), 1):
-            set_random_state(state)
-            *embeddings, scalars = self.engine(*chunk)
-            carried = sum((e * g).sum() for e, g in zip(embeddings, slice_grads))
-            # The engine divides by the number of parts; every part has the scalars' whole gradient.
-            self.engine.backward(parts * carried + (scalars * grads[-1]).sum())
-            if part < parts:
-                self.engine.step()  # only counts the part
-        set_random_state(after)
-        self._finish_step(Evidence(loss, terms, leaves[:4], list(grads[:4]), gradient_norm(self.engine)), tokens, keys)
-
-    def _finish_step(self, evidence: Evidence, tokens: Tensor, keys: list[str] | None) -> None:
-        """Step, if all ranks can; what the hosts must agree on and what the devices must are one collective each."""
-        failed = self.recorder.failed if self.recorder else False
-        self.stopping, failed = distributed.any_host([self.stop(), failed])
-        if failed:
-            self.recorder.check()
-        nonfinite, squares = distributed.any_rank_and_sum(evidence.nonfinite(), evidence.gradient_norm.square())
-        self.read_outcome()
-        # Without ZeRO every rank has the whole gradient.
-        norm = (squares / (1 if self.config.engine.zero_stage else distributed.world_size())).sqrt()
-        longest = self.config.optimizer.clip_grad_norm
-        step_unless(self.engine, nonfinite, norm, longest)
-        terms = {**evidence.terms, "gradient_norm": norm, "text_tokens": float(tokens.shape[1])}
-        if longest:
-            terms["clipped"] = (norm > longest).double()
-        outcome = evidence.detached(), terms, Flag(nonfinite)
-        self._queued = Queued(self.step + 1, self.samples, keys or [], *outcome)
-
-    def read_outcome(self) -> dict[str, Tensor | float] | None:
-        """The scalars of the step that was queued last, once; None if all ranks have skipped it; collective.
-
-        Raises:
-            UserError: it is NaN or Inf, and `on_nonfinite` is stop, or too many were before; on all ranks.
-        """
-        queued, self._queued = self._queued, None
-        if queued is None:
-            return None
-        if queued.skipped.read():
-            self._report_skipped(queued)
-            terms = None
-        else:
-            self._skipped_in_a_row, terms = 0, queued.terms
-            if self.average:  # of weights that no later step has changed
-                after = queued.samples + self.config.batch_size
-                self.average.add(step_weight(self.config.ema, queued.samples, after))
-        if self._window:
-            self._window.add(terms)
-        return terms
-
-    def _report_skipped(self, queued: Queued) -> None:
-        reports = all_of(queued.evidence.report(distributed.rank(), queued.keys))
-        where = self.recorder.nonfinite(queued.step, reports) if self.recorder else "the log"
-        self._skipped_in_a_row += 1
-        if self.config.on_nonfinite == "stop" or self._skipped_in_a_row > MAX_SKIPPED:
-            raise as_error(queued.step, reports, where)
+    def _skip(self, report: dict) -> None:
+        """Report a step with NaN or Inf of all ranks; collective. Raises UserError: the run is to stop there."""
+        reports = all_of(report)
+        stage = next(stage for stage in STAGES if any(one["stage"] == stage for one in reports))
+        first = [one for one in reports if one["stage"] == stage]  # the ranks that are affected first
+        keys, ranks = [key for one in first for key in one["keys"]], ", ".join(str(one["rank"]) for one in first)
+        samples = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
+        where = self.folder.nonfinite(self.step, reports)
+        if self.config.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED:
+            terms = ", ".join(f"{name} {value:.4g}" for name, value in first[0]["terms"].items())
+            raise UserError(
+                f"At step {self.step} the {stage} is NaN or Inf on rank {ranks} ({terms}), for the samples {samples}; "
+                "the step was skipped.",
+                f"The full report is in {where}; look at these samples, or lower optimizer.lr, and continue with "
+                "--resume, or pass --on-nonfinite skip.",
+            )
         self.skipped += 1
+        if distributed.is_main():
+            why = f"the {stage} is NaN or Inf on rank {ranks} ({samples})"
+            print(f"{step_of(self.step, self.steps)} | skipped on all ranks: {why}; see {where}", flush=True)
 
-    def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's part of this rank's rows, and what is logged."""
-        pairs = Pairs(out.image, out.text, *out.scalars.unbind(), out.masked)
-        found = self.objective(pairs)
-        terms = {"loss": found.loss, **found.terms}
-        terms |= {name: getattr(pairs, name) for name in self.objective.scalars}
-        if self.objective.probabilistic:
-            terms |= {"u_image": out.image.uncertainty().mean(), "u_text": out.text.uncertainty().mean()}
-        return found.loss, {name: value.detach() for name, value in terms.items()}
+
+def loss_and_terms(objective: Objective, outputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The objective's part of this rank's rows, and detached scalars by name for the log; `outputs` of `Towers`."""
+    *embeddings, scalars = outputs
+    image, text, *masked = (Gaussian(*embeddings[i : i + 2]) for i in range(0, len(embeddings), 2))
+    pairs = Pairs(image, text, *scalars.unbind(), tuple(masked) or None)
+    out = objective(pairs)
+    terms = {"loss": out.loss, **out.terms, **{name: getattr(pairs, name) for name in objective.scalars}}
+    if objective.probabilistic:
+        terms |= {"u_image": image.uncertainty().mean(), "u_text": text.uncertainty().mean()}
+    return out.loss, {name: value.detach() for name, value in terms.items()}
+
+
+def nonfinite_report(
+    keys: list[str], loss: Tensor, terms: dict, embeddings: Sequence[Tensor], gradients: Sequence, norm: Tensor
+) -> dict:
+    """This rank's first stage with NaN or Inf, the keys of the samples, the terms.
+
+    One sample's value spreads to every rank's loss through the exchanged embeddings: the first stage finds it.
+    """
+
+    def bad_rows(tensors: list[Tensor]) -> list[int]:
+        bad = [~t.detach().isfinite().all(1) for t in tensors]
+        return torch.stack(bad).any(0).nonzero().flatten().tolist() if bad else []
+
+    everything = list(range(len(keys)))
+    rows_by_stage = (
+        bad_rows(embeddings),
+        [] if loss.detach().isfinite() else everything,
+        bad_rows([g for g in gradients if g is not None]),
+        [] if norm.isfinite() else everything,
+    )
+    stage, rows = next(((stage, rows) for stage, rows in zip(STAGES, rows_by_stage) if rows), ("", []))
+    told = {name: float(value) for name, value in terms.items()}
+    return {"rank": distributed.rank(), "stage": stage, "keys": [keys[row] for row in rows], "terms": told}
+
+
+def make_optimizer(model: DualEncoder, o: Optimizer) -> torch.optim.AdamW:
+    """AdamW over the trained parameters, in groups by learning rate and weight decay; those that decay come first."""
+    rates = layer_rates(model, o.layer_decay)
+    groups: dict[tuple[bool, float], dict] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            plain, rate = no_weight_decay(name, parameter), rates[name]
+            group = {"params": [], "weight_decay": 0.0 if plain else o.weight_decay, "multiplier": rate}
+            groups.setdefault((plain, -rate), group)["params"].append(parameter)
+    groups = [groups[key] for key in sorted(groups)]
+    return torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps, fused=True)

@@ -270,14 +270,12 @@ def sum_host(numbers: list[int]) -> list[int]:
     return packed.tolist()
 
 
-def any_rank_and_sum(flag: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
-    """OR of a flag () and sum of a number () over all ranks, in one collective.
-
-    Returns:
-        bool () and float64 (), on the device: the host does not wait for it.
-    """
-    rows = gather(torch.stack([flag.detach().double(), addend.detach().double()])[None])
-    return (rows[:, 0] > 0).any(), rows[:, 1].sum()
+def sum_over_ranks(numbers: Sequence[Tensor]) -> Tensor:
+    """Each number's () sum over all ranks, in float64 on the CPU; one collective, for which the host waits."""
+    packed = torch.stack([number.detach().double() for number in numbers])
+    if world_size() > 1:
+        dist.all_reduce(packed)
+    return packed.cpu()
 
 
 def max_over_ranks(value: float, device=None) -> float:

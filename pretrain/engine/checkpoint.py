@@ -4,7 +4,7 @@
         weights.safetensors     NAME: parameters (float32) and buffers of the engine's module, whole
         optimizer.safetensors   exp_avg.NAME, exp_avg_sq.NAME: Adam's moments (float32), whole; average.NAME: the
                                 average of the weights, in runs that keep one
-        random.safetensors      RANK.GENERATOR: random state of every rank
+        random.safetensors      RANK.torch, RANK.cuda: random state of every rank
         state.json              everything else: the caller's state, step counts, sizes and SHA-256 of the files
 
 A checkpoint appears under its name only when it is complete and on disk, in a folder that all ranks share.
@@ -16,35 +16,23 @@ continues.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import hashlib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pretrain.engine.average import Average
-from pretrain.engine.randomness import choose_random_state, random_state, set_random_state
-from pretrain.engine.state import MOMENTS, EngineState, full_state_dict, shapes
+from pretrain.engine.state import MOMENTS, Average, EngineState, full_state_dict, shapes
 from probemb import distributed
 from probemb.distributed import agree, all_of
 from probemb.errors import UserError
-from probemb.runs.checkpoints import (
-    OPTIMIZER,
-    RANDOM,
-    STATE,
-    WEIGHTS,
-    Damaged,
-    Snapshot,
-    read_content,
-    verify_files,
-)
+from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Damaged, Snapshot, read_content
 
 AVERAGE = "average."  # before a parameter's name
-COUNTERS = "global_steps", "global_samples"  # of the engine
 
 
 def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | None = None) -> Snapshot | None:
@@ -58,91 +46,57 @@ def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | N
     Returns:
         None on the other ranks.
     """
-    json.dumps(state, allow_nan=False)  # raises on every rank before the first collective
     held = EngineState(engine)
     whole, moments, steps = full_state_dict(engine), held.moments(), held.steps()
-    means = average.whole() if average else {}
-    generators = all_of(random_state())
+    means, generators = average.whole() if average else {}, all_of(random_state())
     if not distributed.is_main():
         return None
-    content = {
-        "step": step,
-        "world_size": distributed.world_size(),
-        "zero_stage": held.stage,
-        "engine": {name: getattr(engine, name) for name in COUNTERS},
-        "adam_steps": steps,
-        "groups": [
-            {"lr": float(g["lr"]), **{key: g[key] for key in ("betas", "eps", "weight_decay")}}
-            for g in held.optimizer.param_groups
-        ],
-        "state": state,
-    }
-    rng = {f"{r}.{name}": t for r, one in enumerate(generators) for name, t in one.items()}
+    content = {"step": step, "adam_steps": steps, "state": state}
     # Each parameter is stored once, under its first name.
     weights = {name: whole[name] for name in shapes(engine)}
     moments |= {f"{AVERAGE}{name}": mean for name, mean in means.items()}
+    random = {f"{rank}.{name}": t for rank, own in enumerate(generators) for name, t in own.items()}
     mean_of = {id(whole[name]): mean for name, mean in means.items()}  # of each of a shared parameter's names
     averaged = {name: mean_of.get(id(tensor), tensor) for name, tensor in whole.items()}
-    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: rng}, content, averaged)
+    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: random}, content, averaged)
 
 
-def load_checkpoint(engine, path: Path | str, verified: bool = False, average: Average | None = None) -> dict[str, Any]:
-    """Restore an engine from a snapshot; collective, between two steps.
+def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[str, Any]:
+    """Restore an engine from a checkpoint that `find_checkpoint` has verified; collective, between two steps.
 
-    Restores weights, buffers, Adam's moments and counts, learning rates, the engine's counters, and random states.
-    Betas, eps and weight decay are configuration. A rank that the checkpoint does not have gets random states drawn
-    from rank 0's and its own number.
+    Restores weights, buffers, Adam's moments and counts, and random states. A rank that the checkpoint does not have
+    gets random states drawn from rank 0's and its own number.
 
     Args:
-        verified: the files' sums have already been checked.
         average: is restored too; it begins with the weights if the checkpoint has none.
 
     Returns:
-        what `read_state` returns.
+        the caller's state, and its "step".
 
     Raises:
         UserError: damaged, of another version, or of another model; on all ranks, and nothing is changed.
     """
-    path = Path(path)
     held = EngineState(engine)
     with ExitStack() as stack:
-        failure = content = None
+        failure = None
         try:
             content = read_content(path)
-            if distributed.is_main() and not verified:
-                verify_files(path, content)
             weights, moments = (stack.enter_context(_open(path, name)) for name in (WEIGHTS, OPTIMIZER))
-            ours = shapes(engine)
+            stored = _shapes_in(moments)
+            averaged = any(name.startswith(AVERAGE) for name in stored)
+            kinds, ours = [f"{moment}." for moment in MOMENTS] + [AVERAGE] * averaged, shapes(engine)
             _check_shapes(path, ours, _shapes_in(weights))
-            theirs = _shapes_in(moments)
-            averaged = any(name.startswith(AVERAGE) for name in theirs)
-            kinds = [f"{moment}." for moment in MOMENTS] + [AVERAGE] * averaged
-            _check_shapes(path, {f"{kind}{name}": ours[name] for name in held.stepped for kind in kinds}, theirs)
-            steps = {name: int(content["adam_steps"][name]) for name in held.stepped}
-            rates = [float(group["lr"]) for group in content["groups"]]
-            if len(rates) != len(held.optimizer.param_groups):
-                raise _another_model(path, [f"it has {len(rates)} parameter groups"])
-            counters = {name: int(content["engine"][name]) for name in COUNTERS}
-            generators = choose_random_state(load_file(path / RANDOM), int(content["world_size"]))
+            _check_shapes(path, {f"{kind}{name}": ours[name] for name in held.stepped for kind in kinds}, stored)
+            generators = _own_random_state(load_file(path / RANDOM))
         except UserError as error:
             failure = error
         except (OSError, SafetensorError) as error:
             failure = Damaged(path, str(error))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            failure = Damaged(path, f"{STATE} is not as it was written ({error!r})")
         agree(failure)
-
-        held.load(weights.get_tensor, moments.get_tensor, steps)
-        if average and averaged:
-            average.load(lambda name: moments.get_tensor(f"{AVERAGE}{name}"))
-        elif average:
-            average.restart()
-    for group, rate in zip(held.optimizer.param_groups, rates):
-        group["lr"] = rate
-    for name, value in counters.items():
-        setattr(engine, name, value)
+        held.load(weights.get_tensor, moments.get_tensor, content["adam_steps"])
+        if average:
+            average.load(lambda name: moments.get_tensor(f"{AVERAGE}{name}") if averaged else weights.get_tensor(name))
     set_random_state(generators)
-    distributed.barrier()
     return {**content["state"], "step": content["step"]}
 
 
@@ -150,10 +104,10 @@ def read_exported(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint's module as they are exported: their average, if it has one. Raises Damaged."""
     try:
         with _open(path, WEIGHTS) as live, _open(path, OPTIMIZER) as moments:
-            averaged = {name for name in moments.keys() if name.startswith(AVERAGE)}  # noqa: SIM118 - not a dict
+            averaged = set(moments.keys())
             return {
                 name: moments.get_tensor(mean) if (mean := f"{AVERAGE}{name}") in averaged else live.get_tensor(name)
-                for name in live.keys()  # noqa: SIM118
+                for name in live.keys()  # noqa: SIM118 - not a dict
             }
     except (OSError, SafetensorError) as error:
         raise Damaged(path, str(error)) from error
@@ -163,29 +117,45 @@ def _open(path: Path, name: str):
     return safe_open(path / name, framework="pt", device="cpu")
 
 
-def _shapes_in(file) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+def _shapes_in(file) -> dict[str, torch.Size]:
+    return {name: torch.Size(file.get_slice(name).get_shape()) for name in list(file.keys())}
 
 
-def _check_shapes(path: Path, ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> None:
-    """Names and shapes of the engine against those in a file."""
-
-    def differences() -> Iterator[str]:
-        for name, shape in ours.items():
-            if name not in theirs:
-                yield f"{name!r} is missing"
-            elif theirs[name] != shape:
-                yield f"{name!r} is {theirs[name]} instead of {shape}"
-        yield from (f"{name[:100]!r} is unknown" for name in theirs if name not in ours)
-
-    found = list(differences())
+def _check_shapes(path: Path, ours: dict[str, torch.Size], stored: dict[str, torch.Size]) -> None:
+    """Compare names and shapes of the engine with those in a file. Raises UserError."""
+    found = [f"{name!r} is missing" for name in ours if name not in stored]
+    found += [f"{name!r} is unknown" for name in stored if name not in ours]
+    both = [(name, tuple(stored[name]), tuple(ours[name])) for name in ours if name in stored]
+    found += [f"{name!r} is {there} instead of {here}" for name, there, here in both if there != here]
     if found:
-        raise _another_model(path, found)
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        raise UserError(
+            f"The checkpoint {path} is a checkpoint of another model: {', '.join(found[:3])}{more}.",
+            "Resume with the model that the run was started with (config.yaml in its folder), or start a new run.",
+        )
 
 
-def _another_model(path: Path, differences: list[str]) -> UserError:
-    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-    return UserError(
-        f"The checkpoint {path} is a checkpoint of another model: {', '.join(differences[:3])}{more}.",
-        "Resume with the model that the run was started with (config.yaml in its folder), or start a new run.",
-    )
+def random_state() -> dict[str, Tensor]:
+    """This process' generators that training draws from: torch's on the CPU and on its GPU."""
+    gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"torch": torch.get_rng_state(), **gpu}
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Restore a result of `random_state`, without the GPU's part if there is no GPU."""
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _own_random_state(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of {"RANK.GENERATOR": tensor}; for a further rank, one drawn from rank 0's and its number."""
+    rank = distributed.rank()
+    if f"{rank}.torch" in stored:
+        own = [name for name in ("torch", "cuda") if f"{rank}.{name}" in stored]
+        return {name: stored[f"{rank}.{name}"] for name in own}
+    digest = hashlib.sha256(bytes(stored["0.torch"].tolist()) + rank.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(digest[:4], "little")
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    states = [torch.Generator(device).manual_seed(seed).get_state() for device in devices]
+    return dict(zip(("torch", "cuda"), states))

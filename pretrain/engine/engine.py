@@ -1,4 +1,4 @@
-"""The DeepSpeed engine around the towers: quiet import, process group, optimizer and ZeRO settings."""
+"""The DeepSpeed engine around the towers: its options, quiet import, process group, ZeRO settings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,45 @@ import logging
 import os
 import sys
 import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 
-from pretrain.config import BUCKET, Config, Optimizer
-from pretrain.engine.state import leave_norms
 from probemb import distributed
-from probemb.models import DualEncoder, no_weight_decay
-from probemb.models.layers import layer_rates
+from probemb.cli.ranges import Minutes, Precision, Threads
+
+if TYPE_CHECKING:
+    from probemb.models import DualEncoder
+
+BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Computation of a step; changes results by rounding only.
+
+    Args:
+        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
+        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 if the GPU has it.
+        accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
+        grad_checkpointing: recompute every block in the backward pass.
+        compile: torch.compile the towers.
+        deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
+        threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
+        timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
+    """
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    precision: Precision = "auto"
+    accumulation: PositiveInt = 1
+    grad_checkpointing: bool = False
+    compile: bool = False
+    deterministic: bool = False
+    threads: Threads = 0
+    timeout: Minutes = 30.0
 
 
 class Towers(nn.Module):
@@ -34,8 +64,8 @@ class Towers(nn.Module):
         masked_image: Tensor | None = None,
         masked_text: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Means and log-variances of the given inputs, (B, D) each; with both also `ModelOutput`'s scalars, (3,), and
-        before these the means and log-variances of the masked copies that `masking.Masks` asks for."""
+        """Means and log-variances of the given inputs, (B, D) each; with both inputs also the means and log-variances
+        of the masked copies that `masking.Masks` asks for, and last the scalars (3,): inverse temperature, a, b."""
         given = images if images is not None else tokens
         with torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.half):
             if images is None or tokens is None:
@@ -53,33 +83,27 @@ class Towers(nn.Module):
 
 def make_engine(
     model: DualEncoder,
-    config: Config,
+    optimizer: torch.optim.Optimizer,
+    options: Engine,
+    batch_size: int,
     precision: str,
     device: torch.device,
     persistent_elements: int = 100_000,
 ):
-    """A DeepSpeed engine around `Towers(model)`; collective. Call `start_deepspeed` before.
+    """A DeepSpeed engine around `Towers(model)`, for global batches; collective. Call `start_deepspeed` before.
 
     `persistent_elements`: ZeRO-3 leaves parameters up to this size whole on every rank.
     """
     import deepspeed
 
-    o, e = config.optimizer, config.engine
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, o),
-        lr=o.lr,
-        betas=tuple(o.betas),
-        eps=o.eps,
-        fused=True,
-    )
     world = distributed.world_size()
     settings = {
-        "train_batch_size": config.batch_size,
-        "train_micro_batch_size_per_gpu": config.batch_size // world // e.accumulation,
-        "gradient_accumulation_steps": e.accumulation,
-        "gradient_clipping": 0.0,  # `step_unless` clips
+        "train_batch_size": batch_size,
+        "train_micro_batch_size_per_gpu": batch_size // world // options.accumulation,
+        "gradient_accumulation_steps": options.accumulation,
+        "gradient_clipping": 0.0,  # `state.optimizer_step` clips
         "zero_optimization": {
-            "stage": e.zero_stage,
+            "stage": options.zero_stage,
             "overlap_comm": device.type == "cuda" and world > 1,  # the host waits for every bucket
             "contiguous_gradients": True,
             "reduce_bucket_size": BUCKET,
@@ -91,22 +115,9 @@ def make_engine(
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=Towers(model, precision), optimizer=optimizer, config=settings)
-    leave_norms(engine)
-    if e.compile:
+    if options.compile:
         engine.compile()
     return engine
-
-
-def parameter_groups(model: DualEncoder, o: Optimizer) -> list[dict]:
-    """The trained parameters by learning rate and weight decay, those that decay first; for `set_learning_rate`."""
-    rates = layer_rates(model, o.layer_decay)
-    groups: dict[tuple[bool, float], dict] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            plain, rate = no_weight_decay(name, parameter), rates[name]
-            group = {"params": [], "weight_decay": 0.0 if plain else o.weight_decay, "multiplier": rate}
-            groups.setdefault((plain, -rate), group)["params"].append(parameter)
-    return [groups[key] for key in sorted(groups)]
 
 
 def import_deepspeed():

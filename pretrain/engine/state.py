@@ -1,7 +1,7 @@
 """The training state inside a DeepSpeed engine, by parameter name: read whole on rank 0, written in place, any stage.
 
 ZeRO cuts float32 parameters and Adam's moments into one flat tensor per rank and parameter group (stage 3: subgroup).
-This file only uses where each parameter's piece lies in them:
+This is the only file that uses private attributes of DeepSpeed, tested with 0.19.8 (pyproject.toml has the bound):
 
     stage 0     nothing is cut: every rank has everything
     stage 1, 2  `optimizer.bit16_groups`, `optimizer.single_partition_of_fp32_groups`, `parameter._hp_mapping`
@@ -15,7 +15,8 @@ fail at stage 3 if the number of elements is not a multiple of the number of ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
 
     def of(self, flat: Tensor) -> Tensor:
         """A view of this piece in `flat`: the parameters or a moment."""
-        return flat.detach().narrow(0, self.offset, self.numel)
+        return flat.detach().view(-1).narrow(0, self.offset, self.numel)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This piece of a whole tensor of the parameter's shape."""
@@ -44,51 +45,24 @@ class Piece(NamedTuple):
 
 
 class EngineState:
-    """Access by name to the weights and the Adam state of an engine.
-
-    Raises:
-        ValueError: the engine has another optimizer than Adam(W), a learning rate scheduler (schedules are functions
-            of the samples seen), parameters that are not float32, or offloaded state.
-    """
+    """Access by name to the weights and the Adam state of an engine with float32 parameters."""
 
     def __init__(self, engine):
-        self.engine = engine
-        self.stage = engine.zero_optimization_stage()
-        self.optimizer = _adam(engine)
-        self.parameters = named_parameters(engine)
-        self._check()
+        self.engine, self.stage = engine, engine.zero_optimization_stage()
+        self.optimizer, self.parameters = _adam(engine), named_parameters(engine)
         names = {id(p): name for name, p in self.parameters.items()}
         # The tensor that the optimizer steps for a parameter, and this rank's piece of it, or None.
         self.stepped: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece | None] = {}
         for flat, members in self._flat_groups():
             for p, piece in members:
-                self.stepped[names[id(p)]] = flat
-                self.pieces[names[id(p)]] = piece
-
-    def _check(self) -> None:
-        defaults = self.optimizer.defaults
-        adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not defaults["amsgrad"]
-        if not adam:
-            raise ValueError(f"checkpoints cover Adam and AdamW without amsgrad, not {type(self.optimizer).__name__}")
-        if self.engine.lr_scheduler is not None:
-            raise ValueError("checkpoints do not cover learning rate schedulers: compute lr from the samples seen")
-        if self.stage and (getattr(self.engine.optimizer, "cpu_offload", False) or self._offloads()):
-            raise ValueError("checkpoints do not cover offloaded parameters or optimizer state")
-        for name, p in self.parameters.items():
-            if p.dtype != torch.float32:
-                raise ValueError(f"checkpoints cover float32 parameters, and {name} is {p.dtype}")
-
-    def _offloads(self) -> bool:
-        zero = self.engine.optimizer
-        return bool(getattr(zero, "offload_optimizer", False) or getattr(zero, "offload_param", False))
+                self.stepped[names[id(p)]], self.pieces[names[id(p)]] = flat, piece
 
     def _flat_groups(self) -> Iterable[tuple[Tensor, list[tuple[nn.Parameter, Piece | None]]]]:
         zero = self.engine.optimizer
         if self.stage == 0:
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    yield p, [(p, None)]
+            for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+                yield p, [(p, Piece(0, p.numel(), 0))]
         elif self.stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups):
                 yield flat, [(p, _mapped_piece(p)) for p in group]
@@ -102,34 +76,23 @@ class EngineState:
 
     def moments(self) -> dict[str, Tensor]:
         """{"exp_avg.NAME", "exp_avg_sq.NAME"}: whole, float32, CPU, on rank 0; empty on the others. Collective."""
-        out = {}
-        for name, stepped in self.stepped.items():
-            held = self.optimizer.state.get(stepped, {})
-            p = self.parameters[name]
-            for moment in MOMENTS:
-                if held:
-                    whole = self.gather(name, held[moment])
-                else:
-                    whole = torch.zeros(getattr(p, "ds_shape", p.shape)) if distributed.is_main() else None
-                if whole is not None:
-                    out[f"{moment}.{name}"] = whole
-        return out
+        held = {(name, key): self._adam_state(t)[key] for name, t in self.stepped.items() for key in MOMENTS}
+        return {f"{key}.{name}": t for (name, key), t in self.gather_all(held, lambda of: of[0]).items()}
 
-    def gather(self, name: str, source: Tensor) -> Tensor | None:
-        """A parameter's part of `source`, which is cut like the tensor stepped for it; collective.
+    def gather_all(self, sources: Mapping, name_of: Callable = lambda name: name) -> dict:
+        """Whole float32 CPU tensors of `sources`, each cut like the tensor stepped for the parameter `name_of(key)`, by
+        key on rank 0; {} on the others; collective."""
+        whole = {key: self._gather(name_of(key), source) for key, source in sources.items()}
+        return whole if distributed.is_main() else {}
 
-        Returns:
-            whole, float32, CPU, on rank 0; None on the others.
-        """
+    def _gather(self, name: str, source: Tensor) -> Tensor | None:
         if self.stage:
             return _whole_on_main(self.parameters[name], self.pieces[name], source, self.engine.device)
         return source.detach().cpu().contiguous().clone() if distributed.is_main() else None
 
     def fill(self, name: str, target: Tensor, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor into `target`, which is cut like the tensor stepped for it."""
-        if self.stage == 0:
-            target.copy_(whole)
-        elif piece := self.pieces[name]:
+        if piece := self.pieces[name]:
             piece.of(target).copy_(piece.cut(whole))
 
     @torch.no_grad()
@@ -147,8 +110,7 @@ class EngineState:
 
     def steps(self) -> dict[str, int]:
         """Adam's step count of every parameter that is trained."""
-        held = {name: self.optimizer.state.get(stepped, {}) for name, stepped in self.stepped.items()}
-        return {name: int(state["step"]) if state else 0 for name, state in held.items()}
+        return {name: int(self._adam_state(stepped)["step"]) for name, stepped in self.stepped.items()}
 
     @torch.no_grad()
     def load(self, weight: Callable[[str], Tensor], moment: Callable[[str], Tensor], steps: Mapping[str, int]) -> None:
@@ -167,19 +129,14 @@ class EngineState:
                 _fill_partition(p, whole)
             else:
                 p.copy_(whole)
-            if self.stage and self.pieces.get(name):  # the optimizer's own copy (at stage 3 it may be the same memory)
-                piece = self.pieces[name]
-                piece.of(self.stepped[name]).copy_(piece.cut(whole))
-        self._load_adam(moment, steps)
-
-    def _load_adam(self, moment: Callable[[str], Tensor], steps: Mapping[str, int]) -> None:
+            if name in self.stepped:  # the optimizer's own copy (at stages 0 and 3 it may be the same memory)
+                self.fill(name, self.stepped[name], whole)
         counts: dict[Tensor, int] = {}
         for name, stepped in self.stepped.items():
             # ZeRO has one count per group; counts differ only if stage 0 skipped parameters without gradient.
             counts[stepped] = max(counts.get(stepped, 0), steps[name])
-            state = self._adam_state(stepped)
             for key in MOMENTS:
-                self.fill(name, state[key], moment(f"{key}.{name}"))
+                self.fill(name, self._adam_state(stepped)[key], moment(f"{key}.{name}"))
         for stepped, count in counts.items():
             self.optimizer.state[stepped]["step"].fill_(count)
 
@@ -187,67 +144,98 @@ class EngineState:
         """Adam's state, created as in its first step if missing; never replaced, as ZeRO holds views."""
         state = self.optimizer.state[stepped]
         if not state:
-            options = self.optimizer.defaults
-            on_device = options.get("fused") or options.get("capturable")
+            on_device = self.optimizer.defaults.get("fused")
             state["step"] = torch.zeros((), device=stepped.device if on_device else "cpu")
             for key in MOMENTS:
                 state[key] = torch.zeros_like(stepped.detach())
         return state
 
 
+class Average:
+    """An exponential moving average of the trained weights, cut among the ranks like Adam's moments: 4 bytes for each
+    parameter that a rank steps. Begins as a copy of the weights; buffers and frozen weights are not averaged."""
+
+    def __init__(self, engine):
+        self._held = EngineState(engine)
+        self._means = {stepped: stepped.detach().clone() for stepped in dict.fromkeys(self._held.stepped.values())}
+
+    @torch.no_grad()
+    def add(self, weight: float) -> None:
+        """mean + weight (weights - mean), after an optimizer step; not collective."""
+        torch._foreach_lerp_(list(self._means.values()), [stepped.detach() for stepped in self._means], weight)
+
+    def whole(self) -> dict[str, Tensor]:
+        """{name of a trained parameter: whole float32 CPU tensor} on rank 0, {} on the others; collective."""
+        return self._held.gather_all({name: self._means[t] for name, t in self._held.stepped.items()})
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str], Tensor]) -> None:
+        """Take the average from `read`: name of a trained parameter -> the whole tensor; every rank reads."""
+        for name, stepped in self._held.stepped.items():
+            self._held.fill(name, self._means[stepped], read(name))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the engine computes with the average; collective at both ends, between two optimizer steps.
+
+        After an error the average stays in place: ranks that have not failed could not restore the weights alone.
+        """
+        self._swap()
+        yield
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for stepped, mean in self._means.items():
+            weights = stepped.detach().clone()
+            stepped.detach().copy_(mean)
+            mean.copy_(weights)
+        self._held.publish()
+
+
 def gradient_norm(engine) -> Tensor:
     """(), of the averaged gradients that this rank holds, between the last backward pass of a step and the step."""
-    gradients = _gradients(engine)
+    if engine.zero_optimization_stage() == 0:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    else:
+        groups = engine.optimizer.averaged_gradients.values()
+        gradients = [g for group in groups for g in ([group] if isinstance(group, Tensor) else group or ())]
+    gradients = [g for g in gradients if g is not None]
     if not gradients:
         return torch.zeros((), device=engine.device)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double())  # few kernels
 
 
 @torch.no_grad()
-def step_unless(engine, skip: Tensor, norm: Tensor, longest: float) -> None:
-    """`engine.step()`, or nothing but dropping the gradients; decided on the device, so that the host need not wait.
+def optimizer_step(engine, skip: bool, norm: Tensor, longest: float) -> None:
+    """`engine.step()`, or nothing but dropping the gradients.
 
-    torch's fused AdamW does both by itself, as for `torch.amp.GradScaler`: where `found_inf` is set, weights, moments
-    and counts stay as they are, and gradients are divided by `grad_scale`. Call `leave_norms` once before.
+    torch's fused AdamW does both, as for `torch.amp.GradScaler`: where `found_inf` is set, weights, moments and counts
+    stay as they are, and gradients are divided by `grad_scale`.
 
     Args:
-        skip: () bool, the same on all ranks.
+        skip: the same on all ranks.
         norm: () of the whole gradient; one of more than `longest` is shortened to that, unless `longest` is 0.
-
-    Raises:
-        RuntimeError: another optimizer, which would step nevertheless.
     """
     adam = _adam(engine)
-    if not (adam.defaults.get("fused") and getattr(adam, "_step_supports_amp_scaling", False)):
-        raise RuntimeError(f"steps cannot be skipped with {type(adam).__name__}: it is not torch's fused AdamW")
-    adam.found_inf = skip.float()
-    adam.grad_scale = ((norm + 1e-6) / longest).clamp(min=1).float() if longest else None
+    adam.found_inf = torch.tensor(float(skip), device=engine.device)
+    adam.grad_scale = ((norm + 1e-6) / longest).clamp(min=1).float().to(engine.device) if longest else None
     engine.step()
-
-
-def leave_norms(engine) -> None:
-    """Let DeepSpeed step without computing the gradient's norm, for which the host would wait; see `step_unless`."""
-    stage, zero = engine.zero_optimization_stage(), engine.optimizer
-    if stage == 3:
-        zero._get_norm_groups = lambda: [torch.zeros(())]
-    elif stage:
-        zero.scaled_global_norm = lambda *_, **__: 0.0
 
 
 def _adam(engine) -> torch.optim.Optimizer:
     return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
 
 
-def _gradients(engine) -> list[Tensor]:
-    if engine.zero_optimization_stage() == 0:
-        return [p.grad for p in engine.module.parameters() if p.grad is not None]
-    groups = engine.optimizer.averaged_gradients.values()
-    return [g for group in groups for g in ([group] if isinstance(group, Tensor) else group or ()) if g is not None]
-
-
 def named_parameters(engine) -> dict[str, nn.Parameter]:
     """The module's parameters under their uncompiled names, shared ones once."""
     return {_plain(name): p for name, p in engine.module.named_parameters()}
+
+
+def count_parameters(engine) -> tuple[int, int]:
+    """Elements of all parameters, and of those that are trained."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
+    return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
 def named_buffers(engine) -> dict[str, Tensor]:
@@ -256,10 +244,10 @@ def named_buffers(engine) -> dict[str, Tensor]:
     return {_plain(name): t for name, t in entries if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
 
 
-def shapes(engine) -> dict[str, tuple[int, ...]]:
+def shapes(engine) -> dict[str, torch.Size]:
     """Shapes of all parameters and buffers before ZeRO cuts them."""
     tensors = {**named_parameters(engine), **named_buffers(engine)}
-    return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in tensors.items()}
+    return {name: getattr(t, "ds_shape", t.shape) for name, t in tensors.items()}
 
 
 def full_state_dict(engine) -> dict[str, Tensor]:
@@ -277,11 +265,10 @@ def full_state_dict(engine) -> dict[str, Tensor]:
                 done[id(p)] = _whole_on_main(p, _partition_piece(p, 0), p.ds_tensor, engine.device)
             else:
                 done[id(p)] = p.detach().cpu().contiguous().clone() if distributed.is_main() else None
-        if done[id(p)] is not None:
-            out[_plain(name)] = done[id(p)]
-    if distributed.is_main():
-        out |= {name: buffer.detach().cpu().contiguous().clone() for name, buffer in named_buffers(engine).items()}
-    return out
+        out[_plain(name)] = done[id(p)]
+    if not distributed.is_main():
+        return {}
+    return out | {name: buffer.detach().cpu().contiguous().clone() for name, buffer in named_buffers(engine).items()}
 
 
 def _plain(name: str) -> str:

@@ -1,6 +1,9 @@
-"""Checks of a run folder before a run starts: checkpoint to resume from, files in the way, free space."""
+"""Checks of a run folder before a run starts (checkpoint to resume from, files in the way, free space), and a limit on
+starts that come to nothing.
+"""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,12 +11,15 @@ import yaml
 from torch import nn
 
 from probemb.cli.configuration import to_dict, with_absolute_paths
+from probemb.distributed import all_of, is_main
 from probemb.errors import UserError
+from probemb.files import replace_text
 from probemb.runs.checkpoints import find_checkpoint, free_bytes, restore_replaced
 from probemb.runs.lock import NAME as LOCK
 from probemb.runs.lock import refuse_locked
 
 BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
+MAX_STARTS = 3
 
 
 def newest_checkpoint(
@@ -29,15 +35,19 @@ def newest_checkpoint(
     With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
     ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `config_class` is
     the dataclass that a run of this stage writes to config.yaml; without `trains` there are never checkpoints.
-    Raises UserError: a new run would overwrite something,
-    such as the results of one whose checkpoints are gone, or another job writes the folder.
+    Raises UserError: a new run would overwrite something, such as the results of one whose checkpoints are gone, or
+    another job writes the folder.
     """
     run = Path(out)
     if resume:
         refuse_something_else(run, config_class, tell, minutes)
         earlier = find_checkpoint(run, verify=True, tell=tell)
-        if not earlier and trains:
-            _refuse_lost_checkpoints(run)
+        logged = (run / "metrics.jsonl").exists() and not (run / "checkpoints").exists()
+        if not earlier and trains and (logged or any(run.glob("model*/*"))):
+            raise UserError(
+                f"{run} holds a run without its checkpoints: starting again would overwrite its model and metrics.",
+                "Put checkpoints/ back to continue it, or choose another --out.",
+            )
         return earlier
     refuse_locked(run, 0.0, tell)
     restore_replaced(run)
@@ -59,15 +69,6 @@ def refuse_something_else(
     restore_replaced(run)
     if not find_checkpoint(run, tell=lambda line: None) and not _may_begin(run, config_class):
         raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
-
-
-def _refuse_lost_checkpoints(run: Path) -> None:
-    """Refuse a run that has saved a model, or logged without its checkpoints/, which is there from the start."""
-    if any(run.glob("model*/*")) or ((run / "metrics.jsonl").exists() and not (run / "checkpoints").exists()):
-        raise UserError(
-            f"{run} holds a run without its checkpoints: starting again would overwrite its model and metrics.",
-            "Put checkpoints/ back to continue it, or choose another --out.",
-        )
 
 
 def _names(run: Path) -> set[str]:
@@ -179,3 +180,37 @@ def remove_leftovers(run: Path) -> None:
     ):
         for left in run.glob(pattern):
             left.unlink(missing_ok=True)
+
+
+def refuse_endless_starts(run: Path, first: int, step: int) -> None:
+    """Count a start that was asked to stop at `step` and began at the step `first`: a scheduler would repeat it
+    forever; collective.
+
+    Raises UserError on all ranks: it is the third in a row without a new step. The count begins again then.
+    """
+    count = count_start(run / ".starts", first, step) if is_main() else 0
+    if all_of(count)[0] >= MAX_STARTS:
+        raise UserError(
+            f"{MAX_STARTS} starts in a row were asked to stop before they had made a step, so the run, at step {step}, "
+            "does not ask for another.",
+            "Give it more time (sbatch --time), or shorten what comes before the first step, and continue with "
+            "--resume.",
+        )
+
+
+def count_start(file: Path, first: int, now: int) -> int:
+    """Starts in a row, this one included, that ended where they had begun; kept in `file`, "POSITION COUNT", whose
+    errors do not decide anything. After `MAX_STARTS` the count begins again.
+    """
+    count = 0
+    if now == first:
+        with suppress(OSError, ValueError):
+            at, before = map(int, file.read_text().split())
+            count = before if at == now else 0
+        count += 1
+    with suppress(OSError):
+        if 0 < count < MAX_STARTS:
+            replace_text(file, f"{now} {count}\n")
+        else:
+            file.unlink(missing_ok=True)
+    return count

@@ -29,8 +29,8 @@ class LogFile:
     raised.
     """
 
-    def __init__(self, path: Path, warnings: Warnings):
-        self.path, self._warnings, self._file = path, warnings, -1
+    def __init__(self, path: Path, warnings: Warnings | None = None):
+        self.path, self._warnings, self._file = path, warnings or Warnings(), -1
 
     def write(self, record: bytes) -> None:
         """Append a record."""

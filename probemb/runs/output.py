@@ -1,15 +1,15 @@
 """Files that a run writes to its folder: config.yaml, metrics.jsonl, tensorboard/ and checkpoints/."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from probemb import distributed
 from probemb.cli.configuration import to_dict, to_yaml
-from probemb.distributed import on_main
+from probemb.distributed import agree, on_main
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.runs.background_writer import BackgroundWriter
 from probemb.runs.checkpoints import Snapshot, prune, set_aside_after
 from probemb.runs.folder import remove_leftovers
 from probemb.runs.lock import RunLock
@@ -28,7 +28,8 @@ class RunOutput:
     """The files of a run. Every rank holds one, as saving is collective; rank 0 writes.
 
     Checkpoints are written in a thread during training. A step waits for the copy to rank 0's memory, and for the
-    previous write if that is still in progress.
+    previous write if that is still in progress. An error of the thread is kept until `check`, which raises it on every
+    rank.
 
     Args:
         config: resolved; has out, wandb, keep_checkpoints and perhaps keep_every.
@@ -41,8 +42,10 @@ class RunOutput:
 
     def __init__(self, config, step: int, steps: int, lock: RunLock | None = None):
         self.path, self.config, self.steps, self.lock = Path(config.out), config, steps, lock
-        self.is_main, self.writer = distributed.is_main(), BackgroundWriter()
+        self.is_main = distributed.is_main()
         self.protected: frozenset[int] = frozenset()  # steps whose checkpoints stay
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
         self.log: RunLog | None = on_main(lambda: self._begin(step), self.path, "Choose another --out.")
 
     def _begin(self, step: int) -> RunLog:
@@ -63,10 +66,49 @@ class RunOutput:
         if self.log:
             self.log.write(step, values)
             print(self.line(step, values), flush=True)
-            if self._gone():
-                self.writer.fail(self._gone_error())
+            if self._is_gone():
+                self._failure = self._failure or self._gone_error()
 
-    def _gone(self) -> bool:
+    @property
+    def failed(self) -> bool:
+        """True if a checkpoint could not be written, or the folder is gone, on this rank."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise the error of any rank on all of them; collective."""
+        failure, self._failure = self._failure, None
+        agree(failure)
+
+    def write(self, take: Callable[[], Snapshot | None], then: Callable[[], None] = lambda: None) -> None:
+        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective.
+
+        Raises UserError on all ranks: the previous one could not be written.
+        """
+        began = time.perf_counter()
+        self.finish()
+        if snapshot := take():
+            paused = time.perf_counter() - began
+            self.start(lambda: (self._write(snapshot, paused), then()))
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Run a job in the thread, when nothing is being written.
+
+        The thread is not a daemon: a process that ends, also with Ctrl-C, finishes its writes.
+        """
+
+        def run() -> None:
+            try:
+                if self._is_gone():  # or it would be made anew, without what else a run folder holds
+                    raise self._gone_error()
+                job()
+            except Exception as error:
+                self._failure = self._failure or self._explained(error)
+
+        self._wait()
+        self._thread = threading.Thread(target=run, name="checkpoint-writer")
+        self._thread.start()
+
+    def _is_gone(self) -> bool:
         return self.lock is not None and not self.lock.is_current()
 
     def _gone_error(self) -> UserError:
@@ -75,50 +117,24 @@ class RunOutput:
             "Start the run again, or put the folder back and continue with --resume.",
         )
 
-    @property
-    def failed(self) -> bool:
-        """True if a checkpoint could not be written, or the folder is gone, on this rank."""
-        return self.writer.failed
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error, (UserError, OSError)) and self._is_gone():
+            return self._gone_error()
+        if not isinstance(error, OSError):
+            return error
+        return UserError(
+            f"{error.filename or self.path} could not be written: {error.strerror or error}.",
+            "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
+        )
 
-    def check(self) -> None:
-        """Raise the error of any rank's writer on all of them; collective."""
-        self.writer.check()
-
-    def write(self, take: Callable[[], Snapshot | None]) -> None:
-        """Start to write the snapshot that `take` copies on rank 0; collective.
-
-        Raises UserError on all ranks: the previous one could not be written.
-        """
-        began = time.perf_counter()
-        self.finish()
-        if snapshot := take():
-            stood = time.perf_counter() - began
-            self.writer.start(lambda: self.or_say_why(lambda: self._write(snapshot, stood)))
-
-    def or_say_why(self, write: Callable[[], None]) -> None:
-        """Call `write`. Raises UserError: the folder is gone, or something in it could not be written."""
-        if self._gone():  # or it would be made anew, without what else a run folder holds
-            raise self._gone_error()
-        try:
-            write()
-        except (UserError, OSError) as error:
-            if self._gone():
-                raise self._gone_error() from error
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{error.filename or self.path} could not be written: {error.strerror or error}.",
-                "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
-            ) from error
-
-    def _write(self, snapshot: Snapshot, stood: float) -> None:
+    def _write(self, snapshot: Snapshot, paused: float) -> None:
         began = time.perf_counter()
         where = snapshot.write(self.path)
         self.prune()
         more = self.write_more(snapshot)
         print(
             f"step {snapshot.content['step']}/{self.steps} | saved {where}{more} "
-            f"(training paused for {stood:.1f} s, written in {time.perf_counter() - began:.1f} s)",
+            f"(training paused for {paused:.1f} s, written in {time.perf_counter() - began:.1f} s)",
             flush=True,
         )
 
@@ -130,13 +146,18 @@ class RunOutput:
         """Hook, called in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""
         return ""
 
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def finish(self) -> None:
         """Wait until everything is written; collective. Raises UserError on all ranks: a write failed."""
-        self.writer.wait()
-        self.writer.check()
+        self._wait()
+        self.check()
 
     def close(self) -> None:
         """Finish writes and close the log; not collective, never raises."""
-        self.writer.wait()
+        self._wait()
         if self.log:
             self.log.close()

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretrain.contradictions import check
 
 from pretrain.config import Config
-from pretrain.contradictions import check
 from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import parse_config
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from pretrain.validation import Validator
 
 from pretrain.config import Config, Data, Engine, Evaluate
 from pretrain.engine.engine import make_engine, start_deepspeed
-from pretrain.validation import Validator
 from probemb import create_model
 from probemb.data.captions.find import find_captions
 from probemb.distances import csd

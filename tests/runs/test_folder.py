@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from probemb.runs.starts import MAX_STARTS, refuse_idle_start
 
 from pretrain.config import Config, Data
 from probemb.errors import UserError
@@ -13,7 +14,6 @@ from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, compl
 from probemb.runs.folder import newest_checkpoint
 from probemb.runs.lock import RunLock, refuse_locked
 from probemb.runs.output import RunOutput
-from probemb.runs.starts import MAX_STARTS, refuse_idle_start
 from probemb.runs.window import Window
 
 

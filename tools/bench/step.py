@@ -10,6 +10,9 @@ open_clip's time with one duplicated block a tower.
 from __future__ import annotations
 
 import gc
+import tempfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import open_clip
 import torch
@@ -18,11 +21,11 @@ from torch import Tensor
 from torch.utils.benchmark import Measurement
 
 from pretrain.config import Config, Model, Optimizer
-from pretrain.config import Engine as EngineConfig
 from pretrain.cost import images_at_peak
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.objectives import OBJECTIVES
-from pretrain.trainer import Trainer
+from pretrain.run_folder import RunFolder
+from pretrain.trainer import Trainer, make_optimizer
 from probemb.cli.command import Parser, run_command
 from probemb.models.architectures import OWN, read_architecture
 from tools.bench.timing import Variant, in_turn, report, timer
@@ -79,7 +82,7 @@ def used(device: str, most: bool = False) -> int:
 
 
 def configured(name: str, batch: int, objective: str, n_unc_layers: int = 1, lr: float = 1e-4, **engine) -> Config:
-    """A configuration of `batch` pairs on one rank; `engine` has settings of `pretrain.config.Engine`."""
+    """A configuration of `batch` pairs on one rank; `engine` has settings of `pretrain.engine.engine.Engine`."""
     kind = OBJECTIVES[objective]
     return Config(
         batch_size=batch,
@@ -87,7 +90,7 @@ def configured(name: str, batch: int, objective: str, n_unc_layers: int = 1, lr:
         loss=kind.Options(),
         model=Model(name=name, n_unc_layers=n_unc_layers if kind.probabilistic else 0),
         optimizer=Optimizer(lr=lr, warmup_samples=0),
-        engine=EngineConfig(**engine),
+        engine=Engine(**engine),
     )
 
 
@@ -109,16 +112,21 @@ def make_trainer(config: Config, device: str, precision: str | None = None) -> T
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     start_deepspeed(device=place)
     torch.manual_seed(0)
-    model = config.create_model()
+    model = config.create_model().to(place)
     model.set_grad_checkpointing(config.engine.grad_checkpointing)
-    engine = make_engine(model.to(place), config, precision or ("bf16" if device == "cuda" else "fp32"), place)
-    return Trainer(engine, None, config, place, steps=10**6)
+    precision = precision or ("bf16" if device == "cuda" else "fp32")
+    optimizer = make_optimizer(model, config.optimizer)
+    engine = make_engine(model, optimizer, config.engine, config.batch_size, precision, place)
+    config = replace(config, out=tempfile.mkdtemp(), log_every=10**9)
+    folder = RunFolder(config, model.config, {}, step=0, steps=10**6)
+    return Trainer(config, engine, SimpleNamespace(wait_seconds=0.0), folder, steps=10**6)
 
 
 def our_step(config: Config, data: tuple[Tensor, Tensor]) -> Variant:
-    """The trainer's step, queued as in a run."""
+    """The trainer's step."""
     trainer = make_trainer(config, data[0].device.type)
-    return lambda: trainer.queue_step(*data)
+    trainer.load = lambda: SimpleNamespace(images=data[0], tokens=data[1], keys=[])
+    return trainer.train_step
 
 
 def open_clip_step(config: Config, data: tuple[Tensor, Tensor]) -> Variant:

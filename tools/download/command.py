@@ -41,8 +41,8 @@ from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError, nearest
 from probemb.files import replace_file
 from probemb.pools import process_pool
+from probemb.runs.folder import MAX_STARTS, count_start
 from probemb.runs.lock import RunLock, refuse_locked
-from probemb.runs.starts import refuse_idle_start
 from tools.download.archives import TITLES, fetch_archives
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
 
@@ -284,13 +284,12 @@ def run(paths: Paths, state: State, options: Download, part: tuple[int, int]) ->
     try:
         reason = fetch_shards(paths, options, tuple(columns_of(state.corpus)), tasks)
     except Terminated:
-        refuse_idle_start(
-            paths.home / f"starts-{part[0]}-of-{part[1]}",
-            -len(tasks),
-            -len(paths.pending(part)),
-            "a shard",
-            "Give it more time (sbatch --time), or a new --out with a smaller --shard-size, and start it again.",
-        )
+        starts = paths.home / f"starts-{part[0]}-of-{part[1]}"
+        if count_start(starts, -len(tasks), -len(paths.pending(part))) >= MAX_STARTS:
+            raise UserError(
+                f"{MAX_STARTS} starts in a row were asked to stop before they had finished a shard.",
+                "Give it more time (sbatch --time), or a new --out with a smaller --shard-size, and start it again.",
+            ) from None
         raise
     if left := len(paths.pending(part)):
         raise UserError(

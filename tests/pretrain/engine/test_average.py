@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pretrain.engine.average import Average
 
 from pretrain.config import Ema, Engine
-from pretrain.engine.average import Average
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.engine.state import full_state_dict
 from pretrain.trainer import Trainer

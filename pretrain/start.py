@@ -1,0 +1,272 @@
+"""A pretraining run from its configuration to its end.
+
+Faults are found before the ranks meet and before anything is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from probemb.runs.copy import Copy, check_copy, fetch_newest
+
+from pretrain.config import Config
+from pretrain.cost import images_at_peak
+from pretrain.engine.checkpoint import load_checkpoint
+from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.engine.state import Average, count_parameters
+from pretrain.evaluate import Evaluator, make_evaluator
+from pretrain.run_folder import RunFolder, complete_finished, left_out, logged_evaluations
+from pretrain.schedules import check_schedule
+from pretrain.stream.corpora import Corpus
+from pretrain.stream.settings import Settings
+from pretrain.stream.stream import Stream
+from pretrain.trainer import Position, Trainer, make_optimizer
+from probemb.cli.device import gpu_capability, precision_words, share_cores, training_precision
+from probemb.data.failures import describe_failures
+from probemb.data.shards.index import read_index
+from probemb.distributed import all_of, any_host, same_everywhere, settle
+from probemb.errors import UserError
+from probemb.models.create import fill_word_vectors
+from probemb.models.dual_encoder import DualEncoder
+from probemb.models.inputs import Augmentation, create_tokenizer, create_transforms
+from probemb.runs.checkpoints import read_state
+from probemb.runs.folder import (
+    newest_checkpoint,
+    refuse_another_run,
+    refuse_endless_starts,
+    refuse_full_disk,
+    refuse_something_else,
+)
+from probemb.runs.log import headline
+from probemb.runs.output import take_lock
+from probemb.runs.preemption import Preemption
+from probemb.runs.watchdog import Progress, Watchdog
+
+FREE_TO_CHANGE = (  # keys and groups of keys, when a run resumes
+    "engine",
+    "loss.exchange",  # the same loss
+    "data",  # the resulting samples and their order are compared
+    *("out", "resume", "allow_changes", "stop_at_step", "log_every", "save_every", "keep_checkpoints", "keep_every"),
+    *("on_nonfinite", "log_samples", "profile", "remote_copy", "wandb", "evaluate"),
+)
+DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
+
+
+@dataclass
+class Prepared:
+    """A run of `steps` that can start at a position.
+
+    identity   of the data and of how it is read, for the checkpoints
+    earlier    the checkpoint to resume from
+    """
+
+    device: torch.device
+    precision: str
+    model: DualEncoder
+    stream: Stream
+    evaluators: list[Evaluator]
+    identity: dict
+    position: Position
+    steps: int
+    earlier: Path | None
+
+
+def train(config: Config, preemption: Preemption) -> int:
+    """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, flush=True)
+
+    run = prepare(config, rank, world_size, say)
+    if run is None:
+        return 0
+    stream = run.stream
+    stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
+    start_deepspeed(config.engine.timeout, run.device)
+    progress = Progress(run.position.step)
+    with Watchdog(progress, Path(config.out), config.engine.timeout, clean_up=stream.close):
+        same_everywhere("The checkpoint to resume from", str(run.earlier), "Choose an --out that all machines share.")
+        lock = take_lock(config.out)
+        progress.doing("making the engine")
+        optimizer = make_optimizer(run.model.to(run.device), config.optimizer)
+        engine = make_engine(run.model, optimizer, config.engine, config.batch_size, run.precision, run.device)
+        average = Average(engine) if config.ema.half_life_samples else None
+        if run.earlier:
+            progress.doing("loading the checkpoint")
+            load_checkpoint(engine, run.earlier, average)
+        folder = RunFolder(config, run.model.config, run.identity, run.position.step, run.steps, lock)
+        say(describe(config, engine, run))
+        trainer = Trainer(
+            config, engine, stream, folder, run.steps, run.position, average, run.evaluators, preemption.asked,
+            progress, images_at_peak(config, run.precision, world_size, run.device),
+        )  # fmt: skip
+        try:
+            stopped = trainer.fit()
+            folder.finish()
+            if words := folder.best_words():
+                say(words)
+            if stopped:
+                refuse_endless_starts(folder.path, run.position.step, trainer.step)
+        finally:
+            stream.close()
+            folder.close()
+        for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
+            say(line)
+    if stopped:
+        say(f"step {trainer.step}/{run.steps} | stopped by {preemption.description}; continue with --resume")
+    if config.remote_copy:  # all ranks wait: a launcher may end the others when one ends
+        folder.finish_copy(seconds=30 * config.engine.timeout)  # half of what a collective may take
+        any_host([False])
+    settle()
+    torch.distributed.destroy_process_group()
+    if lock:
+        lock.release()
+    return preemption.exit_code if stopped else 0
+
+
+def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], object]) -> Prepared | None:
+    """Make the model and open the data, of a new run or from its newest checkpoint; None if it is finished, with its
+    evaluations.
+
+    Raises:
+        UserError: what was asked for cannot run.
+    """
+
+    def tell(line: str) -> None:
+        say(f"resume  {line}")
+
+    copy = Copy(config.remote_copy) if config.remote_copy else None
+    if copy and config.resume:
+        refuse_something_else(config.out, Config, tell, config.engine.timeout)
+        # Any rank may be the one that fetches, and says so.
+        fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
+    earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
+    if config.engine.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
+    device, precision = pick_device(config), training_precision(config.engine.precision, gpu_capability())
+    random.seed(config.seed)  # the same weights on every rank; ranks differ in their data
+    np.random.seed(config.seed % 2**32)
+    torch.manual_seed(config.seed)
+    model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
+    if not model.probabilistic and (config.model.n_unc_layers or config.model.uncertainty != "branch"):
+        say(f"model   {config.objective} trains points: model.n_unc_layers and model.uncertainty are not used")
+    if config.model.word_vectors and not earlier:
+        say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
+    augmentation = Augmentation(**vars(config.data.augmentation))
+    transforms, tokenizer = create_transforms(model, augmentation, config.data.resize), create_tokenizer(model)
+    state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
+    if copy and rank == 0:
+        check_copy(copy, config.out, state["step"] if earlier else None, tell)
+    # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
+    batches = state["samples"] // config.batch_size
+    position = Position(state["step"], batches * config.batch_size, state["skipped"])
+    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, position.samples, device.type == "cuda")
+    steps = position.step + max(0, whole_steps(config, stream) - batches)
+    check_schedule(config.optimizer, position.samples + (steps - position.step) * config.batch_size)
+    identity = {**stream.identity, "resize": config.data.resize, "augmentation": _listed(config.data.augmentation)}
+    if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
+        identity["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+    if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)):
+        then = f"the data resumes after {position.samples:,} samples seen, in its present order"
+        say(f"resume  changed {'; '.join(changed)}; {then}")
+    if position.step >= steps and not left_out(config.evaluate, logged_evaluations(Path(config.out), position.step)):
+        say(f"{config.out} is finished: {position.step} of {steps} steps are done.")
+        if rank == 0:
+            complete_finished(config, model.config, position.step)
+        return None
+    refuse_full_disk(config.out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
+    given = transforms.evaluate, tokenizer, rank, world_size
+    evaluators = [make_evaluator(config, of, *given) for of in config.evaluate.sets]
+    return Prepared(device, precision, model, stream, evaluators, identity, position, steps, earlier)
+
+
+def _listed(options: object) -> dict:
+    """Options as JSON gives them back."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
+
+
+def whole_steps(config: Config, stream: Stream) -> int:
+    """Steps of the whole run. Raises UserError if there are none."""
+    whole = config.samples // config.batch_size if config.samples else int(config.epochs * stream.order.steps)
+    if whole < 1:
+        raise UserError(
+            f"The run would have no step: an epoch has {stream.order.steps}, each of {config.batch_size} samples.",
+            "Lower batch_size, or raise epochs or samples.",
+        )
+    return whole
+
+
+def make_stream(
+    config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool
+) -> Stream:
+    """This rank's batches from position `samples` on."""
+    data = config.data
+    weights = data.weights or [1.0] * len(config.train_paths)
+    corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]
+    settings = Settings(
+        batch_size=config.batch_size,
+        seed=config.seed,
+        lanes=data.lanes,
+        window=data.window,
+        caption=data.captions,
+        workers=data.workers,
+        pin_memory=pin_memory,
+        draft=True,
+        failure_share=data.failure_share,
+        exif=data.exif,
+        verify_hash=data.verify_hash,
+        cache=data.cache,
+        cache_gib=data.cache_gib,
+        filter=data.filter,
+    )
+    place = {"rank": rank, "world_size": world_size, "start_samples": samples}
+    return Stream(corpora, settings, transform, tokenizer, **place)
+
+
+def pick_device(config: Config) -> torch.device:
+    """This rank's device; also shares the machine's cores among its ranks."""
+    here = share_cores(config.engine.threads, config.data.workers)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if here > torch.cuda.device_count():
+        raise UserError(
+            f"The launcher starts {here} processes on a machine with {torch.cuda.device_count()} GPUs.",
+            "Start at most one process per GPU (--nproc-per-node), or hide the GPUs with CUDA_VISIBLE_DEVICES= .",
+        )
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def describe(config: Config, engine, run: Prepared) -> str:
+    """The summary printed before the first step."""
+    stream, order, parts = run.stream, run.stream.order, config.engine.accumulation
+    world = order.batch_size // stream.rows
+    n_parameters, n_trained = count_parameters(engine)
+    trained = "" if n_trained == n_parameters else f" ({n_trained / 1e6:.1f} M trained)"
+    average = {}
+    if half_life := config.ema.half_life_samples:
+        average["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"
+    return headline(
+        config.out,
+        f"{run.steps} steps",
+        run.position.step,
+        run.earlier,
+        model=f"{config.model.name}, {n_parameters / 1e6:.1f} M parameters{trained}, head {config.model.head}",
+        data=f"{sum(s.samples for s in stream.shards):,} samples in {len(stream.shards)} shards, "
+        f"{order.lanes} lanes, {order.steps} steps an epoch"
+        + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),
+        **(stream.selection.describe_lists() if stream.selection else {}),
+        engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, "
+        f"{precision_words(run.precision, gpu_capability())}, "
+        f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
+        **average,
+    )
