@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from probemb.runs.copy import Copier, Copy
 from torch.profiler import ProfilerAction
 
 from pretrain.config import RETRIEVAL, ZERO_SHOT, Config, Evaluate
@@ -34,6 +33,7 @@ from probemb.models.dual_encoder import DualEncoder
 from probemb.models.hub import save_model
 from probemb.runs.best import Best, read_best
 from probemb.runs.checkpoints import Snapshot, prune
+from probemb.runs.copy import Copier, Copy
 from probemb.runs.lock import RunLock
 from probemb.runs.log import drop_lines_after, logged_lines, rsum_words, step_of, train_line
 from probemb.runs.log_file import LogFile

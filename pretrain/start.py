@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from probemb.runs.copy import Copy, check_copy, fetch_newest
 
 from pretrain.config import Config
 from pretrain.cost import images_at_peak
@@ -37,6 +36,7 @@ from probemb.models.create import fill_word_vectors
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import Augmentation, create_tokenizer, create_transforms
 from probemb.runs.checkpoints import read_state
+from probemb.runs.copy import Copy, check_copy, fetch_newest
 from probemb.runs.folder import (
     newest_checkpoint,
     refuse_another_run,

@@ -11,10 +11,10 @@ import tests.jobs
 @cache
 def pretraining():
     """The command, with everything that its processes would import: here, once, rather than in each of them."""
-    import pretrain.start  # noqa: F401
     import torch
     from tensorboard.compat.proto import event_pb2  # noqa: F401
 
+    import pretrain.start  # noqa: F401
     from pretrain.engine.engine import import_deepspeed
     from pretrain.run import main
 

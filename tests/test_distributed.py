@@ -104,8 +104,8 @@ def helpers_on_one_rank(rank, world):
     distributed.barrier()
     mean = distributed.mean_over_ranks({"a": float(rank), "b": 2.0})
     assert distributed.any_host([rank == world - 1, False]) == [True, False]
-    bad, total = distributed.any_rank_and_sum(torch.tensor(rank == 0), torch.tensor(2.0**rank))
-    good, _ = distributed.any_rank_and_sum(torch.tensor(False), torch.tensor(float("nan")))
+    bad, total = distributed.sum_over_ranks([torch.tensor(rank == 0), torch.tensor(2.0**rank)])
+    good, _ = distributed.sum_over_ranks([torch.tensor(False), torch.tensor(float("nan"))])
     assert (bad.item(), good.item(), total.item()) == (True, False, 2.0**world - 1)
     return mean, *distributed.any_rank([rank == world - 1, False])
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.cost import Step, build, memory
+from pretrain.cost import StepCost
 from pretrain.engine.engine import Towers
 from pretrain.engine.state import full_state_dict
 from pretrain.objectives import OBJECTIVES
-from pretrain.trainer import Forward, Trainer
+from pretrain.trainer import Trainer, loss_and_terms
 from probemb import Gaussian, distributed
 from probemb.distances import csd
 from probemb.models import create_model, save_model
 from probemb.search import build_index, load_index, search
 from probemb.search.embeddings import open_embeddings
+from tests.steps import take_step
 from tools.bench.step import configured, make_trainer, random_batch
 from tools.make_scenes import Plan, make
 
@@ -68,8 +68,8 @@ def batches(config, steps: int):
 def train(config, steps: int, precision: str = "fp32") -> tuple[Trainer, list[float], list[float]]:
     """The trainer, and the loss and gradient norm of every step."""
     trainer = make_trainer(config, DEVICE, precision)
-    terms = [trainer.train_step(*batch) for batch in batches(config, steps)]
-    return trainer, [float(t["loss"]) for t in terms], [float(t["gradient_norm"]) for t in terms]
+    found = [take_step(trainer, *batch) for batch in batches(config, steps)]
+    return trainer, [values["loss"] for values in found], [values["gradient_norm"] for values in found]
 
 
 VARIANTS = {
@@ -89,13 +89,13 @@ def plain():
     torch.manual_seed(0)
     model, o = config.create_model().to(DEVICE), config.optimizer
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
-    towers, judge = Towers(model, "fp32"), Trainer(None, None, config, torch.device(DEVICE), 6)
+    towers, objective = Towers(model, "fp32"), OBJECTIVES[config.objective](config.loss)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer, losses, norms = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps), [], []
     for batch in batches(config, 6):
-        loss, _ = judge.loss(Forward.of(towers(*batch)))
+        loss, _ = loss_and_terms(objective, towers(*batch))
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad_norm)))
@@ -198,33 +198,15 @@ def test_a_step_takes_the_memory_of_the_plan():
     if ON_CPU:
         pytest.skip("the allocator of a GPU is measured")
     config = configured("ViT-B-16", 128, "pcmepp", zero_stage=1)
-    planned = memory(build(config), Step.of(config, 1, 77, half=True)).peak
+    planned = StepCost(config, 1, half=True).memory(stage=1).peak
     before = torch.cuda.memory_allocated()
     trainer = make_trainer(config, DEVICE)
     images, tokens = random_batch("ViT-B-16", 128, DEVICE)
     images = images.mul(50).add(128).clamp(0, 255).to(torch.uint8)  # as the stream gives them
-    trainer.train_step(images, tokens)  # makes Adam's moments
+    take_step(trainer, images, tokens)  # makes Adam's moments
     torch.cuda.reset_peak_memory_stats()
-    trainer.train_step(images, tokens)
+    take_step(trainer, images, tokens)
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(planned, rel=0.15)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_host_waits_for_the_device_once_a_step(stage):
-    if ON_CPU:
-        pytest.skip("CUDA tells of waits")
-    config = configured(NAME, ROWS, "pcmepp", zero_stage=stage)
-    trainer, data = make_trainer(config, DEVICE), list(batches(config, 4))
-    for batch in data[:2]:  # the first makes Adam's moments
-        trainer.queue_step(*batch)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        for batch in data:
-            trainer.queue_step(*batch)
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{Path(one.filename).name}:{one.lineno}" for one in told if "synchroniz" in str(one.message)]
-    assert len(waits) <= len(data), waits
 
 
 def test_search_gives_exact_csd(world, tmp_path):

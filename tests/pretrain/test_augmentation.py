@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pretrain.augmentation import Augmentation
 
+from pretrain.config import Augmentation
 from probemb.models import Augmentation as Applied
 from probemb.models import create_transforms
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretrain.contradictions import check
 
 from pretrain.config import Config
 from pretrain.objectives import OBJECTIVES
@@ -15,7 +14,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "pretrain/configs").glob("*.yaml")
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_is_accepted(path):
-    check(parse_config(Config, "python -m pretrain.run", "", ["--config", str(path), "--out", "run"]), 1)
+    parse_config(Config, "python -m pretrain.run", "", ["--config", str(path), "--out", "run"]).check(1)
 
 
 def test_prolip_is_the_papers_architecture():
@@ -36,7 +35,7 @@ def test_prolip_is_the_papers_architecture():
 def test_starts_with_every_objective(path, objective, capsys):
     """Options of the objective that the file names do not count for another one, and a line says so."""
     config = parse_config(Config, "python -m pretrain.run", "", ["--config", str(path), "--objective", objective])
-    check(config, 8)
+    config.check(8)
     own = parse_config(Config, "python -m pretrain.run", "", ["--config", str(path)]).objective
     assert ("leaves out what" in capsys.readouterr().err) == (objective != own)
     if objective != own:

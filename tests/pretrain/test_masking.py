@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Engine, Model
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.config import Config, Model
+from pretrain.engine.engine import Engine
 from pretrain.masking import draw_masks
 from pretrain.objectives import ProLIP
-from pretrain.trainer import Trainer
 from probemb import Gaussian
 from probemb.losses import prolip_loss
 from probemb.losses.prolip import inclusion_loss
 from probemb.models.towers.parts import chances
 from tests.ranks import run_ranks
+from tests.steps import take_step, trainer_of
 
-B, CPU = 32, torch.device("cpu")
+B = 32
 CONFIG = Config(
     batch_size=B,
     objective="prolip",
@@ -94,15 +94,11 @@ def by_hand():
 
 
 def on_engine(rank, world, stage, parts):
-    start_deepspeed()
     model, images, tokens = model_and_batch()
-    config = replace(CONFIG, engine=Engine(zero_stage=stage, accumulation=parts))
-    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
+    trainer = trainer_of(replace(CONFIG, engine=Engine(zero_stage=stage, accumulation=parts)), model)
     mine = slice(rank * B // world, (rank + 1) * B // world)
-    found = Trainer(engine, None, config, CPU, 1).train_step(images[mine], tokens[mine])
-    values = torch.stack([found[name].double().mean() for name in ("loss", "image_inclusion", "text_inclusion")])
-    torch.distributed.all_reduce(values)
-    return (values / world).tolist(), float(found["gradient_norm"])
+    found = take_step(trainer, images[mine], tokens[mine])
+    return [found[name] for name in ("loss", "image_inclusion", "text_inclusion")], found["gradient_norm"]
 
 
 @pytest.mark.parametrize(("world", "stage", "parts"), [(2, 1, 2), pytest.param(2, 3, 2, marks=pytest.mark.slow)])

@@ -8,7 +8,7 @@ import torch
 
 from pretrain.config import Config, Model
 from pretrain.objectives import CLIP, OBJECTIVES, PCMEPlusPlus, ProLIP, SigLIP
-from pretrain.trainer import Forward, Trainer
+from pretrain.trainer import loss_and_terms
 from probemb import Gaussian, distributed
 from probemb.cli.configuration import to_dict
 from probemb.losses import clip_loss, pairwise_match_loss, ring_clip_loss, ring_match_loss
@@ -42,8 +42,7 @@ def through_the_trainer(name: str, image: Gaussian, text: Gaussian):
     """This rank's loss, terms and gradients."""
     leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
     leaves.append(scalars_of(name).requires_grad_())
-    fit = Trainer(None, None, Config(objective=objective_of(name), loss=LOSSES[name]), torch.device("cpu"), 1)
-    loss, terms = fit.loss(Forward.of(tuple(leaves)))
+    loss, terms = loss_and_terms(OBJECTIVES[objective_of(name)](LOSSES[name]), leaves)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return loss.item(), terms, [g.numpy() for g in grads]
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Engine, Model
-from pretrain.engine.engine import Towers
+from pretrain.config import Config, Model
+from pretrain.engine.engine import Engine, Towers
 from pretrain.masking import draw_masks
 from pretrain.objectives import CLIP, OBJECTIVES, PCMEPlusPlus, ProLIP, SigLIP
-from pretrain.trainer import Forward, Trainer
+from pretrain.trainer import loss_and_terms
 from probemb.data.words import write_vocabulary
 from tests.pretended_gpu import PretendedGPU, needs_pretended_gpu
 from tests.ranks import run_ranks
@@ -56,16 +56,11 @@ def step_of(case, vocabulary, device):
                 images, tokens = images.to(gpu.device), tokens.to(gpu.device)
             objective = OBJECTIVES[config.objective](options)
             masks = draw_masks(config, towers.model, images, tokens, samples=0)
-            loss, terms = Trainer.loss(_Holder(objective), Forward.of(towers(images, tokens, *masks)))
+            loss, terms = loss_and_terms(objective, towers(images, tokens, *masks))
             loss.backward()
             grads = {key: None if p.grad is None else p.grad.cpu().numpy() for key, p in towers.named_parameters()}
             found.append((loss.item(), sorted(terms), grads))
     return found
-
-
-class _Holder:
-    def __init__(self, objective):
-        self.objective = objective
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import plan
-from pretrain.config import Config, Engine, Model
-from pretrain.cost import Step, build, memory, step_flops, towers_pass
+from pretrain.config import Config, Model
+from pretrain.cost import StepCost, build
+from pretrain.engine.engine import Engine
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
 
@@ -59,30 +60,30 @@ def test_activations_are_what_autograd_keeps(models, half):
         out = real(images, tokens)  # lives until the hooks are gone
     assert out.image.mean.requires_grad
     bytes_kept = sum(t.untyped_storage().nbytes() for t in kept.values())
-    step = Step.of(CONFIG, 1, real.context_length, half)
-    assert towers_pass(fake, step).kept == pytest.approx(bytes_kept, rel=0.05)
-    assert towers_pass(fake, replace(step, checkpointing=True)).kept < 0.3 * towers_pass(fake, step).kept
+    planned = StepCost(CONFIG, 1, half, model=fake).towers.kept
+    assert planned == pytest.approx(bytes_kept, rel=0.05)
+    checkpointing = replace(CONFIG, engine=Engine(grad_checkpointing=True))
+    assert StepCost(checkpointing, 1, half, model=fake).towers.kept < 0.3 * planned
 
 
 def test_flops_are_those_that_torch_counts(models):
     real, fake = models
-    step = Step.of(CONFIG, 1, real.context_length, half=False)
+    cost = StepCost(CONFIG, 1, half=False, model=fake)
     with FlopCounterMode(display=False) as counter:
         out = real(*inputs(real, 16))
         sum(t.sum() for g in (out.image, out.text) for t in (g.mean, g.log_var)).backward()
-    assert towers_pass(fake, step).flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-    again = step_flops(fake, replace(step, parts=2, checkpointing=True))
-    assert again["executed"] > 1.5 * again["model"]
-    pairs = step_flops(fake, replace(step, world=4))["model"] - 4 * towers_pass(fake, step).flops
+    assert cost.towers.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    again = StepCost(replace(CONFIG, engine=Engine(accumulation=2, grad_checkpointing=True)), 1, False, model=fake)
+    assert again.flops["executed"] > 1.5 * again.flops["model"]
+    pairs = StepCost(replace(CONFIG, batch_size=64), 4, False, model=fake).flops["model"] - 4 * cost.towers.flops
     assert pairs >= 2 * 3 * 64 * 64 * real.embed_dim  # the losses: all pairs of the whole batch, with gradients
 
 
 def test_zero_shares_out_what_it_says(models):
     _, fake = models
     p = 4 * sum(q.numel() for q in fake.parameters())
-    found = [
-        memory(fake, replace(Step.of(CONFIG, 4, fake.context_length, False), zero_stage=stage)) for stage in range(4)
-    ]
+    cost = StepCost(CONFIG, 4, half=False, model=fake)
+    found = [cost.memory(stage) for stage in range(4)]
     assert [m.weights for m in found[:3]] == [p] * 3
     assert found[3].weights == pytest.approx(p / 4, rel=0.01)
     assert [round(m.moments / p, 2) for m in found] == [2.0, 0.5, 0.5, 0.5]

@@ -2,23 +2,25 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from pretrain import trainer
-from pretrain.config import Config, Engine, Model, Optimizer
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.config import Config, Model, Optimizer
+from pretrain.engine.engine import Engine
 from pretrain.engine.state import full_state_dict
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
-from pretrain.schedules import learning_rate, set_learning_rate
+from pretrain.schedules import learning_rate
+from pretrain.trainer import Trainer
 from probemb.data.remote.sources import Remote
 from probemb.errors import UserError
 from probemb.losses import clip_loss, pairwise_match_loss, prolip_loss, siglip_loss
 from probemb.models import no_weight_decay
 from tests.pretrain.stream.test_stream import make, write_corpus
 from tests.ranks import run_ranks
+from tests.steps import CPU, take_step, trainer_of
 
 BATCH, STEPS = 8, 3
 LOSSES = {
@@ -33,7 +35,6 @@ CONFIG = Config(
     model=Model(name="ViT-Micro-32", n_unc_layers=None),
     optimizer=Optimizer(lr=1e-2, warmup_samples=2 * BATCH, clip_grad_norm=0.5),
 )
-CPU = torch.device("cpu")
 
 
 def tiny(objective="pcmepp"):
@@ -91,38 +92,27 @@ def plain_torch(objective):
 def on_engine(rank, world, objective, stage, parts, checkpointing):
     engine = Engine(zero_stage=stage, accumulation=parts)
     config = replace(CONFIG, objective=objective, loss=LOSSES[objective], engine=engine)
-    start_deepspeed()
     model = tiny(objective)
     model.set_grad_checkpointing(checkpointing)
-    data = list(batches(model))
-    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
-    fit = trainer.Trainer(engine, None, config, CPU, STEPS)
-    losses, norms = [], []
-    for step, (images, tokens) in enumerate(data, 1):
-        set_learning_rate(engine.optimizer, learning_rate(config.optimizer, step * BATCH, STEPS * BATCH))
-        n = BATCH // world
-        terms = fit.train_step(images[rank * n : (rank + 1) * n], tokens[rank * n : (rank + 1) * n])
-        loss = terms["loss"].double()
-        torch.distributed.all_reduce(loss)
-        losses.append(loss.item() / world)
-        norms.append(float(terms["gradient_norm"]))
-        assert terms["clipped"] == (norms[-1] > config.optimizer.clip_grad_norm)
-    weights = full_state_dict(engine)  # of rank 0
-    return losses, norms, {n: w.numpy() for n, w in weights.items() if n in dict(engine.module.named_parameters())}
+    data, mine = list(batches(model)), slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    trainer = trainer_of(config, model, STEPS)
+    found = [take_step(trainer, images[mine], tokens[mine]) for images, tokens in data]
+    norms = [values["gradient_norm"] for values in found]
+    assert [values["clipped"] for values in found] == [norm > config.optimizer.clip_grad_norm for norm in norms]
+    weights, names = full_state_dict(trainer.engine), dict(trainer.engine.module.named_parameters())  # of rank 0
+    return [values["loss"] for values in found], norms, {n: w.numpy() for n, w in weights.items() if n in names}
 
 
 def losses_of_one_batch(rank, world, parts):
     """Of three steps without learning, whose loss draws samples."""
     loss = PCMEPlusPlus.Options(distance="match-probability")
-    config = replace(CONFIG, loss=loss, engine=Engine(zero_stage=0, accumulation=parts))
-    start_deepspeed()
+    still = replace(CONFIG.optimizer, lr=0.0)
+    config = replace(CONFIG, loss=loss, engine=Engine(zero_stage=0, accumulation=parts), optimizer=still)
     model = tiny()
     images, tokens = next(batches(model))
-    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
-    fit = trainer.Trainer(engine, None, config, CPU, STEPS)
-    set_learning_rate(engine.optimizer, 0.0)
+    trainer = trainer_of(config, model)
     torch.manual_seed(5)
-    return [float(fit.train_step(images, tokens)["loss"]) for _ in range(STEPS)]
+    return [take_step(trainer, images, tokens)["loss"] for _ in range(STEPS)]
 
 
 def test_a_loss_that_draws_samples_draws_others_in_every_step_with_accumulation_too():
@@ -166,19 +156,19 @@ def load_all(rank, world, shards):
         return rank == world - 1 and len(seen) == 2
 
     with make(slow if rank == 1 else shards, batch_size=60, lanes=world, rank=rank, world_size=world) as stream:
-        fit = trainer.Trainer(None, stream, CONFIG, CPU, STEPS, stop=stop)
-        while batch := fit._load():
+        trainer = Trainer(CONFIG, SimpleNamespace(device=CPU), stream, None, STEPS, stop=stop)
+        while batch := trainer.load():
             seen.append((batch.samples_seen, len(batch.keys)))
-    return seen, rounds, fit.stopping
+    return seen, rounds, trainer.stopping
 
 
 def load_bad(rank, world, shards, share):
     """The batches that a rank was given until too many samples of all ranks were bad, and why it ended."""
     place = {"batch_size": 16, "lanes": world, "rank": rank, "world_size": world}
     with make(shards, failure_minimum=16, failure_share=share, **place) as stream:
-        fit, n = trainer.Trainer(None, stream, CONFIG, CPU, STEPS), 0
+        trainer, n = Trainer(CONFIG, SimpleNamespace(device=CPU), stream, None, STEPS), 0
         try:
-            while n < STEPS and fit._load():
+            while n < STEPS and trainer.load():
                 n += 1
         except UserError as error:
             return n, error.what

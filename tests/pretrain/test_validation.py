@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from pretrain.validation import Validator
 
-from pretrain.config import Config, Data, Engine, Evaluate
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.config import Config, Data, Evaluate
+from pretrain.engine.engine import Engine
+from pretrain.evaluate import Validator
 from probemb import create_model
 from probemb.data.captions.find import find_captions
 from probemb.distances import csd
@@ -14,9 +14,8 @@ from probemb.errors import UserError
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import create_tokenizer, create_transforms
 from tests.ranks import run_ranks
+from tests.steps import engine_of
 from tools.make_scenes import Plan, make
-
-CPU = torch.device("cpu")
 
 
 def tiny():
@@ -26,11 +25,10 @@ def tiny():
 
 def measured(rank, world, config):
     """The values, and how often the rank called `meet`; or the error, as text."""
-    start_deepspeed()
     model, met = tiny(), []
     transform, tokenizer = create_transforms(model).evaluate, create_tokenizer(model)
-    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
-    validator = Validator(config, config.evaluate.pairs, "val", transform, tokenizer, CPU, rank, world)
+    engine, (of,) = engine_of(config, model), config.evaluate.sets
+    validator = Validator(config, of, transform, tokenizer, rank, world)
     try:
         return validator(engine, lambda: met.append(None)), len(met)
     except UserError as error:

@@ -4,14 +4,13 @@ import threading
 
 import pytest
 import torch
-from probemb.runs.starts import MAX_STARTS, refuse_idle_start
 
 from pretrain.config import Config, Data
 from probemb.errors import UserError
 from probemb.runs import lock
 from probemb.runs.best import NAME, Best, read_best
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, complete_steps, find_checkpoint, prune
-from probemb.runs.folder import newest_checkpoint
+from probemb.runs.folder import MAX_STARTS, count_start, newest_checkpoint
 from probemb.runs.lock import RunLock, refuse_locked
 from probemb.runs.output import RunOutput
 from probemb.runs.window import Window
@@ -88,14 +87,8 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
 
 def test_the_third_start_that_finishes_nothing_is_the_last(tmp_path):
     file = tmp_path / "starts"
-    for _ in range(MAX_STARTS - 1):
-        refuse_idle_start(file, 4, 4, "a shard", "Give it more time.")
-    refuse_idle_start(file, 4, 5, "a shard", "Give it more time.")
-    for _ in range(MAX_STARTS - 1):
-        refuse_idle_start(file, 5, 5, "a shard", "Give it more time.")
-    with pytest.raises(UserError, match="3 starts in a row were asked to stop before they had finished a shard"):
-        refuse_idle_start(file, 5, 5, "a shard", "Give it more time.")
-    refuse_idle_start(file, 5, 5, "a shard", "Give it more time.")  # counted anew
+    ends = [(4, 4), (4, 4), (4, 5), (5, 5), (5, 5), (5, 5), (5, 5)]  # positions at the start and at the end
+    assert [count_start(file, *positions) for positions in ends] == [1, 2, 0, 1, 2, MAX_STARTS, 1]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from torch.utils.benchmark import Measurement
 
 from pretrain.config import Config, Model, Optimizer
 from pretrain.cost import images_at_peak
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.engine.engine import Engine, make_engine, start_deepspeed
 from pretrain.objectives import OBJECTIVES
 from pretrain.run_folder import RunFolder
 from pretrain.trainer import Trainer, make_optimizer

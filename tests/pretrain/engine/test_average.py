@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pretrain.engine.average import Average
 
-from pretrain.config import Ema, Engine
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.config import Ema
+from pretrain.engine.engine import Engine
 from pretrain.engine.state import full_state_dict
-from pretrain.trainer import Trainer
-from tests.pretrain.engine.test_nonfinite import BATCH, CONFIG, CPU, batch, snapshot
+from tests.pretrain.engine.test_nonfinite import BATCH, CONFIG, batch
 from tests.pretrain.test_trainer import tiny
 from tests.ranks import run_ranks
+from tests.steps import snapshot, trainer_of
+from tests.steps import take_step as step_of
 
 EMA = Ema(half_life_samples=3 * BATCH, rampup=0.5)
 BAD, STEPS = 3, 5  # this step is NaN
@@ -28,23 +28,19 @@ def decay(before, after):
 
 def make_trainer(stage, parts=1, persistent=0, locked=False):
     config = replace(CONFIG, ema=EMA, engine=Engine(zero_stage=stage, accumulation=parts), on_nonfinite="skip")
-    start_deepspeed()
     model = tiny()
     if locked:
         model.image_tower.requires_grad_(False)
-    engine = make_engine(model, config, "fp32", CPU, persistent_elements=persistent)
-    return Trainer(engine, None, config, CPU, steps=STEPS, average=Average(engine))
+    return trainer_of(config, model, persistent=persistent)
 
 
 def take_step(fit, step, rank, world, poisoned=False):
-    """As in `fit`, at a position and with a rate of its own."""
+    """At a position, from which its rate follows."""
     fit.step, fit.samples = step - 1, (step - 1) * BATCH
-    for group in fit.engine.optimizer.param_groups:
-        group["lr"] = 1e-2 / step
     images, tokens, keys = batch(step, rank, world)
     if poisoned and rank == world - 1:
         images[1, 0, 3, 3] = float("nan")
-    return fit.train_step(images, tokens, keys) is not None
+    return "loss" in step_of(fit, images, tokens, keys)
 
 
 def numbers(tensors):

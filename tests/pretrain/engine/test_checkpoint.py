@@ -1,6 +1,5 @@
 """Checkpoints of real DeepSpeed engines over real ranks: exact resume, any stage to any stage, damage, refusals."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,12 +12,12 @@ from torch import nn
 
 from pretrain.engine import checkpoint
 from pretrain.engine.engine import start_deepspeed
-from pretrain.engine.state import EngineState, full_state_dict
 from probemb.errors import UserError
 from probemb.runs import checkpoints
 from probemb.runs.checkpoints import find_checkpoint, prune, read_state
 from tests.pretrain.engine.saving import save_checkpoint
 from tests.ranks import run_ranks
+from tests.steps import snapshot
 
 BATCH = 12  # for 1, 2 and 3 ranks
 
@@ -90,13 +89,6 @@ def train(engine, rank, world, steps):
         engine.step()
 
 
-def snapshot(engine):
-    """Weights, buffers, moments and counts: arrays on rank 0."""
-    held = EngineState(engine)
-    tensors = {**full_state_dict(engine), **held.moments()}
-    return {n: t.numpy() for n, t in tensors.items()} | {f"step.{n}": s for n, s in held.steps().items()}
-
-
 def assert_same(a, b, tolerance=0.0):
     assert a.keys() == b.keys()
     for name in a:
@@ -117,9 +109,8 @@ def save_and_resume(rank, world, stage, persistent, folder):
         train(fresh, rank, world, range(2))  # loading over an engine that has already stepped
     state = checkpoint.load_checkpoint(fresh, path)
     loaded = snapshot(fresh)
-    rate = [group["lr"] for group in fresh.optimizer.param_groups]
     train(fresh, rank, world, range(3, 6))
-    return saved, loaded, straight, snapshot(fresh), state, rate, fresh.global_steps
+    return saved, loaded, straight, snapshot(fresh), state
 
 
 @pytest.mark.parametrize(
@@ -141,10 +132,8 @@ def test_resuming_at_the_same_stage_and_ranks_is_exact(stage, persistent, world,
     assert saved["model.calls"] == 3
     assert "model.derived" not in saved
     np.testing.assert_array_equal(saved["model.shift"], saved["shift"])
-    for *_, state, rate, global_steps in results:
+    for *_, state in results:
         assert state == {**STATE, "by_number": {"9": "a", "10": "b"}, "step": 3}
-        assert rate == [1e-2 / 3] * 2
-        assert global_steps == 6
 
 
 def run_six(rank, world, stage, folder):
@@ -232,25 +221,16 @@ def refuse(rank, world, folder):
     return messages
 
 
-SPOILED = ("flipped", "cut", "absent", "newer", "one-more")
+SPOILED = ("cut", "absent", "newer")
 
 
 def spoil(good, folder):
     for name in SPOILED:
         shutil.copytree(good, folder / name)
-    with open(folder / "flipped" / "optimizer.safetensors", "r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-5, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 1]))
     os.truncate(folder / "cut" / "weights.safetensors", 100)
     (folder / "absent" / "random.safetensors").unlink()
     text = (good / "state.json").read_text()
     (folder / "newer" / "state.json").write_text(text.replace('"version": 1', '"version": 2'))
-    content = json.loads(text)  # a well-formed file by someone who can compute sums, without what is needed
-    del content["sha256"], content["groups"]
-    content["sha256"] = checkpoints.sha256_of(content)
-    (folder / "one-more" / "state.json").write_text(json.dumps(content))
 
 
 def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path):
@@ -258,11 +238,9 @@ def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path
     assert first == second
     assert "another model: 'model.first.weight' is (6, 7) instead of (5, 7)" in first["step-3"]
     assert "and 2 more" in first["step-3"]
-    assert "contents of optimizer.safetensors are not what was written" in first["flipped"]
     assert "weights.safetensors has 100 bytes" in first["cut"]
     assert "random.safetensors is missing" in first["absent"]
     assert "format 2" in first["newer"]
-    assert "not as it was written" in first["one-more"]
 
 
 def save_many(rank, world, folder):
