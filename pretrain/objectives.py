@@ -8,7 +8,6 @@ Letters: B items of this rank's share of the batch, W ranks, D dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from probemb.losses.clip import clip_loss, ring_clip_loss
 from probemb.losses.match import pairwise_match_loss, ring_match_loss
 from probemb.losses.output import LossOutput
 from probemb.losses.prolip import prolip_loss, siglip_loss
+from probemb.models.match import OF_DISTANCE
 
 Exchange = Literal["ring", "gather"]
 RING_RANKS = 64  # up to so many ranks a ring's hops, one after the other, are taken for its memory
@@ -118,8 +118,6 @@ class PCMEPlusPlus(Objective):
 
     @classmethod
     def model_options(cls, options: Options) -> dict[str, Any]:
-        from probemb.models.match import OF_DISTANCE  # models take seconds to import, and --help reads this file
-
         own = {"log_var_start": options.log_var, "temperature_trained": bool(options.clip)}
         return super().model_options(options) | own | {"match": OF_DISTANCE.get(options.distance, "none")}
 
@@ -262,18 +260,15 @@ class ProLIP(_Sigmoid):
         return {**super().model_options(options), "log_var_start": options.log_var}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        o = self.options
-        loss = partial(
-            prolip_loss, vib=o.vib, inclusion=o.inclusion, masked_inclusion=o.masked_inclusion,
-            inclusion_scale=o.inclusion_scale, form=o.form,
-        )  # fmt: skip
-        image, text = pairs.image, pairs.text
+        image, text, o = pairs.image, pairs.text, self.options
+        weights = {"vib": o.vib, "inclusion": o.inclusion, "masked_inclusion": o.masked_inclusion}
+        options = {**weights, "inclusion_scale": o.inclusion_scale, "form": o.form}
         if pairs.masked is None:
-            return loss(image, text, *self.scale_and_bias(pairs))
+            return prolip_loss(image, text, *self.scale_and_bias(pairs), **options)
         # The loss is one of a set of pairs; those that have copies come first.
         rows = torch.arange(len(image), device=image.mean.device)
         order = (rows % (len(image) // len(pairs.masked[0])) != 0).int().argsort(stable=True)
-        return loss(image[order], text[order], *self.scale_and_bias(pairs), *pairs.masked)
+        return prolip_loss(image[order], text[order], *self.scale_and_bias(pairs), *pairs.masked, **options)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": SigLIP, "prolip": ProLIP}

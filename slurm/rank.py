@@ -136,7 +136,7 @@ def job(module: str, words: list[str]) -> int:
                 signal_at = time.monotonic() + SECONDS_BETWEEN_SIGNALS
             time.sleep(0.1)
         # USR1 came before the ranks could ignore it. They start again here, as only a run that is told when it listens
-        # counts its starts without a step (probemb/runs/starts.py).
+        # counts its starts without a step (probemb/runs/folder.py).
         if code not in (KILLED_BY_USR1, -signal.SIGUSR1) or not came[signal.SIGUSR1] or came[signal.SIGTERM]:
             break
     this = "_".join(slurm[f"SLURM_ARRAY_{name}_ID"] for name in ("JOB", "TASK") if f"SLURM_ARRAY_{name}_ID" in slurm)
