@@ -6,6 +6,7 @@ import tarfile
 
 import pytest
 import torch
+from PIL import Image
 
 from probemb.data.scenes import class_names, class_scene, draw_captions, render, sample_to_json, scene
 
@@ -100,3 +101,10 @@ def make_scenes(tmp_path_factory, **plan):
     out = tmp_path_factory.mktemp("scenes") / "world"
     make(Plan(**plan), out, workers=1)
     return out
+
+
+def picture(colour, size=16, format="PNG"):
+    """A picture of one colour, encoded."""
+    data = io.BytesIO()
+    Image.new("RGB", (size, size) if isinstance(size, int) else size, colour).save(data, format)
+    return data.getvalue()

@@ -15,7 +15,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.compositions import Compositions, Crops, Holdings
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
-from tests.data.compositions.drawn import picture as png
+from tests.world import picture as png
 from tests.world import write_tar
 
 N, PER_IMAGE = 12, 3

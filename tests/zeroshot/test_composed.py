@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probemb.models import create_model, save_model
-from tests.data.compositions.fashion import write_fashion200k
+from tests.data.compositions.test_fashion200k import write_fashion200k
 from zeroshot.composed import main
 
 QUERIES = 32  # of each set

@@ -3,7 +3,7 @@
 import pytest
 
 from probemb.data.captions.find import find_captions
-from tests.data.compositions.drawn import picture
+from tests.world import picture
 
 CLASSES = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross", "014.Indigo_Bunting"]
 TRAIN, TEST = CLASSES[:3], CLASSES[3:]

@@ -7,7 +7,7 @@ import pytest
 
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from tests.data.compositions.drawn import picture
+from tests.world import picture
 from tests.world import write_tar as write
 
 TRAIN, VAL = "COCO_train2014_{:012d}.jpg", "COCO_val2014_{:012d}.jpg"
@@ -77,37 +77,18 @@ def test_splits_of_coco(coco, tmp_path, split, ids):
     assert found.owner() == [i for i in range(len(ids)) for _ in range(5)]
 
 
-def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
-    alone = find_captions(coco, "train")  # text alone, until somebody asks for images
+def test_captions_can_be_read_without_images(coco):
+    alone = find_captions(coco, "train")
     assert alone.n_captions == 15
-    with pytest.raises(UserError, match=r"3 of the 3 images of .* are missing, .* train2014/COCO_train2014_0+9\."):
+    with pytest.raises(UserError, match=r"3 of the 3 images of .* are missing"):
         _ = alone.images
-    assert len(find_captions(coco, "test", tmp_path / "coco").images) == 2
 
 
-def changed(**changes):
+def test_an_image_that_occurs_twice_is_refused(tmp_path):
     content = karpathy()
-    content["images"][1] = {k: v for k, v in {**content["images"][1], **changes}.items() if v is not ...}
-    return content
-
-
-HOSTILE = [
-    ("<!DOCTYPE html>\n<html><body>404</body></html>", "is not JSON"),
-    ("{" * 200_000, "is not JSON"),
-    (changed(filename="../../etc/passwd"), r"'val2014/\.\./\.\./etc/passwd' does not lie in the image folder"),
-    (changed(filename="a\0b"), "does not lie in the image folder"),
-    (changed(cocoid=2**80), "the cocoid is not a whole number"),
-    (changed(cocoid=42), "two entries with the image id 42"),
-]
-
-
-@pytest.mark.parametrize(("content", "message"), HOSTILE)
-def test_hostile_annotations_are_refused(tmp_path, content, message):
-    save_images(tmp_path / "coco")
-    path = save(tmp_path / "dataset_coco.json", content)
-    with pytest.raises(UserError, match=message) as error:
-        find_captions(path, "test", tmp_path / "coco")
-    assert len(str(error.value)) < 1000
+    content["images"][1]["cocoid"] = content["images"][2]["cocoid"]
+    with pytest.raises(UserError, match="two entries with the image id 42"):
+        find_captions(save(tmp_path / "dataset_coco.json", content), "test")
 
 
 def caps(folder, name, n=3, first=0, ids=None):

@@ -48,14 +48,8 @@ def test_scenes_as_regions_have_every_true_match(tmp_path):
         find_captions(tmp_path / "scenes/regions", "val")
 
 
-@pytest.mark.parametrize(
-    ("array", "what"),
-    [
-        (np.zeros((8, R, W), np.float32), "8 rows, but there are 7 images"),
-        (np.array([{}] * 7, object), "holds Python objects"),
-    ],
-)
-def test_refused_arrays(tmp_path, array, what):
+@pytest.mark.parametrize("array", [np.zeros((8, R, W), np.float32), np.array([{}] * 7, object)])
+def test_refused_arrays(tmp_path, array):
     write(tmp_path, array=array)
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match="is not an array of regions: it h"):
         find_captions(tmp_path, "train")

@@ -7,7 +7,7 @@ import numpy as np
 from probemb.data.compositions import Compositions, Crops, Holdings, query_parts
 from probemb.data.image_loader import Images, Place
 from probemb.data.randomness import stream_of
-from tests.data.compositions.drawn import picture
+from tests.world import picture
 
 N, C = 40, 6
 RANDOM = np.random.RandomState(0)

@@ -7,8 +7,7 @@ import pytest
 
 from probemb.data.compositions import find_compositions
 from probemb.data.compositions.shards import read_concept_shards
-from tests.data.compositions.drawn import picture
-from tests.world import write_tar
+from tests.world import picture, write_tar
 
 CATEGORIES = [{"id": 4, "name": "ring"}, {"id": 2, "name": "bear"}, {"id": 9, "name": "fox"}]
 N = 24
@@ -56,7 +55,6 @@ def test_boxes_are_those_of_the_stored_image(tmp_path):
 
 
 BAD = {
-    "no json": b"{",
     "an id that is not there": row(1, categories=[7]),
     "an infinite box": row(1, boxes=[[2, [0, 0, float("inf"), 4], 0]]),
 }
