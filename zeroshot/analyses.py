@@ -4,24 +4,23 @@
     python -m zeroshot.analyses set-algebra --model runs/pcme --data data/flickr8k --split test
     python -m zeroshot.analyses ellipses --model runs/pcme-cub --data data/cub --generic "this bird has unk unk unk"
     python -m zeroshot.analyses continuity --model runs/jwae --data data/flickr8k --split test
+    python -m zeroshot.analyses hierarchy --model runs/prolip --data hierarcaps_test.csv --images data/coco/val2014
 
 Sources: union: Probabilistic VSE++ and VSRN, Fig. 2, Table 4; set-algebra: PCME Figures 7, 8; ellipses: PCME Fig. 5;
-continuity: jWAE Fig. 2.
+continuity: jWAE Fig. 2; hierarchy: HierarCaps (ECCV 2024), ProLIP §4.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jsonargparse.typing import NonNegativeInt, restricted_number_type
+from jsonargparse.typing import restricted_number_type
 
 from probemb.cli.command import run_command
-from probemb.cli.ranges import Count, Seed, Share
+from probemb.cli.ranges import Count, Share
 from probemb.errors import UserError, nearest
-from zeroshot.command import CaptionConfig, EvaluationConfig, read_options
+from zeroshot.command import CaptionConfig, EvaluationConfig, evaluation
 
-Inputs = restricted_number_type("Inputs", int, [(">=", 4), ("<=", 10_000)])
-Steps = restricted_number_type("Steps", int, [(">=", 3), ("<=", 1000)])
 Groups = restricted_number_type("Groups", int, [(">=", 2), ("<=", 9)])  # as many as there are colours
 
 
@@ -35,15 +34,12 @@ class UnionConfig(EvaluationConfig):
         sample: so many of the images, chosen by their ids; --no-sample: all.
         areas: largest area of crops A and B, as shares of the image; a figure has all of them.
         rankings: csd, mean, ..., separated by commas; by default the one of the training, and the means alone.
-        samples: samples of each item for match-probability.
     """
 
-    data: str = ""
     images: str | None = None
     sample: Count | None = 2000
     areas: tuple[Share, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
     rankings: str | None = None
-    samples: Count = 8
     batch_size: Count = 128
 
 
@@ -52,14 +48,10 @@ class AlgebraConfig(CaptionConfig):
     """`python -m zeroshot.analyses set-algebra`.
 
     Args:
-        inputs: images, and captions, to mix and to erase parts of.
-        examples: pairs that are drawn as ellipses.
-        seed: of what is chosen at random.
+        inputs: images, and captions, to mix and to erase parts of; at least 4.
     """
 
-    inputs: Inputs = 200
-    examples: Count = 3
-    seed: Seed = 0
+    inputs: Count = 200
 
 
 @dataclass(frozen=True)
@@ -70,13 +62,11 @@ class EllipsesConfig(CaptionConfig):
         groups: classes to draw, or single images where the data has no classes; at most 9.
         per_group: images of a class.
         generic: a caption that says nothing, such as "this bird has unk unk"; drawn with a region of 99 %.
-        seed: of what is chosen at random.
     """
 
     groups: Groups = 9
     per_group: Count = 6
     generic: str | None = None
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)
@@ -87,22 +77,19 @@ class ContinuityConfig(CaptionConfig):
         neighbours: of every image.
         walks: from one image to another, that are measured.
         shown: walks, and images with their neighbours, shown.
-        steps: of a walk, with both ends.
-        seed: of the choice of images.
     """
 
     neighbours: Count = 5
     walks: Count = 100
-    shown: NonNegativeInt = 6
-    steps: Steps = 7
-    seed: Seed = 0
+    shown: Count = 6
 
 
-ANALYSES = {  # name -> options, description, and what --data is
-    "union": (UnionConfig, "Uncertainty of crops and of their union, and selection among them.", "Visual Genome"),
-    "set-algebra": (AlgebraConfig, "What mixing and erasing do to embeddings.", "images with captions"),
-    "ellipses": (EllipsesConfig, "Images and captions of some classes as ellipses.", "images with captions"),
-    "continuity": (ContinuityConfig, "What neighbours and walks between codes mean.", "images with captions"),
+ANALYSES: dict[str, tuple[type[EvaluationConfig], str]] = {
+    "union": (UnionConfig, "Uncertainty of crops and of their union, and selection among them."),
+    "set-algebra": (AlgebraConfig, "What mixing and erasing do to embeddings."),
+    "ellipses": (EllipsesConfig, "Images and captions of some classes as ellipses."),
+    "continuity": (ContinuityConfig, "What neighbours and walks between codes mean."),
+    "hierarchy": (CaptionConfig, "How well a model orders and finds captions from general to specific."),
 }
 
 
@@ -111,16 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: python -m zeroshot.analyses NAME --model MODEL --data PATH [--KEY VALUE ...]\n")
-        print("\n".join(f"  {one:12} {about}" for one, (_, about, _) in ANALYSES.items()))
+        print("\n".join(f"  {one:12} {about}" for one, (_, about) in ANALYSES.items()))
         return 0
     if name not in ANALYSES:
         raise UserError(f"There is no analysis '{name}'.{nearest(name, ANALYSES)}", f"Choose {', '.join(ANALYSES)}.")
-    options, about, data = ANALYSES[name]
-    config = read_options(options, f"analyses {name}", about, words, data)
-    from zeroshot.evaluations import analyses
-
-    getattr(analyses, name.replace("-", "_"))(config)
-    return 0
+    return evaluation(f"analyses {name}", *ANALYSES[name])(words)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Options that every evaluation takes, and reading them; without heavy imports, for --help."""
+"""Options that every evaluation takes, and `main` of its command; without heavy imports, for --help."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from importlib import import_module
+from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval
 
@@ -52,26 +53,26 @@ class CaptionConfig(EvaluationConfig):
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
     """
 
-    data: str = ""
     split: str | None = "auto"
     images: str | None = None
     exif: bool = False
 
 
-SHARED = ("model", "data", "images", "out", "batch_size", "workers", "device", "precision")  # in brief --help
-Config = TypeVar("Config", bound=EvaluationConfig)
+def evaluation(name: str, config_class: type[EvaluationConfig], about: str) -> Callable[[Sequence[str] | None], int]:
+    """`main` of `python -m zeroshot.NAME`: read the options, then call the function in zeroshot.evaluations.
 
-
-def read_options(
-    config_class: type[Config], command: str, description: str, argv: Sequence[str] | None, data: str
-) -> Config:
-    """The options of `python -m zeroshot.COMMAND`, of which --model and --data must be given.
-
-    `data`: what it reads, in words. Raises UserError.
+    Args:
+        name: "retrieval" for `retrieval.evaluate`, or "analyses union" for `analyses.union`.
+        about: text for --help.
     """
-    prog = f"python -m zeroshot.{command}"
-    config = parse_config(config_class, prog, description, argv)
-    for option, what in (("model", "a run, a model folder or a hub name"), ("data", data)):
-        if not getattr(config, option):
-            raise UserError(f"--{option} is missing.", f"Name {what}: `{prog} --model runs/x --data PATH`.")
-    return config
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        prog, (module, _, analysis) = f"python -m zeroshot.{name}", name.partition(" ")
+        config = parse_config(config_class, prog, about.partition("\n")[0], argv)
+        if not (config.model and config.data):
+            raise UserError("--model or --data is missing.", f"Name both: `{prog} --model runs/x --data PATH`.")
+        work = import_module(f"zeroshot.evaluations.{module}")  # now, so that --help is quick
+        getattr(work, analysis.replace("-", "_") or "evaluate")(config)
+        return 0
+
+    return main

@@ -8,15 +8,12 @@
 The model was trained with `finetune --method mpc` or another composer. Source: MPC §4, Tables 1 to 3, Fig. 5.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from probemb.cli.command import run_command
 from probemb.cli.ranges import Count, Seed
-from zeroshot.command import SHARED, EvaluationConfig, read_options
-
-DESCRIPTION = "Composed retrieval: queries of several images and texts, and the feasibility of combinations."
+from zeroshot.command import EvaluationConfig, evaluation
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,6 @@ class ComposedConfig(EvaluationConfig):
         rankings: cosine (of means), density (under the composition); by default as in the model's training.
     """
 
-    COMMON: ClassVar = (*SHARED, "split", "lists", "k", "setup", "queries", "rankings")
-
-    data: str = ""
     images: str | None = None
     split: str = "test"
     lists: str | None = None
@@ -52,14 +46,7 @@ class ComposedConfig(EvaluationConfig):
     batch_size: Count = 128
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; wrong options are refused before the model is loaded."""
-    config = read_options(ComposedConfig, "composed", DESCRIPTION, argv, "images with concepts")
-    from zeroshot.evaluations.composed import evaluate
-
-    evaluate(config)
-    return 0
-
+main = evaluation("composed", ComposedConfig, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

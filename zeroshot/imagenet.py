@@ -7,20 +7,13 @@
 Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from probemb.cli.command import run_command
 from probemb.cli.ranges import Count, Share
-from probemb.errors import UserError
-from zeroshot.command import EvaluationConfig, read_options
-
-DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
-DEFAULT_DATA = "data/imagenet/val"
-DESCRIPTION = "Zero-shot classification with uncertainty-based prompt filtering."
+from zeroshot.command import EvaluationConfig, evaluation
 
 
 @dataclass(frozen=True)
@@ -49,8 +42,8 @@ class ImagenetConfig(EvaluationConfig):
         select_data: labelled images to choose on, for --select-on train; of several data sets, one for each.
     """
 
-    model: str = DEFAULT_MODEL
-    data: list[str] | str = DEFAULT_DATA
+    model: str = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
+    data: list[str] | str = "data/imagenet/val"
     exif: bool = False
     filter: str = "best-topk"
     classes: str | None = None
@@ -68,17 +61,7 @@ class ImagenetConfig(EvaluationConfig):
     select_data: list[str] | str | None = None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; wrong options are refused before the model is loaded."""
-    config = read_options(ImagenetConfig, "imagenet", DESCRIPTION, argv, "labelled images")
-    if config.data == DEFAULT_DATA and not Path(config.data).exists():
-        what = f"There is no ImageNet in {DEFAULT_DATA}, the default of --data."
-        raise UserError(what, "Pass --data PATH; `python -m tools.make_scenes data/scenes` draws some.")
-    from zeroshot.evaluations.imagenet import evaluate
-
-    evaluate(config)
-    return 0
-
+main = evaluation("imagenet", ImagenetConfig, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

@@ -9,18 +9,14 @@ Every proposal is cropped and embedded, or for a model that reads regions its fe
 for an IoU of at least 0.5. Source: jWAE §5.2, Table 7.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jsonargparse.typing import PositiveFloat
 
 from probemb.cli.command import run_command
 from probemb.cli.ranges import Count, Share
-from probemb.errors import UserError
-from zeroshot.command import SHARED, EvaluationConfig, read_options
-
-DESCRIPTION = "Phrase localisation: recall of the proposals that a phrase ranks first, by type of phrase."
+from zeroshot.command import EvaluationConfig, evaluation
 
 
 @dataclass(frozen=True)
@@ -54,12 +50,8 @@ class LocalisationConfig(EvaluationConfig):
         grid: sliding windows, used without a file.
         several: what is right for a phrase with several boxes: merged (the smallest box around them) or any (each).
         rankings: csd, mean, ..., separated by commas; by default the one of the training, and the means alone.
-        samples: samples of each item for match-probability.
     """
 
-    COMMON: ClassVar = (*SHARED, "split", "sample", "proposals", "regions", "top", "grid", "several", "rankings")
-
-    data: str = ""
     images: str | None = None
     split: str | None = "auto"
     sample: Count | None = None
@@ -69,25 +61,10 @@ class LocalisationConfig(EvaluationConfig):
     grid: GridOptions = field(default_factory=GridOptions)
     several: Literal["merged", "any"] = "merged"
     rankings: str | None = None
-    samples: Count = 8
     batch_size: Count = 128
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; wrong options are refused before the model is loaded."""
-    config = read_options(LocalisationConfig, "localisation", DESCRIPTION, argv, "phrases with boxes")
-    if config.proposals is not None and config.regions is not None:
-        raise UserError("--regions has proposals of its own, and --proposals is given.", "Leave --proposals out.")
-    file = config.proposals or config.regions
-    if file is None and config.top is not None:
-        raise UserError("--top is given without --proposals.", "Name a file of proposals, or change --grid.step.")
-    if file is not None and config.grid != type(config.grid)():
-        raise UserError("--grid has no effect on proposals of a file.", "Leave --grid or the file out.")
-    from zeroshot.evaluations.localisation import evaluate
-
-    evaluate(config)
-    return 0
-
+main = evaluation("localisation", LocalisationConfig, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

@@ -10,18 +10,14 @@ All captions of an image are its positives; the synthetic data have exact ones, 
 Caption and plausible matches. Source: PCME++ §4.1, §C.5.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt
 
 from probemb.cli.command import run_command
 from probemb.cli.ranges import Count
-from probemb.errors import UserError
-from zeroshot.command import SHARED, CaptionConfig, read_options
-
-DESCRIPTION = "Image-text retrieval under every ranking, COCO's benchmarks, and the value of uncertainty."
+from zeroshot.command import CaptionConfig, evaluation
 
 
 @dataclass(frozen=True)
@@ -61,10 +57,6 @@ class RetrievalConfig(CaptionConfig):
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
     """
 
-    COMMON: ClassVar = (
-        *SHARED, "split", "benchmarks", "rankings", "tolerance", "select_data", "factory", "judgements",
-    )  # fmt: skip
-
     second: str | None = "auto"
     benchmarks: str | None = None
     instances: str | None = None
@@ -80,19 +72,7 @@ class RetrievalConfig(CaptionConfig):
     erased: NonNegativeInt = 200
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; wrong options are refused before the model is loaded."""
-    config = read_options(RetrievalConfig, "retrieval", DESCRIPTION, argv, "images with captions")
-    weights = (config.tolerance.i2t, config.tolerance.t2i)
-    if weights.count(None) == 1:
-        raise UserError("One weight of tolerance is given without the other.", "Give both, or none to choose them.")
-    if None not in weights and config.select_data is not None:
-        raise UserError("The weights of tolerance are given, so none is chosen.", "Leave --select-... out.")
-    from zeroshot.evaluations.retrieval import evaluate
-
-    evaluate(config)
-    return 0
-
+main = evaluation("retrieval", RetrievalConfig, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

@@ -22,8 +22,8 @@ from rich.text import Text
 from probemb.cli.results import figures_folder, provenance
 from probemb.data.failures import BadSample
 from probemb.files import replace_file, replace_text
-from probemb.reports.figures import PALETTE, Chart
-from probemb.reports.text import printable
+from probemb.reports.figures import GREY, PALETTE, Chart
+from probemb.reports.text import correlations, percent, printable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -73,6 +73,37 @@ def line_figure(
     return Figure(chart, title, note)
 
 
+def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label: str, title: str = "") -> list[Figure]:
+    """A score in bins of uncertainty (`probemb.metrics.Bins` as a dict); nothing without bins."""
+    if bins is None:
+        return []
+    return [Figure(Chart(name, x_label=x_label, y_label=y_label).bins(bins, things), title, correlations(bins))]
+
+
+def rejection_figure(name: str, curves: Mapping[str, dict | None], y_label: str, title: str) -> list[Figure]:
+    """Scores of what is left when the least certain are refused (`probemb.metrics.RejectionCurve` as dicts)."""
+    curves = {by: curve for by, curve in curves.items() if curve}
+    if not curves:
+        return []
+    chart = Chart(name, x_label="least certain refused, %", y_label=y_label)
+    for (by, curve), colour in zip(curves.items(), PALETTE):
+        chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], by, colour)
+    chart.level(100 * curve["random"], "at random")
+    areas = ", ".join(f"{by} {percent(curve['area'])}" for by, curve in curves.items())
+    return [Figure(chart, title, f"Mean over all shares: {areas}.")]
+
+
+def reliability_figure(
+    name: str, curves: Mapping[str, dict | None], x_label: str, y_label: str, title: str
+) -> list[Figure]:
+    """Shares against probabilities (`probemb.metrics.Reliability` as dicts), calibrated where they are equal."""
+    chart = Chart(name, x_label=x_label, y_label=y_label).line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
+    for (of, curve), colour in zip(curves.items(), PALETTE):
+        if curve:
+            chart.line(*([100 * x for x in curve[key]] for key in ("predicted", "observed")), of, colour, points=True)
+    return [Figure(chart, title)]
+
+
 class Picture(NamedTuple):
     """A data URI, or "" for what shows nothing, and a note under the pointer. kind: "right", "wrong" or ""."""
 
@@ -103,13 +134,13 @@ class Page(NamedTuple):
     tiles: Sequence[tuple[str, str, str]] = ()
 
 
-def print_blocks(blocks: Sequence[Block]) -> None:
-    """Print those that are tables and paragraphs."""
+def print_page(page: Page) -> None:
+    """Print the paragraphs and tables of its sections."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    for block in blocks:
-        if isinstance(block, str):
+    for block in (block for _, blocks in page.sections for block in blocks):
+        if isinstance(block, str) and block:
             print(printable(block))
         if not isinstance(block, Table):
             continue

@@ -3,7 +3,7 @@
 import pytest
 
 from probemb.reports.figures import Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, print_blocks, write_page
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, print_page, write_page
 from probemb.reports.text import web_link
 
 HOSTILE = "\"'><script>alert(1)</script>&\x00\u202e\ud800"
@@ -30,7 +30,7 @@ def test_text_of_unknown_origin_is_escaped(tmp_path, capsys):
     assert 'class="new"' in text
     assert "nothing" not in text
     assert 'name="generator" content="the command"' in text[:400]
-    print_blocks([HOSTILE, table, [card]])
+    print_page(one)
     assert not {"\x00", "\u202e", "\ud800"} & set(capsys.readouterr().out)
 
 

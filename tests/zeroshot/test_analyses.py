@@ -8,15 +8,15 @@ from probemb.data.captions.find import find_captions
 from probemb.data.scenes import scene
 from tests.world import jpeg
 from tools.make_scenes import Plan, make
-from zeroshot import hierarchy
 from zeroshot.analyses import main
 from zeroshot.evaluations.analyses import SHARES, mix
 
 CHAINS = ["shape => circle => red circle => a red circle on white", "thing => square => blue square => one <b>, left"]
 
 
-union, algebra, ellipses, continuity = (
-    (lambda argv, name=name: main([name, *argv])) for name in ("union", "set-algebra", "ellipses", "continuity")
+union, algebra, ellipses, continuity, hierarchy = (
+    (lambda argv, name=name: main([name, *argv]))
+    for name in ("union", "set-algebra", "ellipses", "continuity", "hierarchy")
 )
 
 
@@ -37,7 +37,7 @@ def test_union(run, run_folder, boxed_scenes):
 
 
 def test_set_algebra(run, run_folder, boxed_scenes):
-    options = ("--inputs", 8, "--examples", 2, "--no-split")
+    options = ("--inputs", 8, "--no-split")
     result = run(algebra, run_folder, boxed_scenes / "val", *options)
     assert result.json["inputs"] == 8
     assert set(result.json["mixing"]) == {"cutmix", "mixup"}
@@ -68,15 +68,12 @@ def test_ellipses_of_classes_with_a_generic_caption(run, run_folder, tmp_path):
 
 
 def test_continuity(run, run_folder, captioned):
-    result = run(continuity, run_folder, captioned, "--walks", 4, "--shown", 2, "--steps", 5, "--no-split")
+    result = run(continuity, run_folder, captioned, "--walks", 4, "--shown", 2, "--no-split")
     walks, near = result.json["walks"], result.json["neighbours"]
-    assert (walks["walks"], len(walks["to_start"])) == (4, 5)
+    assert (walks["walks"], len(walks["to_start"])) == (4, 7)
     assert walks["cosine"][0] == pytest.approx(1, abs=1e-4)
     assert 0 < near["likeness"] <= near["most"] <= 1
-    assert result.page.count["img"] == 2 * 5 + 2 * 6
-
-
-# -------------------------------------------------------------------------------------------------------- hierarchy
+    assert result.page.count["img"] == 2 * 7 + 2 * 6
 
 
 @pytest.fixture
@@ -95,7 +92,7 @@ def test_hierarchy_measures_each_walk(table, run, run_folder):
     data = find_captions(table)
     assert data.captions[1] == ["thing", "square", "blue square", "one <b>, left"]
     assert data.image_ids[5] == "COCO_5.jpg"
-    result = run(hierarchy.main, run_folder, table)
+    result = run(hierarchy, run_folder, table)
     found = result.json
     assert (found["images"], found["captions"], found["distinct"]) == (6, 24, 8)
     assert [row["walk"] for row in found["rows"]] == ["walk", "walk-inclusion", "radius"]

@@ -10,8 +10,7 @@ from zeroshot.evaluations.filters import (
     UPPER_BOUND,
     Evaluation,
     LabelledMeans,
-    Split,
-    best_class_k,
+    best_settings,
     fold_splits,
     stratified_folds,
 )
@@ -19,7 +18,6 @@ from zeroshot.evaluations.reweighting import few_of_each, fit_labelled
 
 U = torch.tensor([[3.0, 1.0, 2.0, 4.0], [1.0, 1.0, 1.0, 1.0]])
 DEFAULTS = {"single": 0, "temperature": 1.0, "shots": 16, "unlabelled": 2000, "prior": 10.0}
-THRESHOLDS = ("class-deviation", "threshold", "quantile")
 weights = {name: one.weights for name, one in FILTERS.items()}
 
 
@@ -111,7 +109,7 @@ def evaluated(images, prompts, names, folds=0, other=None, **options):
     splits = fold_splits(images, folds) if folds else []
     source = f"folds:{folds}" if folds else "train"
     if other is not None:
-        splits = [Split(other, torch.ones(len(images.labels), dtype=torch.bool))]
+        splits = [(other, torch.ones(len(images.labels), dtype=torch.bool))]
     return Evaluation(images, prompts, names, DEFAULTS | options, splits, source)
 
 
@@ -174,9 +172,8 @@ def test_best_topk_is_a_real_classifier_and_has_an_upper_bound(every):
     vectors = torch.stack([prompts.mean[c][u[c].argsort()[: every.oracle.kept[c]]].mean(0) for c in range(6)])
     assert rows["best-topk", "oracle"]["top1"] == pytest.approx(accuracy_of(images, vectors).mean().item())
     assert len(set(every.oracle.kept.tolist())) > 1
-    bound = (
-        every.by_class(every.prefixes.ranks).max(dim=1).values * every.counts
-    ).sum().item() / every.counts.sum().item()
+    best = every.by_class(every.candidates("topk").ranks).max(dim=1).values
+    bound = float((best * every.counts).sum() / every.counts.sum())
     assert rows[UPPER_BOUND, "oracle, upper bound"]["top1"] == pytest.approx(bound)
     assert bound >= rows["topk", "oracle"]["top1"]
 
@@ -188,7 +185,7 @@ def test_folds_choose_without_the_images_they_score(every):
     right = 0
     for fold in range(5):
         others = folds != fold
-        k = best_class_k(class_accuracy(ranks[others], images.labels[others], 6))
+        k = best_settings(class_accuracy(ranks[others], images.labels[others], 6)) + 1
         vectors = torch.stack([prefixes[k[c] - 1, c] for c in range(6)])
         right += int(accuracy_of(only(images, ~others), vectors).sum())
     assert rows_of(every)["best-topk", "few-shot (folds:5)"]["top1"] == pytest.approx(right / 72)

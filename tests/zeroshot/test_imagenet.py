@@ -6,11 +6,10 @@ import json
 import pytest
 from PIL import Image
 
-from probemb.data.labelled.classes import count_prompts, prompt_texts
+from probemb.data.labelled.classes import count_prompts, prompt_texts, read_templates
 from probemb.errors import UserError
 from tests.data.labelled.test_cifar import TEN, write
 from tests.world import N_CLASSES, PER_CLASS, write_tar
-from zeroshot.evaluations.imagenet import read_templates
 from zeroshot.imagenet import main
 
 
@@ -80,7 +79,7 @@ def test_own_templates_hostile_names_and_classes_without_images(run, run_folder,
     (note,) = result.json["notes"]
     assert note == "1 of 9 classes have no images (zebra): they only compete with the others."
     assert note in result.told
-    assert "prompts kept (oracle)" not in result.page.text
+    assert "topk keeps 1 of 2 prompts (zero-shot, K given)" in result.page.text
 
 
 def test_templates_come_from_clip_a_file_or_are_those_of_each_class(tmp_path):

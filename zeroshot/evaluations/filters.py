@@ -11,10 +11,8 @@ classifier with a K for each class, and the mean over classes of max_K acc_c(K),
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +23,12 @@ from probemb.evaluation.classification import (
     accuracy,
     class_accuracy,
     class_vectors,
-    confidences,
     prefix_vectors,
     true_ranks,
 )
 from probemb.gaussian import Gaussian
 from probemb.metrics import interval, resample_accuracy, standard_error
-from zeroshot.evaluations.reweighting import Reweighting, few_of_each, fit_labelled, fit_unlabelled
+from zeroshot.evaluations.reweighting import Reweighting, few_of_each, fit_labelled, fit_unlabelled, name_hash
 
 ZERO_SHOT, FEW_SHOT, UNLABELLED, TRANSDUCTIVE, ORACLE = "zero-shot", "few-shot", "unlabelled", "transductive", "oracle"
 UPPER_BOUND = "best-topk, per-class upper bound"
@@ -49,17 +46,8 @@ def one_prompt(u: Tensor, index: int) -> Tensor:
     return weights
 
 
-def all_prompts(u: Tensor) -> Tensor:
-    """Every prompt, equally."""
-    return torch.full_like(u, 1.0 / u.shape[1])
-
-
 def topk(u: Tensor, k: int) -> Tensor:
     """The K most certain prompts of each class, equally."""
-    if not 1 <= k <= u.shape[1]:
-        raise UserError(
-            f"K must lie between 1 and the number of prompts, {u.shape[1]}.", "Give another --k, or more templates."
-        )
     return (_places(u) < k).to(u.dtype) / k
 
 
@@ -70,21 +58,11 @@ def weighted(u: Tensor, temperature: float) -> Tensor:
     return torch.softmax(-z / temperature, dim=1)
 
 
-def inverse_variance(u: Tensor) -> Tensor:
-    """Soft weights 1 / u: the precision weighting of a product of isotropic normals."""
-    return torch.softmax(-u.clamp_min(torch.finfo(u.dtype).tiny).log(), dim=1)  # 1 / u could overflow
-
-
 def class_deviation(u: Tensor, deviations: float) -> Tensor:
     """The prompts of a class below its mean uncertainty + `deviations` standard deviations."""
     exact = u.double()  # the mean of equal prompts is theirs, to the bit
     spread = exact.std(dim=1, keepdim=True, correction=0)
     return _keep_below(u, exact.mean(dim=1, keepdim=True) + deviations * spread)
-
-
-def threshold(u: Tensor, limit: float) -> Tensor:
-    """The prompts below one uncertainty, the same for all classes."""
-    return _keep_below(u, u.new_tensor(limit))
 
 
 def quantile(u: Tensor, share: float) -> Tensor:
@@ -103,39 +81,37 @@ def _places(u: Tensor) -> Tensor:
     return u.argsort(dim=1, stable=True).argsort(dim=1)  # 0 = the most certain prompt
 
 
-def _limits(u: Tensor) -> list[float]:
-    low, high = float(u.min()), float(u.max())
-    return [*torch.linspace(low, high, STEPS + 1, dtype=torch.float64)[1:-1].tolist(), high]
-
-
 class Filter(NamedTuple):
     """A row of the table: `weights` from u and the option `setting`, None where they are fitted to images.
 
-    `candidates`: of u, the settings to choose from where none is given; `options`: others with an effect; `soft`: no
-    prompt is dropped; `reads_u`: a point model cannot have it.
+    `candidates`: of u, the settings to choose from where none is given; `soft`: no prompt is dropped; `reads_u`: a
+    point model cannot have it.
     """
 
     weights: Callable[..., Tensor] | None = None
     setting: str | None = None
     candidates: Callable[[Tensor], list] | None = None
-    options: tuple[str, ...] = ()
     soft: bool = False
     reads_u: bool = True
 
 
 FILTERS = {
     "single": Filter(one_prompt, "single", reads_u=False),
-    "all": Filter(all_prompts, reads_u=False),
+    "all": Filter(lambda u: torch.full_like(u, 1.0 / u.shape[1]), reads_u=False),
     "topk": Filter(topk, "k", lambda u: list(range(1, u.shape[1] + 1))),
     "best-topk": Filter(topk, None, lambda u: list(range(1, u.shape[1] + 1))),
     "weighted": Filter(weighted, "temperature", soft=True),
-    "inverse-variance": Filter(inverse_variance, soft=True),
+    # 1 / u, the precision weighting of a product of isotropic normals, which could overflow
+    "inverse-variance": Filter(lambda u: (-u.clamp_min(torch.finfo(u.dtype).tiny).log()).softmax(dim=1), soft=True),
     "class-deviation": Filter(class_deviation, "deviations", lambda u: list(DEVIATIONS)),
-    "threshold": Filter(threshold, "threshold", _limits),
+    "threshold": Filter(
+        lambda u, limit: _keep_below(u, u.new_tensor(limit)), "threshold",
+        lambda u: torch.linspace(float(u.min()), float(u.max()), STEPS + 1, dtype=torch.float64)[1:].tolist(),
+    ),
     "quantile": Filter(quantile, "quantile", lambda u: [(i + 1) / STEPS for i in range(STEPS)]),
-    "reweighted": Filter(options=("shots", "prior"), soft=True),
-    "reweighted-unlabelled": Filter(options=("unlabelled", "prior"), soft=True),
-}
+    "reweighted": Filter(soft=True),
+    "reweighted-unlabelled": Filter(soft=True),
+}  # fmt: skip
 
 
 def filter_names(wanted: str) -> list[str]:
@@ -150,12 +126,6 @@ def filter_names(wanted: str) -> list[str]:
             known = [*FILTERS, "every"]
             raise UserError(f"There is no filter '{name}'.{nearest(name, known)}", f"Known are: {', '.join(known)}.")
     return list(dict.fromkeys(["single", "all", *wanted.split(",")]))
-
-
-def chooses(name: str, options: Mapping[str, Any]) -> bool:
-    """True for a filter that chooses a setting on images, or is fitted to images."""
-    one = FILTERS[name]
-    return one.weights is None or (one.candidates is not None and options.get(one.setting) is None)
 
 
 # ------------------------------------------------------------------------------------------- images to choose on
@@ -173,11 +143,7 @@ class LabelledMeans(NamedTuple):
     rows: Tensor | None = None
 
 
-class Split(NamedTuple):
-    """Images to choose on, and (N,) bool the evaluated images that the choice scores."""
-
-    images: LabelledMeans
-    scored: Tensor
+Split = tuple[LabelledMeans, Tensor]  # images to choose on, and (N,) bool the evaluated images that the choice scores
 
 
 def fold_count(select_on: str) -> int:
@@ -185,11 +151,10 @@ def fold_count(select_on: str) -> int:
     if select_on in ("oracle", "train"):
         return 0
     word, _, number = select_on.partition(":")
-    if word == "folds" and (number or "5").isdecimal() and int(number or "5") >= 2:
-        return int(number or "5")
+    if word == "folds" and number.isdecimal() and int(number) >= 2:
+        return int(number)
     raise UserError(
-        f"--select-on '{select_on}' is not a way to choose K.{nearest(select_on, ['oracle', 'train', 'folds:5'])}",
-        "Say oracle, train (with --select-data PATH) or folds:5.",
+        f"--select-on '{select_on}' is not a way to choose K.", "Say oracle, train (with --select-data) or folds:5."
     )
 
 
@@ -199,19 +164,15 @@ def stratified_folds(
     """(N,) fold of each image, a function of labels and names in any order; images of one group share theirs.
 
     Within a class, images are dealt round-robin in the order of their names' hashes; each class continues where the
-    last one stopped. Raises UserError: no class has two images.
+    last one stopped. Raises UserError: no class has two images, or there are fewer images than folds.
     """
     labels = [int(label) for label in labels]
     groups = range(len(labels)) if groups is None else groups
     counts = Counter(label for label, _ in set(zip(labels, groups)))
-    if max(counts.values(), default=0) < 2:
-        what = f"--select-on folds:{n_folds} is not possible: no class has more than one image to choose K on."
-        raise UserError(what, "Use data with several images a class, or --select-on train with --select-data PATH.")
-    if (distinct := len(set(groups))) < n_folds:
-        what = f"--select-on folds:{n_folds} needs at least {n_folds} images and there are {distinct}."
-        raise UserError(what, "Ask for fewer folds.")
-    rank = {name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names}
-    order = sorted(range(len(labels)), key=lambda i: (labels[i], rank[names[i]], names[i]))
+    if max(counts.values(), default=0) < 2 or len(set(groups)) < n_folds:
+        what = f"--select-on folds:{n_folds} is not possible: too few images, or no class has more than one."
+        raise UserError(what, "Use fewer folds, data with several images a class, or --select-on train.")
+    order = sorted(range(len(labels)), key=lambda i: (labels[i], name_hash(names[i]), names[i]))
     turn: dict[int, int] = {}
     for i in order:
         turn.setdefault(groups[i], len(turn))
@@ -225,7 +186,7 @@ def fold_splits(images: LabelledMeans, n_folds: int, groups: Sequence[int] | Non
         others = folds != fold
         names = [name for name, used in zip(images.names, others.tolist()) if used]
         means = images.mean[others.to(images.mean.device)]
-        splits.append(Split(LabelledMeans(means, images.labels[others], names, others), ~others))
+        splits.append((LabelledMeans(means, images.labels[others], names, others), ~others))
     return splits
 
 
@@ -233,10 +194,10 @@ def fold_splits(images: LabelledMeans, n_folds: int, groups: Sequence[int] | Non
 
 
 class Classifier(NamedTuple):
-    """A filter with its setting: class vectors (C, D), ranks of the images (N,), prompts kept (C,), if any drop."""
+    """A filter with its setting: class vectors (C, D), ranks (N,) of the images, prompts kept (C,) if any drop."""
 
     vectors: Tensor
-    ranks: Tensor | None = None
+    ranks: Tensor
     kept: Tensor | None = None
     setting: float | None = None
     fit: Reweighting | None = None
@@ -263,135 +224,120 @@ class Evaluation:
         rows: of the table; shares in [0, 1]. "k": prompts kept, the mean over classes (and folds) where it varies; None
             for soft weights. "gain": top-1 minus that of `all`, its error paired over images.
         oracle: the classifier of best-topk with each class' K chosen on the images, or None.
-        kept: filter -> (C,) prompts that each class keeps, and "oracle" if their number was chosen on the images.
+        kept: filter -> (C,) prompts that each class keeps, and the note of their row.
     """
 
     def __init__(
         self, images: LabelledMeans, prompts: Gaussian, names: Sequence[str], options: Mapping[str, Any],
         splits: Sequence[Split] = (), source: str = "",
     ):  # fmt: skip
-        self.images, self.prompts, self.options, self.splits = images, prompts, options, splits
-        self.u, self.source = prompts.uncertainty(), source
+        self.images = images._replace(rows=torch.ones(len(images.labels), dtype=torch.bool))
+        self.prompts, self.options, self.splits, self.source = prompts, options, splits, source
+        self.u = prompts.uncertainty()
         self.n_classes, self.n_prompts = self.u.shape
+        self.counts = torch.bincount(images.labels, minlength=self.n_classes)
         self.rows: list[dict] = []
         self.kept: dict[str, tuple[Tensor, str]] = {}
         self.reweighted: dict[str, Reweighting] = {}
         self.oracle: Classifier | None = None
-        self._found: dict[str, Candidates] = {}
+        self._candidates: dict[str, Candidates] = {}
         self._row_ranks: list[Tensor] = []
-        self.all = self._fixed("all", None)
+        self.all = self._classifier(FILTERS["all"].weights(self.u))
         for name in names:
             self._evaluate(name)
         self._add_intervals()
 
-    @cached_property
-    def prefixes(self) -> Candidates:
-        """Classifiers of every common K."""
-        stack, ks = prefix_vectors(self.prompts.mean, self.u), range(1, self.n_prompts + 1)
-        return Candidates(list(ks), stack, self._ranks(stack), [torch.full((self.n_classes,), k) for k in ks])
-
-    @property
-    def counts(self) -> Tensor:
-        """(C,) images of each class."""
-        return torch.bincount(self.images.labels, minlength=self.n_classes)
-
     def curve(self, n: int) -> Tensor | None:
         """(P,) top-n accuracy with a common K = 1..P, or None if no filter needs it."""
-        return accuracy(self.prefixes.ranks, n) if "prefixes" in vars(self) else None
+        return accuracy(self.candidates("topk").ranks, n) if "topk" in self._candidates else None
 
     def by_class(self, ranks: Tensor) -> Tensor:
-        """(C,) or (C, G) accuracy of each class, NaN without images, from ranks (N,) or (N, G)."""
+        """Accuracy of each class, (C,), or (C, K) for ranks (N, K); NaN for a class without images."""
         return class_accuracy(ranks, self.images.labels, self.n_classes)
 
-    def confidence(self, temperature: float) -> Tensor:
-        """(N,) probability of the class that `all` says, under a softmax of the temperature times the cosines."""
-        return confidences(self.images.mean, self.all.vectors, temperature)
+    def _ranks(self, vectors: Tensor, images: LabelledMeans | None = None) -> Tensor:
+        """Ranks of the evaluated images, or of others, under (C, D) or (G, C, D) class vectors."""
+        images = images or self.images
+        return true_ranks(images.mean, vectors, images.labels).cpu()
 
-    def _ranks(self, vectors: Tensor) -> Tensor:
-        """Ranks of the evaluated images under (C, D) or (G, C, D) class vectors."""
-        return true_ranks(self.images.mean, vectors, self.images.labels).cpu()
+    def _classifier(self, weights: Tensor, **more) -> Classifier:
+        vectors = class_vectors(self.prompts.mean, weights)
+        return Classifier(vectors, self._ranks(vectors), **more)
 
-    def _candidates(self, name: str) -> Candidates:
-        if FILTERS[name].weights is topk:
-            return self.prefixes
-        if name not in self._found:
+    def candidates(self, name: str) -> Candidates:
+        """Classifiers of every setting that a filter chooses from."""
+        name = "topk" if name == "best-topk" else name
+        if name not in self._candidates:
             settings = FILTERS[name].candidates(self.u)
             weights = [FILTERS[name].weights(self.u, value) for value in settings]
-            stack = torch.stack([class_vectors(self.prompts.mean, one) for one in weights])
-            self._found[name] = Candidates(settings, stack, self._ranks(stack), [_n_kept(one) for one in weights])
-        return self._found[name]
+            if name == "topk":
+                stack = prefix_vectors(self.prompts.mean, self.u)
+            else:
+                stack = torch.stack([class_vectors(self.prompts.mean, one) for one in weights])
+            self._candidates[name] = Candidates(settings, stack, self._ranks(stack), [_n_kept(w) for w in weights])
+        return self._candidates[name]
 
-    def _fixed(self, name: str, setting) -> Classifier:
-        """A filter that chooses nothing."""
-        one = FILTERS[name]
-        weights = one.weights(self.u) if one.setting is None else one.weights(self.u, setting)
-        vectors = class_vectors(self.prompts.mean, weights)
-        kept, shown = None if one.soft else _n_kept(weights), setting if one.candidates and name != "topk" else None
-        return Classifier(vectors, self._ranks(vectors), kept, shown)
-
-    def _learn(self, name: str, images: LabelledMeans) -> Classifier:
-        """The best setting of a filter on some images, or what EM fits to a few of them."""
-        if FILTERS[name].weights is None:
-            labelled, prior = name == "reweighted", self.options["prior"]
-            labels = images.labels.tolist() if labelled else [0] * len(images.names)
-            few = few_of_each(labels, images.names, self.options["shots" if labelled else "unlabelled"])
-            means = images.mean[torch.tensor(few).to(images.mean.device)]
-            fit = (
-                fit_labelled(means, images.labels[few], self.prompts, prior)
-                if labelled
-                else fit_unlabelled(means, self.prompts, prior)
-            )
-            return Classifier(class_vectors(self.prompts.mean, fit.weights), fit=fit)
-        found = self._candidates(name)
-        if images is self.images:
-            ranks = found.ranks
-        elif images.rows is not None:
-            ranks = found.ranks[images.rows]
+    def _fit(self, images: LabelledMeans, labelled: bool) -> Classifier:
+        """Weights that EM finds on a few of some images."""
+        labels, prior = images.labels.tolist() if labelled else [0] * len(images.names), self.options["prior"]
+        few = few_of_each(labels, images.names, self.options["shots" if labelled else "unlabelled"])
+        means = images.mean[torch.tensor(few).to(images.mean.device)]
+        if labelled:
+            fit = fit_labelled(means, images.labels[few], self.prompts, prior)
         else:
-            ranks = true_ranks(images.mean, found.stack, images.labels).cpu()
+            fit = fit_unlabelled(means, self.prompts, prior)
+        return self._classifier(fit.weights, fit=fit)
+
+    def _choose(self, name: str, images: LabelledMeans) -> Classifier:
+        """The best setting of a filter on some images."""
+        if FILTERS[name].weights is None:
+            return self._fit(images, name == "reweighted")
+        found = self.candidates(name)
+        ranks = self._ranks(found.stack, images) if images.rows is None else found.ranks[images.rows]
         if name == "best-topk":
-            k = best_class_k(class_accuracy(ranks, images.labels, self.n_classes))
-            return Classifier(found.stack[k - 1, torch.arange(self.n_classes)], kept=k.cpu())
-        g = best_common_k(ranks) - 1
+            k = best_settings(class_accuracy(ranks, images.labels, self.n_classes)) + 1
+            vectors = found.stack[k - 1, torch.arange(self.n_classes)]
+            return Classifier(vectors, self._ranks(vectors), k.cpu())
+        g = int(best_settings(accuracy(ranks)[None]))
         setting = None if name == "topk" else found.settings[g]
         return Classifier(found.stack[g], found.ranks[:, g], found.kept[g], setting)
 
     def _evaluate(self, name: str) -> None:
         """Add the rows of a filter."""
-        one = FILTERS[name]
-        if not chooses(name, self.options):
-            found = self._fixed(name, self.options.get(one.setting))
+        one, value = FILTERS[name], self.options.get(FILTERS[name].setting)
+        if one.weights is not None and (one.candidates is None or value is not None):
+            weights = one.weights(self.u) if one.setting is None else one.weights(self.u, value)
+            shown = value if one.candidates and name != "topk" else None
             given = f", {'K' if one.setting == 'k' else one.setting} given" if one.candidates else ""
-            self._add(name, found.ranks, [found], ZERO_SHOT + given)
-            if given:
-                self.kept[name] = found.kept, ""
+            kept = None if one.soft else _n_kept(weights)
+            self._add(name, [self._classifier(weights, kept=kept, setting=shown)], ZERO_SHOT + given)
             return
         unlabelled = name == "reweighted-unlabelled"
         note, other = (TRANSDUCTIVE, UNLABELLED) if unlabelled else (ORACLE, FEW_SHOT)
         other = f"{other} ({self.source})"
-        own = self._learn(name, self.images)
-        own = own._replace(ranks=self._ranks(own.vectors) if own.ranks is None else own.ranks)
-        self._add(name, own.ranks, [own], note)
-        if own.kept is not None:
-            self.kept[name] = own.kept, ORACLE
+        own = self._choose(name, self.images)
+        self._add(name, [own], note)
         if name == "best-topk":
             self.oracle = own
-            bound = self.prefixes.ranks.gather(1, (own.kept[self.images.labels] - 1).unsqueeze(1)).squeeze(1)
-            self._add(name, bound, [own], f"{ORACLE}, upper bound", UPPER_BOUND)
-        learned = [self._learn(name, split.images) for split in self.splits]
-        for number, (fit, where) in enumerate([(own.fit, note), *((best.fit, other) for best in learned)]):
+            bound = self.candidates(name).ranks.gather(1, (own.kept[self.images.labels] - 1).unsqueeze(1)).squeeze(1)
+            self._add(name, [own._replace(ranks=bound)], f"{ORACLE}, upper bound", UPPER_BOUND)
+        chosen = [self._choose(name, images) for images, _ in self.splits]
+        for number, (fit, where) in enumerate([(own.fit, note), *((best.fit, other) for best in chosen)]):
             if fit is not None:
-                self.reweighted[f"{name}, {where}" + (f", {number}" if number and len(learned) > 1 else "")] = fit
-        if learned:
-            ranked = torch.empty_like(own.ranks)
-            for (_, scored), best in zip(self.splits, learned):
-                ranked[scored] = (self._ranks(best.vectors) if best.ranks is None else best.ranks)[scored]
-            self._add(name, ranked, learned, other)
+                self.reweighted[f"{name}, {where}" + (f", {number}" if number and len(chosen) > 1 else "")] = fit
+        if chosen:
+            self._add(name, chosen, other)
 
-    def _add(self, name: str, ranks: Tensor, found: Sequence[Classifier], note: str, title: str | None = None) -> None:
-        """Add a row, but for its intervals; `found`: the classifiers that scored the images, of several folds."""
+    def _add(self, name: str, found: Sequence[Classifier], note: str, title: str | None = None) -> None:
+        """Add a row, but for its intervals; `found`: the classifier, or that of each split."""
+        ranks = found[0].ranks.clone()
+        if len(found) > 1:
+            for (_, scored), best in zip(self.splits, found):
+                ranks[scored] = best.ranks[scored]
         right, base, setting = ranks < 1, self.all.ranks, None
         k = None if found[0].kept is None else torch.cat([one.kept for one in found])
+        if len(found) == 1 and k is not None and FILTERS[name].candidates:
+            self.kept.setdefault(name, (k, note))
         title = title or name
         if found[0].setting is not None:
             setting = sum(one.setting for one in found) / len(found)
@@ -426,17 +372,8 @@ def _n_kept(weights: Tensor) -> Tensor:
     return (weights > 0).sum(dim=1).cpu()
 
 
-def best_common_k(ranks: Tensor) -> int:
-    """K with the best top-1 accuracy for all classes; ranks (N, P) under a common K. Ties go to the largest K."""
-    return _last_best((ranks < 1).double().mean(dim=0, keepdim=True)).item()
-
-
-def best_class_k(per_class: Tensor) -> Tensor:
-    """(C,) K in 1..P from acc_c(K) (C, P); ties go to the largest K, and so does a class without images (NaN)."""
-    return _last_best(per_class.nan_to_num(nan=-1.0))
-
-
-def _last_best(score: Tensor) -> Tensor:
-    # 1e-9 absorbs the rounding of means; images count in steps of 1 / N
-    best = score >= score.max(dim=1, keepdim=True).values - 1e-9
-    return (best * torch.arange(1, score.shape[1] + 1, device=score.device)).max(dim=1).values
+def best_settings(score: Tensor) -> Tensor:
+    """(R,) the best of G settings by score (R, G); ties go to the last one, and so does a row without scores (NaN)."""
+    score = score.nan_to_num(nan=-1.0)
+    best = score >= score.max(dim=1, keepdim=True).values - 1e-9  # the rounding of means; images count 1 / N
+    return (best * torch.arange(score.shape[1], device=score.device)).max(dim=1).values

@@ -6,11 +6,10 @@ C classes, P prompts of a class, N images, D dimensions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from probemb.cli.configuration import to_dict
 from probemb.cli.device import loader_workers
@@ -21,48 +20,28 @@ from probemb.data.labelled.classes import (
     Classes,
     Templates,
     count_prompts,
-    imagenet_templates,
     prompt_texts,
+    read_templates,
 )
 from probemb.data.labelled.images import LabelledImages, assign_labels, find_images, remarks, resolve_classes
 from probemb.data.look_alikes import same_picture
-from probemb.data.reading import checked, read_json, read_lines
 from probemb.errors import UserError
+from probemb.evaluation.classification import confidences
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.metrics import rejection_curve, reliability, uncertainty_bins
 from probemb.models import DualEncoder, check_single_embeddings
 from probemb.models.inputs import check_variances
-from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
+from probemb.reports import pages
+from probemb.reports.figures import GREEN, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Table, picture_of, verdict
-from probemb.reports.text import correlations, number, percent
-from zeroshot.evaluations.filters import (
-    FILTERS,
-    Evaluation,
-    LabelledMeans,
-    Split,
-    chooses,
-    filter_names,
-    fold_count,
-    fold_splits,
-    stratified_folds,
-)
-from zeroshot.evaluations.runner import (
-    ABOUT_U,
-    OUTPUTS,
-    claim,
-    finish,
-    left_out,
-    open_model,
-    settings,
-    unknown_notice,
-    unseen_rows,
-)
+from probemb.reports.text import number, percent, plus_minus
+from zeroshot.evaluations import filters, runner
 from zeroshot.imagenet import ImagenetConfig
 
 SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
 IMAGES_A_CLASS, CLASSES_A_GROUP = 6, 4
-KINDS = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")  # of a row's note, the best to show first
+KINDS = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")  # of a row's note
 NOTES = (
     "In percent; per class is the mean over classes of each one's top-1. Gain over all prompts in points, coloured "
     f"beyond {SIGNIFICANT} standard errors. Oracle: chosen on the images that are scored, with their labels; few-shot: "
@@ -88,68 +67,41 @@ class Task:
 
 def evaluate(config: ImagenetConfig) -> None:
     """Evaluate every data set, and write their results. Raises UserError."""
-    filters, folds = filter_names(config.filter), fold_count(config.select_on)
-    check_options(config, filters)
-    out = claim(config, "zeroshot")
+    names, folds = filters.filter_names(config.filter), filters.fold_count(config.select_on)
+    out = runner.claim(config, "zeroshot")
     tasks = [prepare(one, folds) for one in one_by_one(config, out)]
-    for task in tasks:
-        claim_files(Path(task.config.out), OUTPUTS, "probemb zeroshot")
-    embedder = open_model(config)
+    embedder = runner.open_model(config)
     check_single_embeddings(embedder.model, config.model)
     if not embedder.model.probabilistic:
-        if config.filter != "every" and any(FILTERS[name].reads_u for name in filters):
+        if config.filter != "every" and any(filters.FILTERS[name].reads_u for name in names):
             why = f"--filter {config.filter} reads it"
             check_variances(embedder.model, config.model, why, "Say --filter all, single, or every.")
-        filters = [name for name in filters if not FILTERS[name].reads_u]
-        print("The model predicts no uncertainty: no filter by it, and nothing about it in the results.", flush=True)
-    found = [evaluate_task(task, filters, folds, embedder) for task in tasks]
+        names = [name for name in names if not filters.FILTERS[name].reads_u]
+    found = [evaluate_task(task, names, folds, embedder) for task in tasks]
     if len(found) > 1:
-        summary = summarise([(Path(one.config.out).name, results) for one, results in zip(tasks, found)])
-        table = summary_table(summary)
+        summary, table = summarise([(Path(one.config.out).name, results) for one, results in zip(tasks, found)])
         about = f"{config.model}; the mean counts each data set once."
         page = Page(f"Zero-shot classification on {len(found)} data sets", about, [("Accuracy", [NOTES, table])])
-        finish(out, "zeroshot", {"config": to_dict(config), **summary}, page, [table])
-
-
-def check_options(config: ImagenetConfig, filters: Sequence[str]) -> None:
-    """Refuse options without effect. Raises UserError."""
-    if (config.select_on == "train") != (config.select_data is not None):
-        if config.select_data is not None:
-            raise UserError("--select-data is given, but nothing is chosen on it.", "Add --select-on train.")
-        raise UserError("--select-on train needs the images to choose on.", "Name them with --select-data PATH.")
-    used = {option for name in filters for option in (FILTERS[name].setting, *FILTERS[name].options)}
-    owners = {o: name for name, one in reversed(FILTERS.items()) for o in (one.setting, *one.options)}
-    for one in fields(config):
-        if one.name in owners and one.name not in used and getattr(config, one.name) != one.default:
-            raise UserError(
-                f"--{one.name} has no effect with --filter {config.filter}.",
-                f"Say --filter {owners[one.name]}, or leave it out.",
-            )
-    if config.select_on != "oracle" and not any(chooses(name, vars(config)) for name in filters):
-        what = f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses nothing."
-        raise UserError(what, "Say --filter topk or best-topk, or leave --select-on out.")
+        runner.finish(out, "zeroshot", {"config": to_dict(config), **summary}, page)
 
 
 def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
     """The configuration of each data set of --data, with a folder in `out` where they are several."""
-    named = named_paths(config.data, "data")
-    data = [one.path for one in named]
-    select = config.select_data if isinstance(config.select_data, list) else [config.select_data]
-    if len(data) == 1 and len(select) == 1:
-        return [replace(config, data=data[0], select_data=select[0], out=str(out))]
-    if config.labels is not None:
-        raise UserError("--labels belongs to one data set, and --data names several.", "Evaluate that one alone.")
-    if config.select_data is not None and len(select) != len(data):
-        raise UserError(
-            f"--select-data has {len(select)} paths, and --data {len(data)}.", "Give one for each, in the same order."
-        )
-    select = select if config.select_data is not None else [None] * len(data)
-    places = [str(out / one.name) for one in named]
-    return [replace(config, data=d, select_data=s, out=place) for d, s, place in zip(data, select, places)]
+    named, select = named_paths(config.data, "data"), config.select_data or []
+    select = [select] if isinstance(select, str) else select
+    if len(select) != (len(named) if config.select_on == "train" else 0):
+        what = f"--select-on is {config.select_on}, --select-data has {len(select)} paths, and --data {len(named)}."
+        raise UserError(what, "Name other images with --select-on train, a path for each data set; or leave both out.")
+    places = [out / one.name for one in named] if len(named) > 1 else [out]
+    return [
+        replace(config, data=one.path, select_data=other, out=str(place))
+        for one, other, place in zip(named, select or [None] * len(named), places)
+    ]
 
 
 def prepare(config: ImagenetConfig, folds: int) -> Task:
     """Find the images and classes of one data set. Raises UserError."""
+    claim_files(Path(config.out), runner.OUTPUTS, "probemb zeroshot")
     images = find_images(config.data, config.labels, config.exif)
     classes, labels = resolve_classes(images, config.classes)
     templates = read_templates(config.templates, classes.names)
@@ -158,83 +110,48 @@ def prepare(config: ImagenetConfig, folds: int) -> Task:
     if config.k is not None and config.k > (count := count_prompts(templates)):
         raise UserError(f"--k {config.k} is more than the {count} templates.", "Give a smaller --k.")
     if folds:
-        stratified_folds(labels, [place.name for place in images.places], folds)
+        filters.stratified_folds(labels, [place.name for place in images.places], folds)
     task = Task(config, images, labels, classes, templates)
-    if config.select_on == "train":
+    if config.select_data is not None:
         found = find_images(config.select_data, exif=config.exif)
         chosen, remedy = assign_labels(found, classes), "Choose K on other images, or with --select-on folds:5."
-        rows, task.notices = unseen_rows(found, images, config.workers, remedy)
+        rows, task.notices = runner.unseen_rows(found, images, config.workers, remedy)
         places, marks = [found.places[i] for i in rows], [found.marks[i] for i in rows]
         task.other = replace(found, places=places, marks=marks), [chosen[i] for i in rows]
     return task
 
 
-def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
-    """CLIP's 80 templates, or those of a file: one a line, each with `{}` where the class name goes, or a JSON object
-    {class name: [prompts]} with the same number of prompts for every class.
-
-    Raises UserError: a missing or empty file, a template without `{}` or that occurs twice, a class without prompts.
-    """
-    if path is None:
-        return imagenet_templates()
-    path = Path(path)
-    if path.suffix.lower() == ".json":
-        found = read_json(path)
-        with checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
-            prompts = {name: found[name] for name in class_names}
-        texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
-        if not texts or len({len(row) for row in prompts.values()}) > 1:
-            raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class the same number.")
-        return prompts
-    templates = read_lines(path)
-    if not templates or any(one.count("{}") != 1 for one in templates) or len(set(templates)) < len(templates):
-        what = f"The template file {path} does not hold different templates, each with `{{}}` exactly once."
-        raise UserError(what, 'Write one a line, {} for the class name: "a photo of a {}."')
-    return templates
-
-
 # --------------------------------------------------------------------------------------------------- one data set
 
 
-def evaluate_task(task: Task, filters: Sequence[str], folds: int, embedder: Embedder) -> dict:
+def evaluate_task(task: Task, names: Sequence[str], folds: int, embedder: Embedder) -> dict:
     """Embed, score all filters, and write the results; returns what results.json holds. Raises UserError."""
-    config, classes, device = task.config, task.classes, embedder.device
-    print(
-        f"{config.data}: {len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), "
-        f"{count_prompts(task.templates)} prompts a class, on {device.name} in {device.precision}",
-        flush=True,
-    )
+    config, classes, device = task.config, task.classes, embedder.device.name
     texts = prompt_texts(classes.names, task.templates)
-    task.notices += unknown_notice(embedder.tokenizer, texts, "prompts")
-    prompts = embedder.texts(texts, "prompts").to(device.name)
+    task.notices += runner.unknown_notice(embedder.tokenizer, texts, "prompts")
+    prompts = embedder.texts(texts, "prompts").to(device)
     shape = (len(classes), -1, prompts.shape[-1])
     prompts = Gaussian(prompts.mean.reshape(shape), prompts.log_var.reshape(shape))
     gaussian, kept, bad = embedder.images(task.images)
-    images = labelled_means(gaussian, task.images, task.labels, kept, device.name)
-    splits = fold_splits(images, folds, same_pictures(embedder, task, kept)) if folds else []
+    images = labelled_means(gaussian, task.images, task.labels, kept, device)
+    splits = filters.fold_splits(images, folds, same_pictures(embedder, task, kept)) if folds else []
     if task.other is not None:
         found, rows, _ = embedder.images(task.other[0], "choosing")
-        others = labelled_means(found, *task.other, rows, device.name)
-        splits = [Split(others, torch.ones(len(kept), dtype=torch.bool))]
+        others = labelled_means(found, *task.other, rows, device)
+        splits = [(others, torch.ones(len(kept), dtype=torch.bool))]
     single = list(task.templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in task.templates else 0
-    label = f"folds:{folds}" if folds else config.select_on
-    e = Evaluation(images, prompts, filters, vars(config) | {"single": single}, splits, label)
-    results = describe(task, e, gaussian, embedder, left_out(bad))
-    notes = results["notes"] + results["notices"]
-    table = filter_table(results)
-    page, calibration = make_page(task, e, results, table, kept), []
-    if found := results["calibration"]:
-        calibration = [f"all: expected calibration error {100 * found['ece']:.2f} %, Brier score {found['brier']:.4f}"]
-    finish(Path(config.out), "zeroshot", results, page, [*notes, table, *calibration])
+    e = filters.Evaluation(images, prompts, names, vars(config) | {"single": single}, splits, config.select_on)
+    results = describe(task, e, gaussian, embedder, runner.left_out(bad))
+    runner.finish(Path(config.out), "zeroshot", results, make_page(task, e, results, kept))
     return results
 
 
 def labelled_means(
     found: Gaussian, images: LabelledImages, labels: Sequence[int], kept: Sequence[int], device: str
-) -> LabelledMeans:
+) -> filters.LabelledMeans:
     """Means, labels and names of the images that could be read."""
     mine = torch.tensor([int(labels[i]) for i in kept])
-    return LabelledMeans(found.mean.to(device), mine, [images.places[i].name for i in kept])
+    return filters.LabelledMeans(found.mean.to(device), mine, [images.places[i].name for i in kept])
 
 
 def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:
@@ -262,29 +179,29 @@ def same_pictures(embedder: Embedder, task: Task, kept: list[int]) -> list[int]:
     return [leaders[i] for i in kept]
 
 
-def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, bad: list[dict]) -> dict:
+def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embedder, bad: list[dict]) -> dict:
     """The content of results.json. Of a point model nothing is told of uncertainties."""
     classes, probabilistic, right = task.classes, embedder.model.probabilistic, (e.all.ranks < 1).double()
-    scale, source = softmax_scale(embedder.model)
-    confidence, curve = None if scale is None else e.confidence(scale), e.curve(1)
-    per_class = {"images": e.counts, "uncertainty": e.u.mean(dim=1).cpu(), "top1_all": e.by_class(e.all.ranks)}
-    bins, scores = {"classes": None, "images": None}, {}
+    per_class = {"images": e.counts, "uncertainty": None, "top1_all": e.by_class(e.all.ranks)}
+    bins, scores, calibration = {"classes": None, "images": None}, {}, None
     if probabilistic:
+        per_class["uncertainty"] = e.u.mean(dim=1).cpu()
         bins["classes"] = uncertainty_bins(per_class["uncertainty"], per_class["top1_all"])
         bins["images"] = uncertainty_bins(images.uncertainty(), right)
         scores["uncertainty"] = images.uncertainty()
+    scale, source = softmax_scale(embedder.model)
     if scale is not None:
+        confidence = confidences(e.images.mean, e.all.vectors, scale)
         scores["confidence"] = 1 - confidence
-    if not probabilistic:
-        per_class["uncertainty"] = None
+        calibration = asdict(reliability(confidence.clamp(0, 1), right)) | {"value": scale, "source": source}
     per_class |= {
         "oracle_k": e.oracle and e.oracle.kept,
         "oracle_top1_best_topk": e.oracle and e.by_class(e.oracle.ranks),
-        "oracle_top1_max_over_k": e.oracle and e.by_class(e.prefixes.ranks).max(dim=1).values,
+        "oracle_top1_max_over_k": e.oracle and e.by_class(e.candidates("topk").ranks).max(dim=1).values,
     }
     per_class = {key: [None] * len(classes) if x is None else x.tolist() for key, x in per_class.items()}
     return {
-        **settings(task.config, embedder),
+        **runner.settings(task.config, embedder),
         "images": len(right),
         "images_left_out": bad,
         "classes": len(classes),
@@ -300,11 +217,9 @@ def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, ba
             }
             for name, found in e.reweighted.items()
         },
-        "curve": None if curve is None else {"top1": curve.tolist(), "top5": e.curve(5).tolist()},
+        "curve": None if e.curve(1) is None else {"top1": e.curve(1).tolist(), "top5": e.curve(5).tolist()},
         "uncertainty": {name: found and asdict(found) for name, found in bins.items()},
-        "calibration": None
-        if scale is None
-        else asdict(reliability(confidence.clamp(0, 1), right)) | {"value": scale, "source": source},
+        "calibration": calibration,
         "selective": {name: asdict(rejection_curve(score, right)) for name, score in scores.items()},
         "per_class": [
             {"name": name, "key": classes.keys[c] if classes.keys else None, **{k: x[c] for k, x in per_class.items()}}
@@ -317,28 +232,54 @@ def describe(task: Task, e: Evaluation, images: Gaussian, embedder: Embedder, ba
 # ------------------------------------------------------------------------------------------------------- the page
 
 
+def make_page(task: Task, e: filters.Evaluation, results: dict, kept: list[int]) -> Page:
+    """The report of one data set."""
+    n_classes, n_prompts = e.u.shape
+    bins, found = results["uncertainty"], results["calibration"]
+    figures, calibration, text = [], [], ""
+    for things, label in {"classes": "mean uncertainty of the prompts", "images": "uncertainty of the image"}.items():
+        figures += pages.bin_figure(f"accuracy-of-{things}", bins[things], things, label, "top-1 accuracy, %", things)
+    if found is not None:
+        labels = "confidence, %", "top-1 accuracy, %"
+        calibration = pages.reliability_figure("reliability", {"": found}, *labels, "Accuracy against confidence")
+        text = (
+            f"all: expected calibration error {percent(found['ece'])} %, Brier score {found['brier']:.4f}; softmax of "
+            f"{number(found['value'])} times the cosine: {found['source']}"
+        )
+    calibration += pages.rejection_figure("selective", results["selective"], "top-1 of the others, %", "Refusing")
+    down = [c for c in e.u.mean(dim=1).argsort(descending=True, stable=True).tolist() if e.counts[c]]
+    groups = {"Most uncertain": down[:CLASSES_A_GROUP], "Most certain": down[CLASSES_A_GROUP:][::-1][:CLASSES_A_GROUP]}
+    return Page(
+        "Zero-shot classification and prompt filtering",
+        f"{task.config.model} on {task.config.data}: {results['images']:,} images, {n_classes:,} classes (names: "
+        f"{results['class_names_from']}), {n_prompts} prompts a class",
+        [
+            ("Accuracy", [NOTES, *results["notes"], *results["notices"], filter_table(results)]),
+            ("Accuracy against K", [k_figures(results)]),
+            ("Uncertainty against accuracy", [figures, runner.ABOUT_U if figures else ""]),
+            ("Calibration, and refusing uncertain images", [calibration, text]),
+            *(
+                (f"{title} prompts", [[class_card(c, task, e, results, kept) for c in group]])
+                for title, group in groups.items()
+            ),
+        ],
+    )
+
+
 def filter_table(results: dict) -> Table:
     """Accuracy under every filter."""
-
-    def spread(value: float, se: float | None, form: str) -> str:
-        return f"{100 * value:{form}}" + ("" if se is None else f" ± {100 * se:.2f}")
-
     rows = []
     for row in results["rows"]:
         k = "soft" if row["k"] is None else f"mean {row['k']:.1f}" if row["k_varies"] else str(int(row["k"]))
-        gain = "" if row["filter"] == "all" else spread(row["gain"], row["gain_se"], "+.2f")
+        gain = plus_minus({"value": row["gain"], "se": row["gain_se"]}, signed=True) if row["filter"] != "all" else ""
         rows.append([
-            row["title"], k, spread(row["top1"], row["top1_se"], ".2f"), interval_text(row, "top1"),
+            row["title"], k, plus_minus({"value": row["top1"], "se": row["top1_se"]}),
+            "–".join(f"{100 * end:.1f}" for end in row["intervals"].get("top1", ())),
             percent(row["mean_per_class_recall"]), percent(row["top5"]), Cell(gain, direction(row)),
             Cell(row["note"], next(kind for kind in KINDS if row["note"].startswith(kind))),
         ])  # fmt: skip
     title = f"zero-shot accuracy, {results['images']:,} images, {results['classes']:,} classes"
     return Table(("filter", "K", "top-1 %", "95 %", "per class", "top-5 %", "gain ± SE", "chosen on"), rows, title)
-
-
-def interval_text(row: dict, metric: str) -> str:
-    """The interval of a metric in percent; "" for a single image."""
-    return "–".join(f"{100 * end:.1f}" for end in row["intervals"].get(metric, ()))
 
 
 def direction(row: dict) -> str:
@@ -348,106 +289,32 @@ def direction(row: dict) -> str:
     return "up" if row["gain"] > 0 else "down"
 
 
-def make_page(task: Task, e: Evaluation, results: dict, table: Table, kept: list[int]) -> Page:
-    """The report of one data set."""
-    n_classes, n_prompts = e.u.shape
-    number_kept, by = e.kept.get("best-topk") or next(iter(e.kept.values()), (None, ""))
-    chosen_by = "How many are kept was chosen on these images: an oracle. " if by else ""
-    groups = [
-        block
-        for title, group in pick_classes(e)
-        for block in (f"{title}:", [class_card(c, task, e, results, kept, number_kept, by) for c in group])
-    ]
-    return Page(
-        "Zero-shot classification and prompt filtering",
-        f"{task.config.model} on {task.config.data}: {results['images']:,} images, {n_classes:,} classes, "
-        f"{n_prompts} prompts a class",
-        [
-            ("Accuracy", [NOTES, *results["notices"], table]),
-            ("Accuracy against K", [k_figures(results)]),
-            ("Uncertainty against accuracy", [bin_figures(results["uncertainty"])]),
-            ("Calibration, and refusing uncertain images", [calibration_figures(results)]),
-            (
-                "Prompts and their uncertainty",
-                [
-                    f"{chosen_by}Prompts from certain to uncertain; those in red are dropped. A green frame: all "
-                    "prompts together classify the image correctly.",
-                    ABOUT_U if results["uncertainty"]["images"] else "", *groups,
-                ],
-            ),
-        ],
-    )  # fmt: skip
-
-
 def k_figures(results: dict) -> list[Figure]:
     """Accuracy against a common K, with the best K marked: an oracle; and the oracle K of each class."""
     if results["curve"] is None:
         return []
-    figures = []
-    for key, curve in results["curve"].items():
-        metric, ys = key.replace("top", "top-"), [100 * y for y in curve]
-        best = max(i for i, y in enumerate(ys) if y >= max(ys) - 1e-9)
-        chart = Chart(f"{metric}-over-k", x_label="K, prompts kept in each class", y_label=f"{metric} accuracy, %")
-        chart.line(range(1, len(ys) + 1), ys).level(ys[-1], f"all {ys[-1]:.2f}", GREEN)
-        figures.append(Figure(chart.mark(best + 1, ys[best], f"K = {best + 1}: {ys[best]:.2f}, oracle")))
+    ys = [100 * y for y in results["curve"]["top1"]]
+    best = max(i for i, y in enumerate(ys) if y >= max(ys) - 1e-9)
+    chart = Chart("top-1-over-k", x_label="K, prompts kept in each class", y_label="top-1 accuracy, %")
+    chart.line(range(1, len(ys) + 1), ys).level(ys[-1], f"all {ys[-1]:.2f}", GREEN)
+    figures = [Figure(chart.mark(best + 1, ys[best], f"K = {best + 1}: {ys[best]:.2f}, oracle"))]
     classes = results["per_class"]
-    if classes[0]["oracle_k"] is None:
-        return figures
-    chosen = [row["oracle_k"] for row in classes if row["images"] and row["oracle_top1_max_over_k"]]
-    counts = [chosen.count(k) for k in range(1, len(ys) + 1)]
-    chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(counts, "classes")
-    note = (
-        "The K with the best accuracy on a class's own images, while all classes keep the same K: an oracle; ties go "
-        f"to more prompts. Left out: {len(classes) - len(chosen):,} classes that are never right."
-    )
-    return [*figures, Figure(chart, "Oracle K of each class", note)]
-
-
-def bin_figures(uncertainty: dict) -> list[Figure]:
-    """Accuracy in bins of uncertainty, of classes and of images."""
-    figures = []
-    for things, title in {"classes": "mean uncertainty of the prompts", "images": "uncertainty of the image"}.items():
-        if bins := uncertainty[things]:
-            chart = Chart(f"accuracy-of-{things}", x_label=title, y_label="top-1 accuracy, %").bins(bins, things)
-            figures.append(Figure(chart, things.capitalize(), correlations(bins)))
+    if classes[0]["oracle_k"] is not None:
+        chosen = [row["oracle_k"] for row in classes if row["images"] and row["oracle_top1_max_over_k"]]
+        counts = [chosen.count(k) for k in range(1, len(ys) + 1)]
+        chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(
+            counts, "classes"
+        )
+        note = f"The best K on a class's own images; {len(classes) - len(chosen):,} classes are never right."
+        figures.append(Figure(chart, "Oracle K of each class", note))
     return figures
 
 
-def calibration_figures(results: dict) -> list[Figure]:
-    """Accuracy against confidence, calibrated where it lies on the diagonal; and when uncertain images are refused."""
-    found, curves, figures = results["calibration"], results["selective"], []
-    if not curves:
-        return []
-    if found is not None:
-        chart = Chart("reliability", x_label="confidence, %", y_label="top-1 accuracy, %")
-        chart.line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
-        chart.line(*([100 * value for value in found[key]] for key in ("predicted", "observed")), points=True)
-        note = (
-            f"ECE {percent(found['ece'])} %, Brier score {number(found['brier'])}; softmax of {number(found['value'])} "
-            f"times the cosine: {found['source']}."
-        )
-        figures.append(Figure(chart, "Right answers against confidence", note))
-    chart = Chart("selective", x_label="least certain images refused, %", y_label="top-1 of the others, %")
-    for (name, curve), colour in zip(curves.items(), (BLUE, ORANGE)):
-        chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], name, colour)
-    chart.level(100 * next(iter(curves.values()))["random"], "at random")
-    areas = ", ".join(f"{name} {percent(curve['area'])}" for name, curve in curves.items())
-    return [*figures, Figure(chart, "Refusing the least certain images", f"Mean over all shares: {areas}.")]
-
-
-def pick_classes(e: Evaluation) -> list[tuple[str, list[int]]]:
-    """The classes with the most and with the least uncertain prompts."""
-    down = [c for c in e.u.mean(dim=1).argsort(descending=True, stable=True).tolist() if e.counts[c]]
-    groups = down[:CLASSES_A_GROUP], down[CLASSES_A_GROUP:][::-1][:CLASSES_A_GROUP]
-    return [(title, group) for title, group in zip(("Most uncertain", "Most certain"), groups) if group]
-
-
-def class_card(
-    c: int, task: Task, e: Evaluation, results: dict, kept: list[int], number_kept: Tensor | None, by: str
-) -> Card:
-    """A class with its images and its prompts."""
+def class_card(c: int, task: Task, e: filters.Evaluation, results: dict, kept: list[int]) -> Card:
+    """A class with its images, green where all prompts classify them right, and its prompts, red if dropped."""
     row, u = results["per_class"][c], e.u[c].cpu()
-    n_kept = len(u) if number_kept is None else int(number_kept[c])
+    of = "best-topk" if "best-topk" in e.kept else next(iter(e.kept), None)
+    n_kept = int(e.kept[of][0][c]) if of else len(u)
     texts = prompt_texts([row["name"]], task.templates)
     lines = [
         Cell(f"{texts[p]} (u = {number(float(u[p]))})", "right" if place < n_kept else "wrong")
@@ -457,7 +324,7 @@ def class_card(
     for place in places[:: max(1, len(places) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
         right = verdict(e.all.ranks[place] < 1)
         pictures += picture_of(task.images, kept[place], f"{e.images.names[place]}: {right}", right)
-    many = "" if number_kept is None else f", {n_kept} of {len(lines)} prompts kept{' (oracle)' if by else ''}"
+    many = f"; {of} keeps {n_kept} of {len(lines)} prompts ({e.kept[of][1]})" if of else ""
     about = f"{row['images']:,} images, all prompts {percent(row['top1_all'])} %{many}"
     return Card(row["name"], pictures, [Cell(about)], lines)
 
@@ -465,37 +332,23 @@ def class_card(
 # ------------------------------------------------------------------------------------------------ several data sets
 
 
-def summarise(found: Sequence[tuple[str, dict]]) -> dict:
-    """{"data": one entry for each data set, "mean": over data sets, each counting once}."""
+def summarise(found: Sequence[tuple[str, dict]]) -> tuple[dict, Table]:
+    """{"data": one entry for each data set, "mean": over data sets, each counting once}, and the table of both."""
     data = [
-        {
-            "name": name,
-            "data": results["config"]["data"],
-            **{key: results[key] for key in ("images", "classes", "rows")},
-        }
-        for name, results in found
+        {"name": name, "data": one["config"]["data"], **{key: one[key] for key in ("images", "classes", "rows")}}
+        for name, one in found
     ]
-    rows = []
-    for several in zip(*(one["rows"] for one in data)):
-        keys = ("top1", "mean_per_class_recall", "top5", "gain")
-        means = {key: sum(row[key] for row in several) / len(data) for key in keys}
-        rows.append({"filter": several[0]["filter"], "note": several[0]["note"], **means})
-    return {"data": data, "mean": {"rows": rows}}
-
-
-def summary_table(summary: dict) -> Table:
-    """Top-1 of every filter on every data set, and the means."""
-    data, means = summary["data"], summary["mean"]["rows"]
-    rows = [
+    titles = {"top1": "mean", "mean_per_class_recall": "per class", "top5": "mean top-5", "gain": "gain over all"}
+    means = [
+        {"filter": several[0]["filter"], "note": several[0]["note"]}
+        | {key: sum(row[key] for row in several) / len(data) for key in titles}
+        for several in zip(*(one["rows"] for one in data))
+    ]
+    rows: list = [
         [one["name"], f"{one['images']:,}", f"{one['classes']:,}",
          *(Cell(percent(row["top1"]), direction(row)) for row in one["rows"])]
         for one in data
     ]  # fmt: skip
-    totals = [
-        ["mean", *(percent(row["top1"]) for row in means)],
-        ["gain over all prompts", *("" if row["filter"] == "all" else f"{100 * row['gain']:+.2f}" for row in means)],
-        ["mean top-5", *(percent(row["top5"]) for row in means)],
-        ["mean per class", *(percent(row["mean_per_class_recall"]) for row in means)],
-    ]
+    rows += [(), *([title, "", "", *(percent(row[key]) for row in means)] for key, title in titles.items())]
     headings = ("data", "images", "classes", *(f"{row['filter']}, {row['note']}" for row in means))
-    return Table(headings, [*rows, (), *([name, "", "", *cells] for name, *cells in totals)], "top-1 in percent")
+    return {"data": data, "mean": {"rows": means}}, Table(headings, rows, "top-1 in percent")

@@ -13,140 +13,100 @@ import torch
 
 from probemb.cli.progress import progress
 from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.data.compositions.coco import read_objects
 from probemb.errors import UserError
+from probemb.evaluation import benchmarks
 from probemb.evaluation.analyses.containment import generality
-from probemb.evaluation.benchmarks import (
-    METRICS,
-    OWN,
-    TRUE,
-    choose_benchmarks,
-    evaluate_rankings,
-    known_positives,
-    refuse_too_many_exact_pairs,
-)
-from probemb.evaluation.calibration import accepted_shares
+from probemb.evaluation.calibration import accepted_shares, caption_acceptance, match_calibration
 from probemb.evaluation.embed_pairs import EmbeddedPairs, centres, embed_pairs
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.judgements import judged_pairs
+from probemb.evaluation.judgements import evaluate_rankings_of_pairs, judged_pairs
 from probemb.evaluation.predictors import evaluate_predictors
-from probemb.evaluation.rankings import RankingOptions, check_factory, fitting, ranking_names, title_of
+from probemb.evaluation.rankings import TITLES, RankingOptions, check_factory, fitting, ranking_names, title_of
 from probemb.evaluation.tolerance import CSD, ORACLE, Tolerance, choose_tolerance
 from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
 from probemb.evaluation.uncertainty import MEASURES, findings, projection
-from probemb.models import networks_of
+from probemb.models import DualEncoder, networks_of
+from probemb.models.ensemble import Ensemble
 from probemb.models.match import MatchModel
-from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
-from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, line_figure, picture_of, verdict
-from probemb.reports.text import between, correlations, number, percent, plus_minus
+from probemb.reports import pages
+from probemb.reports.figures import BLUE, ORANGE, Chart
+from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, picture_of, verdict
+from probemb.reports.text import between, correlations, number, percent
 from probemb.search import refuse_small_gallery
-from zeroshot.evaluations.judgements import evaluate_judgements, judgement_blocks, read_judged
-from zeroshot.evaluations.runner import (
-    ABOUT_U,
-    claim,
-    finish,
-    left_out,
-    open_captions,
-    open_model,
-    settings,
-    unknown_notice,
-    unseen_rows,
-)
+from zeroshot.evaluations import runner
 from zeroshot.retrieval import RetrievalConfig
 
-SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; the table has all
+SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; results.json has all
 BINNED = (SHOWN, "COCO 1K: R@1")  # the second as in PCME++ Fig. 3: each query within its own fold
 DIRECTIONS = {"images": ("i2t", "image → text"), "captions": ("t2i", "text → image")}
-OUTCOMES = {"ambiguity": "true ambiguity", "accepted_share": "human acceptance", "r@1": "R@1"}
+JUDGED = {"average_precision": "AP", "roc_auc": "ROC AUC", "average_precision_halves": "AP, mean of halves"}
 INCLUDED = {"image lies in its own caption": "lies_in", "image lies in another image's caption": "lies_in_other"}
-ERASED = {
-    "pixels": "Images, a grey square over them",
-    "regions": "Images, regions left out",
-    "words": "Captions, words left out",
-    "ends": "Captions, their ends left out",
-}
 
 
 def evaluate(config: RetrievalConfig) -> None:
     """Check the options against the data, load the model, embed, rank, and write the results. Raises UserError."""
     rankings = ranking_names(config.rankings)
     check_factory(config.factory, rankings)
-    check_tolerance(config, rankings)
-    captions = open_captions(config)
+    if (config.tolerance.i2t is None) != (config.tolerance.t2i is None):
+        raise UserError("One weight of tolerance is given without the other.", "Give both, or none to choose them.")
+    captions = runner.open_captions(config)
     if any(name.startswith("faiss") for name in rankings):
         refuse_small_gallery(config.factory, min(len(captions), captions.n_captions))
-    refuse_too_many_exact_pairs(captions)
+    benchmarks.refuse_too_many_exact_pairs(captions)
     selection = find_selection(config, captions)
-    benchmarks = choose_benchmarks(config.benchmarks, captions, config.instances is not None)
-    objects = read_objects(config.instances, captions.image_ids) if "pmrp" in benchmarks else None
-    judged = read_judged(config, captions)
-    out = claim(config, "retrieval")
+    wanted = benchmarks.choose_benchmarks(config.benchmarks, captions, config.instances is not None)
+    objects = read_objects(config.instances, captions.image_ids) if "pmrp" in wanted else None
+    judgements = None if config.judgements is None else read_judgements(config.judgements, captions)
+    if judgements is not None:
+        judged_pairs(judgements)  # refuses a file that orders nothing
+    out = runner.claim(config, "retrieval")
 
     second = [] if config.second is None else [config.second]
     names = [config.model, *(networks_of(config.model)[1:] if config.second == "auto" else second)]
-    embedder = open_model(config, names)
-    model, device = embedder.model, embedder.device
+    embedder = runner.open_model(config, names)
+    model, device = embedder.model, embedder.device.name
     rankings = fitting(rankings, model, config.rankings is not None)
-    check_tolerance(config, rankings)  # a model without variances does not rank by it
-    if len(names) > 1:
-        alone = " (--no-second: the first alone)" if config.second == "auto" else ""
-        print(f"{' and '.join(names)} are evaluated together, by the mean of their similarities{alone}", flush=True)
     pairs = embed_pairs(embedder, captions, with_tokens="attention" in rankings)
-    bad = left_out(pairs.bad)
-    if bad:
-        benchmarks = without_lost_images(config, benchmarks)
+    bad = runner.left_out(pairs.bad)
+    if bad and wanted not in ([], ["pmrp"]):
+        if config.benchmarks is not None:
+            raise UserError("Images are left out, so COCO's benchmarks are not comparable.", "Fetch them again.")
+        wanted = [name for name in wanted if name == "pmrp"]
     tolerance = choose(config, embedder, captions, pairs, selection) if "tolerance" in rankings else None
     options = RankingOptions(
-        *model.match_numbers(), config.samples, config.factory, config.candidates, device.name,
+        *model.match_numbers(), config.samples, config.factory, config.candidates, device,
         tolerance or CSD, model.attention, pairs.tokens,
     )  # fmt: skip
-    rows, per_query, tops = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
-    probabilistic = getattr(model, "probabilistic", True)
+    rows, per_query, tops = benchmarks.evaluate_rankings(pairs, captions, rankings, options, wanted, objects, progress)
     one, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
-    judged = None if judged is None else judged.among(torch.tensor(captions.owner()), pairs.kept)
-    accepted = None if judged is None else accepted_shares(judged_pairs(judged, 0), len(pairs.texts))
+    found, generalities, judged, accepted = {}, None, None, None
+    if model.probabilistic:
+        found = findings(embedder, captions, one, per_query, tops, config.erased, config.uncertainty)
+        generalities = generality(one, captions)
+    if judgements is not None:
+        judgements = judgements.among(torch.tensor(captions.owner()), pairs.kept)
+        accepted = accepted_shares(judged_pairs(judgements, 0), len(pairs.texts))
+        judged = evaluate_judgements(judgements, pairs, rankings, options, model)
     results = {
-        **settings(config, embedder, captions.split),
+        **runner.settings(config, embedder, captions.split),
         "models": names,
-        "probabilistic": probabilistic,
+        "probabilistic": model.probabilistic,
         "images": len(pairs.images),
         "captions": len(pairs.texts),
         "images_left_out": bad,
-        "unknown_words": unknown_notice(embedder.tokenizer, captions.flat(), "captions"),
-        "benchmarks": benchmarks,
+        "unknown_words": runner.unknown_notice(embedder.tokenizer, captions.flat(), "captions"),
+        "benchmarks": wanted,
         "rows": rows,
         "tolerance": {} if tolerance is None else {tolerance.chosen.split()[0]: asdict(tolerance)},
         "projection": projection(one),
-        "uncertainty": findings(embedder, captions, one, per_query, tops, config.erased, config.uncertainty)
-        if probabilistic
-        else {},
-        "generality": generality(one, captions) if probabilistic else None,
-        "judgements": None if judged is None else evaluate_judgements(judged, pairs, rankings, options, model),
-        "predictors": evaluate_predictors(one, captions, correct, MatchModel.of(model), device.name, accepted),
+        "uncertainty": found,
+        "generality": generalities,
+        "judgements": judged,
+        "predictors": evaluate_predictors(one, captions, correct, MatchModel.of(model), device, accepted),
     }
-    page, shown = make_page(config, results, pairs, captions)
-    finish(out, "retrieval", results, page, shown)
-
-
-def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:
-    """The benchmarks that work with missing images. Raises UserError if others were named."""
-    lost = [name for name in benchmarks if name != "pmrp"]
-    if lost and config.benchmarks is not None:
-        raise UserError(f"Images are left out, so {', '.join(lost)} cannot be measured.", "Fetch those images again.")
-    return [name for name in benchmarks if name not in lost]
-
-
-# ------------------------------------------------------------------------------- weights of the ranking `tolerance`
-
-
-def check_tolerance(config: RetrievalConfig, rankings: Sequence[str]) -> None:
-    """Refuse weights, or data to choose them on, that no ranking uses. Raises UserError."""
-    given = config.tolerance.i2t is not None or config.select_data is not None
-    if given and "tolerance" not in rankings:
-        raise UserError(
-            f"The weights of tolerance are not used: the rankings are {', '.join(rankings)}.",
-            "Leave its options out, or add it to --rankings if the model predicts variances.",
-        )
+    runner.finish(out, "retrieval", results, make_page(config, results, pairs, captions))
 
 
 def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> CaptionDataset | None:
@@ -156,12 +116,9 @@ def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> Captio
     images = config.images if Path(config.select_data) == Path(config.data) else None
     found = find_captions(config.select_data, config.select_split, images, exif=config.exif)
     remedy = "Choose the weights of tolerance on other images, such as --select-split val."
-    rows, notices = unseen_rows(found.images, evaluated.images, config.workers, remedy)
-    if notices:
-        print(notices[0], flush=True)
-        found = found.only(rows)
-    refuse_too_many_exact_pairs(found)
-    return found
+    rows, notices = runner.unseen_rows(found.images, evaluated.images, config.workers, remedy)
+    print(*notices, sep="\n", flush=True)
+    return found.only(rows)
 
 
 def choose(
@@ -175,51 +132,75 @@ def choose(
     if selection is not None:
         captions, pairs = selection, embed_pairs(embedder, selection)
         chosen = f"chosen on {selection.split or Path(config.select_data).name}"
-    positives, device = known_positives(pairs, captions), embedder.device.name
-    of, metric = (TRUE, "map_at_r") if TRUE in positives else (OWN, "recall")
+    positives, device = benchmarks.known_positives(pairs, captions), embedder.device.name
+    of, metric = (benchmarks.TRUE, "map_at_r") if benchmarks.TRUE in positives else (benchmarks.OWN, "recall")
     there = pairs._replace(images=pairs.images.to(device), texts=pairs.texts.to(device))
     return choose_tolerance(there, positives[of], metric, chosen=chosen, of=of)
+
+
+def evaluate_judgements(
+    judgements: Judgements, pairs: EmbeddedPairs, rankings: Sequence[str], options: RankingOptions,
+    model: DualEncoder | Ensemble,
+) -> dict:  # fmt: skip
+    """The "judgements" of results.json. Raises UserError: people agree on all pairs."""
+    judged = judged_pairs(judgements)
+    found, scores = evaluate_rankings_of_pairs(pairs, judged, rankings, options)
+    sampled, closed = scores.get("match-probability"), model.match_form == "csd"
+    calibrated = model.probabilistic and model.predicts_matches and (closed or sampled is not None)
+    return {
+        "pairs": len(judged),
+        "accepted": int(judged.label.sum()),
+        "images": len(judged.image.unique()),
+        "captions": len(judged.caption.unique()),
+        "own_left_out": int(judgements.own.sum()),
+        "not_in_the_data": judgements.unknown,
+        "resamples": len(judged.clusters[0][1]) - 1,
+        **found,
+        "calibration": match_calibration(pairs, judged, options, sampled, closed) if calibrated else None,
+        "acceptance": caption_acceptance(pairs, judged) if model.probabilistic else None,
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-def make_page(
-    config: RetrievalConfig, results: dict, pairs: EmbeddedPairs, captions: CaptionDataset
-) -> tuple[Page, list[Block]]:
-    """The report, and the blocks of it that the console shows."""
-    found, rows, models = results["uncertainty"], results["rows"], results["models"]
-    ranked, known = rank_table(results), predictor_blocks(results["predictors"])
-    judged = judgement_blocks(results["judgements"]) if results["judgements"] else []
-    tolerance, general = tolerance_blocks(results["tolerance"]), generality_table(results["generality"])
-    about, unknown = finding_lines(found) if found else ["The model predicts no uncertainty."], results["unknown_words"]
-    how = "; ".join(f"{title}: {how}" for title, how in {title_of(row): row["how"] for row in rows}.items())
-    split = f" ({results['config']['split']})" if results["config"]["split"] else ""
-    together = "; similarities are the means of both models" if len(models) > 1 else ""
-    lost = len(results["images_left_out"])
+def make_page(config: RetrievalConfig, results: dict, pairs: EmbeddedPairs, captions: CaptionDataset) -> Page:
+    """The report."""
+    found, models, predictors = results["uncertainty"], results["models"], results["predictors"]
+    how = {title_of(row): row["how"] for row in results["rows"]}
+    known = {DIRECTIONS[side][1]: predictors[side] for side in DIRECTIONS}
     sections: list[tuple[str, list[Block]]] = [
-        ("Rankings", [f"{lost} images could not be read and are left out." if lost else "", ranked, how]),
-        ("Human judgements", judged),
-        ("What each score of a query knows", known),
-        ("Variance as a tolerance", tolerance),
-    ]
+        ("Rankings", [
+            *results["unknown_words"],
+            "Similarities are the means of both models." if len(models) > 1 else "",
+            rank_table(results), "; ".join(f"{title}: {text}" for title, text in how.items()),
+        ]),
+        ("Human judgements", judgement_blocks(results["judgements"]) if results["judgements"] else []),
+        ("Variance as a tolerance", tolerance_blocks(results["tolerance"])),
+        ("Inclusion as generality", generality_table(results["generality"])),
+        ("What u measures", [
+            f"{runner.ABOUT_U} Here u is the {config.uncertainty} of an item; findings use the first ranking.",
+            *finding_lines(found),
+        ] if found else ["The model predicts no uncertainty."]),
+        ("What each score of a query knows", [
+            runner.predictor_table(known, "what each score of a query knows"), predictors["warning"] or "",
+        ]),
+    ]  # fmt: skip
     if found:
-        measure = f"Here u is the {config.uncertainty} of an item; findings use the first ranking."
+        erased = [
+            pages.line_figure(f"erased-{what}", f"erased {what}, %", "mean uncertainty",
+                              {"": ([100 * x for x in one["shares"]], one["uncertainty"])})
+            for what, one in found.get("erased", {}).items()
+        ]  # fmt: skip
         sections += [
-            ("What u measures", [ABOUT_U, measure, *about, *unknown]),
             ("Uncertainty against recall", [quality_figures(found["quality"])]),
-            ("Inclusion as generality", general),
-            ("Uncertainty against what is erased", [erased_figures(found.get("erased", {}))]),
-            ("Most and least uncertain", extreme_blocks(config, found["extremes"], pairs, captions)),
+            ("Uncertainty against what is erased", [erased]),
+            *extreme_sections(config, found["extremes"], pairs, captions),
         ]
-    sections.append(("Means in a plane", [projection_figure(results["projection"], captions, pairs, bool(found))]))
-    page = Page(
-        f"Image-text retrieval{' and uncertainty' if found else ''}",
-        f"{' and '.join(models)} on {config.data}{split}: {results['images']:,} images, {results['captions']:,} "
-        f"captions{together}",
-        sections,
-    )  # fmt: skip
-    return page, [ranked, *tolerance, *about, *unknown, *general, *judged, *known]
+    sections.append(("Means in a plane", [projection_figure(results["projection"], captions, pairs)]))
+    split = f" ({results['config']['split']})" if results["config"]["split"] else ""
+    size = f"{results['images']:,} images, {results['captions']:,} captions"
+    return Page("Image-text retrieval", f"{' and '.join(models)} on {config.data}{split}: {size}", sections)
 
 
 def rank_table(results: dict) -> Table:
@@ -229,14 +210,47 @@ def rank_table(results: dict) -> Table:
         if i and results["rows"][i - 1]["positives"] != row["positives"]:
             rows.append(())
         for way, title in DIRECTIONS.values():
-            cells = [percent(row[way][m]) if m in row[way] else "" for m in METRICS]
-            last, own = way == "t2i", way == "t2i" and row["positives"] == OWN
+            cells = [percent(row[way][m]) if m in row[way] else "" for m in benchmarks.METRICS]
+            last, own = way == "t2i", way == "t2i" and row["positives"] == benchmarks.OWN
             cost = (f"{row['ms_per_query']:.3g}", f"{row['numbers_per_item']:,}") if own else ("", "")
             total = f"{row['rsum']:.1f}" if last and "rsum" in row else ""
             rows.append((row["positives"], title_of(row), title, *cells, total, *cost))
-    headings = ("positives", "ranked by", "direction", *METRICS.values(), "RSUM", "ms/query", "numbers")
+    headings = ("positives", "ranked by", "direction", *benchmarks.METRICS.values(), "RSUM", "ms/query", "numbers")
     title = f"retrieval, {results['images']:,} images and {results['captions']:,} captions, percent"
     return Table(headings, rows, title, left=3)
+
+
+def judgement_blocks(found: dict) -> list[Block]:
+    """Every ranking against human judgements, and lines and charts on calibration and acceptance."""
+    versus = f"AP of halves − that of {TITLES[found['reference']]}"
+    rows = [
+        (row["title"], *(between(row.get(metric)) for metric in JUDGED),
+         between(row["difference"].get("average_precision_halves"), signed=True))
+        for row in found["rows"]
+    ]  # fmt: skip
+    title = (
+        f"human judgements, {found['pairs']:,} pairs that are not the caption's own image, {found['accepted']:,} "
+        f"accepted, {found['not_in_the_data']:,} others not in the data; intervals of 95 %"
+    )
+    charts, lines = [], []
+    calibration = dict(found["calibration"] or {})
+    constant = calibration.pop("constant", None)
+    for name, both in calibration.items():
+        curves = {"the model's own": both["raw"], "refitted": both["refitted"]}
+        labels = ("match probability, %", "human acceptance rate, %")
+        charts += pages.reliability_figure(f"reliability-{name.replace(' ', '-')}", curves, *labels, name)
+        lines += [
+            f"match probability ({name}), {of}: ECE {one['ece']:.4f}, Brier score {one['brier']:.4f} (of the mean rate "
+            f"for every pair {constant['brier']:.4f})"
+            for of, one in curves.items()
+            if one
+        ]
+    if acceptance := found["acceptance"]:
+        lines.append(
+            "uncertainty of captions against human acceptance, the share of their judged images: Spearman "
+            f"{between(acceptance['spearman'], signed=True)} over {acceptance['captions']:,} captions"
+        )
+    return [Table(("ranked by", *JUDGED.values(), versus), rows, title), charts, *lines]
 
 
 def tolerance_blocks(found: dict) -> list[Block]:
@@ -246,18 +260,15 @@ def tolerance_blocks(found: dict) -> list[Block]:
         what, curve = f"{CHOSEN_BY[one['metric']]} of {one['positives']}", one["curve"]
         weights = f"u of captions times {one['i2t']:g}, of images times {one['t2i']:g}"
         curves = {name: (curve["lambda"], [100 * y for y in curve[way]]) for way, name in DIRECTIONS.values()}
-        figure = line_figure("tolerance", "weight of the gallery's u", f"{what}, %", curves)
+        figure = pages.line_figure("tolerance", "weight of the gallery's u", f"{what}, %", curves)
         blocks += [f"tolerance, {one['chosen']}: {weights}, the best by {what}", [figure]]
     return blocks
 
 
 def finding_lines(found: dict) -> list[str]:
     """The main correlations of u."""
-
     lines = [
-        f"uncertainty of {side} against {name.removeprefix('own captions: ')}: "
-        f"{correlations(metrics[name]['bins']).removesuffix('.')}; area under the rejection curve "
-        "{area:.3f} (at random {random:.3f}, at best {oracle:.3f})".format(**metrics[name]["rejection"])
+        f"uncertainty of {side} against {name.removeprefix('own captions: ')}: {correlations(metrics[name]['bins'])}"
         for side, metrics in found["quality"].items()
         for name in BINNED
         if name in metrics and metrics[name]["bins"]
@@ -284,56 +295,19 @@ def generality_table(found: dict | None) -> list[Table]:
     return [Table(("inclusion", "pairs", "share, 95 %"), rows, "inclusion as generality")]
 
 
-def predictor_blocks(found: dict) -> list[Block]:
-    """A table with a line for each score and direction, and the warning."""
-    every = [row for side in DIRECTIONS for row in found[side]]
-    outcomes = {key: title for key, title in OUTCOMES.items() if any(row[key] for row in every)}
-    rows: list = []
-    for side in ("captions", "images"):
-        for i, row in enumerate(found[side]):
-            halves = [percent(row["halves"][key]) if row["halves"] else "" for key in ("certain", "rest")]
-            values = [plus_minus(row[key], 1, 3, signed=True) for key in (*outcomes, "gain")]
-            rows.append(("" if i else DIRECTIONS[side][1], row["title"], *values[:-1], *halves, values[-1]))
-        rows.append(())
-    headings = ("queries", "score, higher means less certain", *outcomes.values(), "certain half", "the rest", "gain")
-    title = "what each score of a query knows: Spearman, R@1 in percent, gain of refusing (0 at random, 1 at best)"
-    return [Table(headings, rows, title, left=2), *([found["warning"]] if found["warning"] else [])]
-
-
 def quality_figures(quality: dict) -> list[Figure]:
     """R@1 in bins of uncertainty, and of the queries that are left when the most uncertain ones are refused."""
     figures = []
-    for name in BINNED:
-        for side, metrics in quality.items():
-            if name in metrics and (bins := metrics[name]["bins"]):
-                of = "" if name == SHOWN else f" of {name.partition(':')[0]}"
-                slug = f"recall{of.replace(' ', '-').lower()}-of-{side}"
-                chart = Chart(slug, x_label=f"uncertainty of the {side}", y_label=f"R@1{of}, %").bins(bins, side)
-                figures.append(Figure(chart, f"{side.capitalize()} as queries{of}", correlations(bins)))
     for side, metrics in quality.items():
-        if curve := metrics[SHOWN]["rejection"]:
-            xs, ys = [100 * x for x in curve["refused"]], [100 * y for y in curve["score"]]
-            chart = Chart(
-                f"rejection-{side}", x_label="most uncertain queries refused, %", y_label="R@1 of the others, %"
-            )
-            chart.line(xs, [100 * curve["random"]] * len(xs), "random", GREY, dashed=True)
-            chart.line(xs, ys, "uncertainty", BLUE)
-            figures.append(Figure(chart, f"{side.capitalize()} as queries"))
+        for i, name in enumerate(name for name in BINNED if name in metrics):
+            labels = f"uncertainty of the {side}", f"{name}, %"
+            figures += pages.bin_figure(f"recall-{i}-of-{side}", metrics[name]["bins"], side, *labels, side)
+        curve = {"uncertainty": metrics[SHOWN]["rejection"]}
+        figures += pages.rejection_figure(f"rejection-{side}", curve, "R@1 of the others, %", f"{side}, refused")
     return figures
 
 
-def erased_figures(erased: dict) -> list[Figure]:
-    """Uncertainty against the share that is erased."""
-    return [
-        line_figure(
-            f"erased-{what}", f"erased {what}, %", "mean uncertainty",
-            {"": ([100 * share for share in values["shares"]], values["uncertainty"])}, ERASED[what],
-        )
-        for what, values in erased.items()
-    ]  # fmt: skip
-
-
-def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, sized: bool) -> list[Figure]:
+def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs) -> list[Figure]:
     """Means of some images and captions in a plane; a larger mark is more uncertain."""
     texts = [text for i in pairs.kept for text in captions.captions[i]]
     every = [float(u) for side in DIRECTIONS for u in found[side]["uncertainty"]]
@@ -343,36 +317,38 @@ def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPair
         points = []
         for row, x, y, u in zip(*(found[side][key].tolist() for key in ("rows", "x", "y", "uncertainty"))):
             label = texts[row] if side == "captions" else captions.images.places[pairs.kept[row]].name
-            size, about = (2 + 4 * (u - low) / ((high - low) or 1), f": u = {number(u)}") if sized else (3, "")
-            points.append((x, y, size, f"{label[:120]}{about}"))
+            points.append((x, y, 2 + 4 * (u - low) / ((high - low) or 1), f"{label[:120]}: u = {number(u)}"))
         chart.cloud(points, side, colour, marker)
-    note = f"{found['method']} of {len(found['images']['rows'])} images and their captions."
-    return [Figure(chart, note=note + (" A larger mark is more uncertain." if sized else ""))]
+    rows = len(found["images"]["rows"])
+    note = f"{found['method']} of {rows} images and their captions. A larger mark is more uncertain."
+    return [Figure(chart, note=note)]
 
 
-def extreme_blocks(config: RetrievalConfig, found: dict, pairs: EmbeddedPairs, captions: CaptionDataset) -> list[Block]:
-    """The queries of the largest and of the smallest u, with what they retrieve first."""
-    measure = MEASURES[config.uncertainty]
-    one = centres(pairs)
-    u, texts = (measure(one.images), measure(one.texts)), [text for i in pairs.kept for text in captions.captions[i]]
+def extreme_sections(
+    config: RetrievalConfig, found: dict, pairs: EmbeddedPairs, captions: CaptionDataset
+) -> list[tuple[str, list[Block]]]:
+    """The queries of the largest and of the smallest u with what they retrieve first, green for an own one."""
+    measure, one = MEASURES[config.uncertainty], centres(pairs)
+    u = {"images": measure(one.images), "captions": measure(one.texts)}
+    texts = [text for i in pairs.kept for text in captions.captions[i]]
 
-    def picture(row: int, kind: str) -> list:
+    def pictures(row: int, kind: str) -> list:
         i = pairs.kept[row]
         return picture_of(captions.images, i, f"{captions.images.places[i].name}: {kind}", kind)
 
-    def image_card(query: dict) -> Card:
-        row = query["row"]
-        lines = [Cell(texts[c], verdict(pairs.owner[c] == row)) for c in query["retrieved"] if c >= 0]
-        own = captions.captions[pairs.kept[row]][0]
-        return Card(f"u = {float(u[0][row]):#.4g}. {own}", picture(row, lines[0].kind), lines)
+    def card(side: str, row: int, retrieved: Sequence[int]) -> Card:
+        about = f"u = {float(u[side][row]):#.4g}"
+        if side == "captions":
+            shown = [one for i in retrieved for one in pictures(i, verdict(pairs.owner[row] == i))]
+            return Card(f"{texts[row]} ({about})", shown)
+        lines = [Cell(texts[c], verdict(pairs.owner[c] == row)) for c in retrieved]
+        return Card(f"{about}. {captions.captions[pairs.kept[row]][0]}", pictures(row, lines[0].kind), lines)
 
-    def text_card(query: dict) -> Card:
-        row = query["row"]
-        shown = [one for i in query["retrieved"] if i >= 0 for one in picture(i, verdict(pairs.owner[row] == i))]
-        return Card(f"{texts[row]} (u = {float(u[1][row]):#.4g})", shown)
-
-    blocks: list[Block] = ["Green: an own caption, or the own image; red: another one."]
-    for side, card in (("images", image_card), ("captions", text_card)):
-        for which in ("most", "least"):
-            blocks += [f"{which.capitalize()} uncertain {side}:", [card(query) for query in found[side][which]]]
-    return blocks
+    return [
+        (
+            f"{which.capitalize()} uncertain {side}",
+            [[card(side, one["row"], [i for i in one["retrieved"] if i >= 0]) for one in found[side][which]]],
+        )
+        for side in DIRECTIONS
+        for which in ("most", "least")
+    ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,13 +27,12 @@ BLOCK = 1 << 24  # densities in a block
 
 @dataclass(frozen=True)
 class Reweighting:
-    """Proportions found by EM: weights (C, P) float64; counts (C,) with labels, class_shares (C,) without.
+    """Proportions found by EM: weights (C, P) float64; with labels the images of each class, counts (C,).
 
     objective: log-likelihood plus the log of the prior before each step and at the end; never falls.
     """
 
     weights: Tensor
-    class_shares: Tensor | None
     objective: list[float]
     counts: Tensor | None = None
 
@@ -66,7 +66,7 @@ def fit_labelled(images: Tensor, labels: Tensor, prompts: Gaussian, prior_images
 
     start = torch.full((n_classes, n_prompts), -math.log(n_prompts), dtype=torch.float64, device=images.device)
     log_CP, objective = _climb(step, start)
-    return Reweighting(log_CP.exp(), None, objective, torch.bincount(labels, minlength=n_classes).cpu())
+    return Reweighting(log_CP.exp(), objective, torch.bincount(labels, minlength=n_classes).cpu())
 
 
 def fit_unlabelled(images: Tensor, prompts: Gaussian, prior_images: float = 10.0) -> Reweighting:
@@ -95,8 +95,8 @@ def fit_unlabelled(images: Tensor, prompts: Gaussian, prior_images: float = 10.0
 
     empty = torch.zeros(n_classes, n_prompts, dtype=torch.float64, device=images.device)
     start = (empty[:, 0] - math.log(n_classes), empty - math.log(n_prompts))
-    (log_C, log_CP), objective = _climb(step, start)
-    return Reweighting(log_CP.exp(), log_C.exp(), objective)
+    (_, log_CP), objective = _climb(step, start)
+    return Reweighting(log_CP.exp(), objective)
 
 
 def _climb(step, state):
@@ -121,14 +121,16 @@ def _prior(pseudo: float, log: Tensor) -> Tensor | float:
     return pseudo * log.sum() if pseudo else 0.0
 
 
+def name_hash(name: str) -> bytes:
+    """A hash that puts images in an order of their own, the same wherever they come from."""
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+
+
 def few_of_each(labels: Sequence[int], names: Sequence[str], shots: int) -> list[int]:
     """Indices of up to `shots` images of each class, by the hashes of their names: the same ones in any order."""
-    rank = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
-    taken: dict[int, int] = {}
-    chosen = []
-    for i in sorted(range(len(rank)), key=lambda i: (rank[i], names[i])):
-        label = int(labels[i])
-        taken[label] = taken.get(label, 0) + 1
-        if taken[label] <= shots:
+    taken, chosen = Counter(), []
+    for i in sorted(range(len(names)), key=lambda i: (name_hash(names[i]), names[i])):
+        taken[labels[i]] += 1
+        if taken[labels[i]] <= shots:
             chosen.append(i)
     return sorted(chosen)

@@ -1,8 +1,8 @@
-"""Start and end of every evaluation: claim the folder, load the model, show and write."""
+"""Start and end of every evaluation: claim the folder, load the model, show and write; shared charts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from probemb.cli.configuration import to_dict
@@ -14,11 +14,11 @@ from probemb.data.image_loader import Images, describe_bad, in_both
 from probemb.data.look_alikes import leave_out
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.rankings import RankingOptions, ranking_names
+from probemb.evaluation.rankings import RankingOptions, fitting, ranking_names
 from probemb.models import as_one, check_images, load_model
 from probemb.models.inputs import unknown_words
-from probemb.reports.pages import Block, Page, print_blocks, write_page
-from probemb.reports.text import printable
+from probemb.reports.pages import Page, Table, print_page, write_page
+from probemb.reports.text import percent, plus_minus, printable
 from zeroshot.command import CaptionConfig, EvaluationConfig
 
 UNKNOWN = 20  # unknown words that are named
@@ -27,6 +27,7 @@ ABOUT_U = (
     "u measures ambiguity within the training domain: how many things an input could match. It does not tell whether "
     "the model knows an input, nor is it always the best predictor of a wrong answer."
 )
+OUTCOMES = {"ambiguity": "true ambiguity", "accepted_share": "human acceptance", "r@1": "R@1"}
 
 
 def claim(config: EvaluationConfig, name: str) -> Path:
@@ -47,7 +48,9 @@ def open_captions(config: CaptionConfig) -> CaptionDataset:
 def open_model(config: EvaluationConfig, names: Sequence[str] = ()) -> Embedder:
     """The model of --model, or those of several names as one, ready to embed. Raises UserError."""
     device = choose_device(config.device, config.precision)
-    loaded = [load_model(name, device.name, config.resize) for name in names or [config.model]]
+    names = names or [config.model]
+    loaded = [load_model(name, device.name, config.resize) for name in names]
+    print(f"{' and '.join(names)} on {config.data}, on {device.name} in {device.precision}", flush=True)
     return Embedder(
         as_one([one.model for one in loaded]), loaded[0].tokenizer, loaded[0].transforms.evaluate, device,
         config.batch_size, config.text_batch_size, config.workers, config.max_bad, progress,
@@ -56,18 +59,11 @@ def open_model(config: EvaluationConfig, names: Sequence[str] = ()) -> Embedder:
 
 def open_analysis(config: CaptionConfig, name: str) -> tuple[Embedder, CaptionDataset, Path]:
     """Model, data and folder of an analysis of single Gaussians. Raises UserError: the model has no such."""
-    captions = open_captions(config)
-    out = claim(config, name)
-    embedder = open_model(config)
-    model, device = embedder.model, embedder.device
-    print(
-        f"{config.model} on {captions.source}, {len(captions):,} images, on {device.name} in {device.precision}",
-        flush=True,
-    )
-    if not model.probabilistic or model.n_embeddings > 1:
-        has = "several embeddings of an item" if model.n_embeddings > 1 else "no variances"
-        raise UserError(f"{config.model} is a model with {has}.", "Name one with a mean and a variance of every item.")
-    check_images(model, captions.images)
+    captions, out, embedder = open_captions(config), claim(config, name), open_model(config)
+    if not embedder.model.probabilistic or embedder.model.n_embeddings > 1:
+        remedy = "Name one with a mean and a variance of every item."
+        raise UserError(f"{config.model} has no variances, or several embeddings of an item.", remedy)
+    check_images(embedder.model, captions.images)
     return embedder, captions, out
 
 
@@ -83,18 +79,19 @@ def unseen_rows(found: Images, evaluated: Images, workers: int | None, remedy: s
     return rows, [notice] if notice else []
 
 
-def pair_rankings(text: str | None) -> list[str]:
-    """--rankings of a command that scores single pairs; an empty list by default. Raises UserError."""
-    names = [] if text is None else ranking_names(text)
-    if wrong := [name for name in names if name.startswith("faiss") or name == "tolerance"]:
-        raise UserError(f"The ranking {wrong[0]} scores no single pairs.", "Choose csd, mean, match-probability, ...")
-    return names
+def pair_rankings(text: str | None, embedder: Embedder, tokens: bool = True) -> tuple[list[str], RankingOptions]:
+    """--rankings of a command that scores single pairs, by default the training's and the means, and their options.
 
-
-def pair_options(embedder: Embedder, samples: int) -> RankingOptions:
-    """Options of the rankings of single pairs."""
+    tokens: they are kept, for the ranking "attention". Raises UserError: a ranking of another kind.
+    """
     model = embedder.model
-    return RankingOptions(*model.match_numbers(), samples, device=embedder.device.name, attention=model.attention)
+    own = model.ranking if tokens or model.ranking != "attention" else "mean"
+    names = list(dict.fromkeys([own, *["mean"] * (model.n_embeddings == 1)])) if text is None else ranking_names(text)
+    no_pairs = ("faiss", "tolerance") if tokens else ("faiss", "tolerance", "attention")
+    if wrong := [name for name in names if name.startswith(no_pairs)]:
+        raise UserError(f"The ranking {wrong[0]} scores no single pairs.", "Choose csd, mean, match-probability, ...")
+    options = RankingOptions(*model.match_numbers(), device=embedder.device.name, attention=model.attention)
+    return fitting(names, model, given=True), options
 
 
 def settings(config: EvaluationConfig, embedder: Embedder, split: str | None = None) -> dict:
@@ -119,10 +116,27 @@ def left_out(bad: Sequence[tuple[str, str]]) -> list[dict]:
     return [{"name": name, "reason": reason} for name, reason in bad]
 
 
-def finish(out: Path, name: str, results: dict, page: Page, shown: Sequence[Block]) -> None:
-    """Print some of the page's blocks, and write results.json and report.html."""
-    print_blocks(shown)
+def finish(out: Path, name: str, results: dict, page: Page) -> None:
+    """Print the page's paragraphs and tables, and write results.json and report.html."""
+    if lost := results.get("images_left_out"):
+        page = page._replace(lead=f"{page.lead}; {len(lost):,} images could not be read and are left out")
+    print_page(page)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / OUTPUTS[0], results, f"probemb {name}")
     write_page(out / OUTPUTS[1], page, f"probemb {name}")
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
+
+
+def predictor_table(found: Mapping[str, Sequence[dict]], title: str) -> Table:
+    """What each score of a query knows (rows of `probemb.evaluation.predictors.assess`), by kind of query."""
+    outcomes = {key: name for key, name in OUTCOMES.items() if any(row[key] for some in found.values() for row in some)}
+    rows: list = []
+    for queries, some in found.items():
+        for row in some:
+            halves = [percent(row["halves"][key]) if row["halves"] else "" for key in ("certain", "rest")]
+            values = [plus_minus(row[key], 1, 3, signed=True) for key in (*outcomes, "gain")]
+            rows.append((queries, row["title"], *values[:-1], *halves, values[-1]))
+        rows.append(())
+    headings = ("queries", "score, higher means less certain", *outcomes.values(), "certain half", "the rest", "gain")
+    title = f"{title}: Spearman, R@1 in percent, gain of refusing (0 at random, 1 at best)"
+    return Table(headings, rows, title, left=2)

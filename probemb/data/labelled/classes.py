@@ -12,7 +12,7 @@ from pathlib import Path
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from probemb.data.image_loader import Images
-from probemb.data.reading import check_unique, checked, read_text
+from probemb.data.reading import check_unique, checked, read_json, read_lines, read_text
 from probemb.errors import UserError
 
 WNID = re.compile(r"n\d{8}")
@@ -149,6 +149,30 @@ def refuse_same_names(classes: Classes) -> None:
 def imagenet_templates() -> list[str]:
     """CLIP's 80 ImageNet templates, each with one `{}` for the class name."""
     return [template("{}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
+    """CLIP's 80 templates, or those of a file: one a line, each with `{}` where the class name goes, or a JSON object
+    {class name: [prompts]} with the same number of prompts for every class.
+
+    Raises UserError: a missing or empty file, a template without `{}` or that occurs twice, a class without prompts.
+    """
+    if path is None:
+        return imagenet_templates()
+    path = Path(path)
+    if path.suffix.lower() == ".json":
+        found = read_json(path)
+        with checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
+            prompts = {name: found[name] for name in class_names}
+        texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
+        if not texts or len({len(row) for row in prompts.values()}) > 1:
+            raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class the same number.")
+        return prompts
+    templates = read_lines(path)
+    if not templates or any(one.count("{}") != 1 for one in templates) or len(set(templates)) < len(templates):
+        what = f"The template file {path} does not hold different templates, each with `{{}}` exactly once."
+        raise UserError(what, 'Write one a line, {} for the class name: "a photo of a {}."')
+    return templates
 
 
 def prompt_texts(class_names: Sequence[str], templates: Templates) -> list[str]:
