@@ -29,8 +29,9 @@ from probemb.data.compositions.find import find_compositions
 from probemb.evaluation.composed import KS as COMPOSED_KS
 from probemb.evaluation.composed import embed_queries, measure_composed
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.rankings import KS, evaluate_retrieval
+from probemb.evaluation.retrieval import evaluate_retrieval
 from probemb.gaussian import Gaussian
+from probemb.metrics.retrieval import KS
 from probemb.models import (
     Augmentation,
     DualEncoder,

@@ -30,7 +30,7 @@ from probemb.data.boxes.geometry import enclosing
 from probemb.data.failures import BadSample
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
-from probemb.evaluation.analyses.localisation import crop, phrase_overlaps, scale_of
+from probemb.evaluation.localisation import crop, phrase_overlaps, scale_of
 from tools.write_regions import find_proposals
 
 SHARD = 1000  # crops in a tar

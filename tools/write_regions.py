@@ -39,7 +39,7 @@ from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches
 from probemb.data.regions import RegionImages
 from probemb.errors import UserError
-from probemb.evaluation.analyses.localisation import crop
+from probemb.evaluation.localisation import crop
 from probemb.files import replace_file, replace_text
 from probemb.models.dual_encoder import channel_statistics
 from probemb.models.inputs import create_transforms

@@ -1,11 +1,19 @@
-"""Composed retrieval: embed queries of several parts, and measure. Q queries, T items of the gallery, D dimensions."""
+"""Composed retrieval: queries of several parts, their metrics, and whether a composition knows what never occurs.
+
+Feasibility (MPC, Fig. 5): scores that are larger the less feasible a combination seems, and their ROC AUC.
+
+Letters: Q queries of k parts, T items of the gallery, D dimensions; A low and B high scores.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,10 +21,11 @@ from probemb.compose import Product
 from probemb.data.compositions import KINDS, Compositions, Query, query_parts
 from probemb.errors import UserError
 from probemb.evaluation.embedding import EmbeddedImages, Embedder
-from probemb.evaluation.scores import DotScores
+from probemb.evaluation.rankings import Scores, dots
 from probemb.gaussian import Gaussian
 from probemb.losses.mpc import log_density_factors
-from probemb.metrics import Positives, composed_metrics, mean_metrics
+from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
+from probemb.metrics.uncertainty import average_ranks, cluster_standard_error
 from probemb.models.composers import Composer
 
 Ranking = Literal["cosine", "density"]
@@ -49,27 +58,18 @@ class ComposedOutcomes(NamedTuple):
 
 
 @torch.no_grad()
-def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -> DotScores:
-    """Scores (Q, T), larger is closer, as one matrix product a block of queries; nothing of size Q x T x D is made.
+def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -> Scores:
+    """Scores (Q, T) of compositions (Q, D) with a gallery (T, D), larger is closer.
 
-    Args:
-        query: compositions (Q, D); gallery: (T, D).
-        by: "cosine" of the means, MPC's choice at test time; or "density", the expected log-density of the item under
-            the composition with its normaliser, in nats (`losses.mpc.expected_similarity`). The normaliser changes no
-            ranking of one query.
-
-    Raises:
-        ValueError: another ranking.
+    "cosine" of the means is MPC's choice at test time; "density" the expected log-density of the item under the
+    composition with its normaliser, in nats (`losses.mpc.expected_similarity`), which changes no ranking of one query.
     """
-    if by not in ("cosine", "density"):
-        raise ValueError(f"compositions are ranked by cosine or density, not by {by!r}")
     g, gallery = query.gaussian.float(), gallery.float()
     if by == "cosine":
-        return DotScores(F.normalize(g.mean, dim=-1), F.normalize(gallery.mean, dim=-1))
-    with torch.autocast(g.mean.device.type, enabled=False):
-        left, right, row = log_density_factors(g, gallery.mean, gallery.var)
+        return dots(F.normalize(g.mean, dim=-1), F.normalize(gallery.mean, dim=-1))
+    left, right, row = log_density_factors(g, gallery.mean, gallery.var)
     constant = (row + query.log_normaliser)[:, None]
-    return DotScores(torch.cat([left, constant], 1), torch.cat([right, torch.ones_like(right[:, :1])], 1))
+    return dots(torch.cat([left, constant], 1), torch.cat([right, torch.ones_like(right[:, :1])], 1))
 
 
 @torch.no_grad()
@@ -89,9 +89,7 @@ def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Quer
     place[len(parts.images) :] = len(kept) + torch.arange(len(parts.texts))
     rows = place[torch.where(rows >= 0, rows, len(parts.images) - 1 - rows)]
     usable = (rows >= 0).all(1)
-    found = Gaussian.cat([g for g in (images and images.gaussian, texts) if g is not None])[rows[usable].flatten()]
-    shape = int(usable.sum()), rows.shape[1], -1
-    given = Gaussian(found.mean.view(shape), found.log_var.view(shape))
+    given = Gaussian.cat([g for g in (images and images.gaussian, texts) if g is not None])[rows[usable]]  # (Q, k, D)
     product = composer(given.to(embedder.device.name))
     composed = Product(product.gaussian.to("cpu"), product.log_normaliser.cpu())
     return ComposedQueries([query for query, one in zip(queries, usable.tolist()) if one], composed, given)
@@ -132,7 +130,7 @@ def ranked_by(
     own = [[place[part.image] for part in one.parts if part.is_image and part.image in place] for one in found.queries]
 
     def without(rows: slice) -> Tensor:
-        scores = score(rows).clone()
+        scores = score(rows)
         for row, images in enumerate(own[rows]):
             scores[row, images] = torch.finfo(scores.dtype).min
         return scores
@@ -146,8 +144,7 @@ def composed_outcomes(
 ) -> ComposedOutcomes:  # fmt: skip
     """R@K, R-Precision and mAP@R of every query; see `ranked_by`."""
     positives = positives_of(data, found.queries, gallery.kept)
-    per_query = composed_metrics(ranked_by(gallery, found, by, without_own), positives, ks)
-    return ComposedOutcomes(per_query, positives.counts)
+    return ComposedOutcomes(score_metrics(ranked_by(gallery, found, by, without_own), positives, ks), positives.counts)
 
 
 def guessed(targets_Q: Tensor, n_gallery: int, ks: Sequence[int] = KS) -> dict[str, Tensor]:
@@ -170,8 +167,173 @@ def measure_composed(
     per_query, targets = composed_outcomes(gallery, data, found, by)
     out = {}
     for kind in ("all", *KINDS):
-        chosen = torch.tensor([kind in ("all", query.kind) for query in found.queries]) & (targets > 0)
+        chosen = of_kind(found.queries, kind) & (targets > 0)
         if chosen.any():
             means = mean_metrics({name: values[chosen] for name, values in per_query.items()})
             out[kind] = {**means, "queries": int(chosen.sum())}
     return out
+
+
+def of_kind(queries: Sequence[Query], kind: str) -> Tensor:
+    """(Q,) bool, which queries are of a kind; "all" are."""
+    return torch.tensor([kind in ("all", query.kind) for query in queries], dtype=torch.bool)
+
+
+def combinations_of(queries: Sequence[Query]) -> Tensor:
+    """The number of each query's combination of concepts, (Q,) int64."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return torch.tensor([numbers.setdefault(query.concepts, len(numbers)) for query in queries], dtype=torch.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------- feasibility
+
+
+@dataclass(frozen=True)
+class FeasibilityScore:
+    """A score of infeasibility.
+
+    Attributes:
+        title: for tables.
+        needs: what the composer must have: "normaliser" (the product of densities), "variance", or "nothing".
+        of: parts (Q, k, D) and their compositions -> (Q,).
+    """
+
+    title: str
+    needs: Literal["normaliser", "variance", "nothing"]
+    of: Callable[[Gaussian, Product], Tensor]
+
+
+def disagreement(parts: Gaussian, composed: Product) -> Tensor:
+    """Squared distance of the parts' means from the composition's in standard deviations of the parts, summed, (Q,).
+
+    The part of -2 log Z that depends on the means; for two parts (mu_1 - mu_2)^2 / (var_1 + var_2), summed over D.
+    """
+    gap = parts.mean - composed.gaussian.mean[:, None]
+    return (gap.square() * (-parts.log_var).exp()).sum((1, 2))
+
+
+def parts_distance(parts: Gaussian, composed: Product) -> Tensor:
+    """1 - the mean cosine of two different parts' means, (Q,). The paper's for models without variances."""
+    mean = F.normalize(parts.mean, dim=-1)
+    k = mean.shape[1]
+    return 1 - (mean.sum(1).square().sum(-1) - mean.square().sum((1, 2))) / (k * (k - 1))
+
+
+SCORES: dict[str, FeasibilityScore] = {
+    "normaliser": FeasibilityScore("log-normaliser, -log Z (Eq. 7)", "normaliser", lambda _, one: -one.log_normaliser),
+    "disagreement": FeasibilityScore("disagreement, the means' share of -log Z", "normaliser", disagreement),
+    "variance": FeasibilityScore(
+        "total variance, sum of σ²", "variance", lambda _, composed: composed.gaussian.uncertainty()
+    ),
+    "log-variance": FeasibilityScore(
+        "mean of log σ²", "variance", lambda _, composed: composed.gaussian.log_var.mean(-1)
+    ),
+    "distance": FeasibilityScore("distance of the parts, 1 - cosine", "nothing", parts_distance),
+}
+TITLES = {name: score.title for name, score in SCORES.items()} | {"rarity": "no model: rarity of the parts in training"}
+
+# (scores, combinations) of the feasible and of the infeasible queries, (A,) and (B,) each
+Stratum = Sequence[tuple[Tensor, Tensor]]
+
+
+def infeasibility(composer: Composer, found: ComposedQueries) -> dict[str, Tensor]:
+    """Each score that a composer has, of the queries, (Q,) float64; of points the distance of the parts alone."""
+    (gaussian, log_normaliser), parts = found.composed, found.parts.to(torch.float64)
+    composed = Product(gaussian.to(torch.float64), log_normaliser.double())
+    has = {"nothing": True, "variance": composer.probabilistic, "normaliser": composer.weighs}
+    return {name: score.of(parts, composed) for name, score in SCORES.items() if has[score.needs]}
+
+
+def rarity(queries: Sequence[Query], counts: Sequence[int]) -> Tensor:
+    """A guess without a model: the sum of -log(1 + training images) of a query's concepts, (Q,) float64.
+
+    Frequent concepts co-occur more often, so an AUC of uncertainty means little unless it is compared with this one.
+    counts: training images of every concept.
+    """
+    surprise = -torch.tensor(counts, dtype=torch.float64).log1p()
+    return torch.stack([surprise[list(query.concepts)].sum() for query in queries])
+
+
+def feasibility_strata(
+    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
+) -> dict[str, dict[str, Stratum]]:
+    """Score -> kind that both sides have -> `Stratum`; with `counts` of `rarity` that one, too."""
+    sides = feasible, infeasible
+    scores = [infeasibility(composer, one) for one in sides]
+    if counts is not None:
+        scores = [{**found, "rarity": rarity(one.queries, counts)} for found, one in zip(scores, sides)]
+    groups = [combinations_of(one.queries) for one in sides]
+    rows = {kind: [of_kind(one.queries, kind) for one in sides] for kind in KINDS}
+    common = {kind: both for kind, both in rows.items() if all(bool(some.any()) for some in both)}
+    return {
+        name: {
+            kind: [(one[name][some], group[some]) for one, group, some in zip(scores, groups, both)]
+            for kind, both in common.items()
+        }
+        for name in scores[0]
+    }
+
+
+def measure_feasibility(
+    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
+) -> dict[str, dict[str, dict[str, float]]]:
+    """ROC AUC of telling infeasible queries from feasible ones: score -> kind -> {"value", "se"}.
+
+    1: every infeasible query has a larger score than every feasible one; 0.5: chance. Kinds are those of KINDS that
+    both sides have, and "all": their mean, each as often as the side with fewer queries of it has them. There too only
+    queries of one kind are compared, as variances differ between images and texts, and both sides need not have the
+    same share of texts. Standard errors take the queries of one combination for dependent.
+    """
+    strata = feasibility_strata(composer, feasible, infeasible, counts).items()
+    return {
+        name: {"all": auc_estimate(list(kinds.values()))}
+        | {kind: auc_estimate([stratum]) for kind, stratum in kinds.items()}
+        for name, kinds in strata
+        if kinds
+    }
+
+
+def auc_estimate(strata: Sequence[Stratum]) -> dict[str, float]:
+    """P(high > low), ties half, within strata, and its standard error: {"value", "se"}.
+
+    Scores of one group are dependent, also in different strata; no group is in both classes. A stratum counts by the
+    size of its smaller class. Source of the error: Obuchowski, Biometrics 1997 (DeLong's components, by clusters).
+    """
+    value, influences = 0.0, ([], [])
+    for ((low, _), (high, _)), weight in zip(strata, _weights(strata)):
+        area = roc_auc_score(*_labelled(low, high))
+        value += weight * area
+        # Of each score the share of the other class on its right side: overall rank less rank in its own class.
+        overall = average_ranks(torch.cat([low, high]))
+        right = (
+            1 - (overall[: len(low)] - average_ranks(low)) / len(high),
+            (overall[len(low) :] - average_ranks(high)) / len(low),
+        )
+        for side, shares in zip(influences, right):
+            side.append(weight * (shares - area) / len(shares))
+    variance = 0.0
+    for place, parts in enumerate(influences):
+        of_scores = torch.cat(parts)  # their sum is 0
+        group = torch.cat([stratum[place][1] for stratum in strata])
+        variance += cluster_standard_error(len(of_scores) * of_scores, group) ** 2
+    return {"value": value, "se": variance**0.5}
+
+
+def mean_roc_curve(strata: Sequence[Stratum], points: int = 201) -> tuple[np.ndarray, np.ndarray]:
+    """False and true positive rates, (points,) each, the true ones as means over strata; see `auc_estimate`."""
+    rates = np.linspace(0, 1, points)
+    mean = np.zeros(points)
+    for ((low, _), (high, _)), weight in zip(strata, _weights(strata)):
+        wrong, right, _ = roc_curve(*_labelled(low, high), drop_intermediate=False)
+        mean += weight * np.interp(rates, wrong, right)
+    return rates, mean
+
+
+def _labelled(low_A: Tensor, high_B: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and scores as scikit-learn takes them."""
+    return np.repeat([0, 1], [len(low_A), len(high_B)]), torch.cat([low_A, high_B]).numpy()
+
+
+def _weights(strata: Sequence[Stratum]) -> list[float]:
+    smaller = [min(len(low), len(high)) for (low, _), (high, _) in strata]
+    return [one / sum(smaller) for one in smaller]

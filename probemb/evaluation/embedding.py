@@ -1,52 +1,48 @@
-"""Embeddings of images and texts, in batches.
+"""Embeddings of images and texts, in batches; of images with their captions; tokens, kept on disk.
 
-`encode_images` and `encode_texts` take the model's `encode_image` or `encode_text`; `Embedder` is a model with its
-inputs' preparation and a command's settings.
-
-N images, T texts, L tokens, D dimensions.
+N images, M or T texts, L tokens, D dimensions.
 """
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from probemb.cli.device import CPU, Device, loader_workers
 from probemb.cli.progress import silent
+from probemb.cross_attention import Tokens, unit_tokens
+from probemb.data.image_loader import ImageBatches, Images
+from probemb.data.scenes import ambiguity, match_matrix
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
+from probemb.models.inputs import check_images
 
 if TYPE_CHECKING:
-    from probemb.data.image_loader import Images
-    from probemb.evaluation.kept_tokens import TokenKeeper
+    from probemb.data.captions.find import CaptionDataset
+    from probemb.models import Encoder
 
 Progress = Callable[[int], None]  # called with the number of items done since the last call
 
 
 def encode_texts(
-    encode: Callable[[Tensor], Gaussian],
-    tokens: Tensor,
-    *,
-    batch_size: int = 256,
-    device: Device = CPU,
-    cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
-    progress: Progress | None = None,
+    encode: Callable[[Tensor], Gaussian], tokens: Tensor, *, batch_size: int = 256, device: Device = CPU,
+    cut: Callable[[Tensor], Tensor] = lambda tokens: tokens, progress: Progress | None = None,
     keeper: TokenKeeper | None = None,
-) -> Gaussian:
-    """Encode tokens (T, L), padded with zeros, in batches.
+) -> Gaussian:  # fmt: skip
+    """Encode tokens (T, L), padded with zeros, in batches -> Gaussian (T, D), float32, on the CPU.
 
     Repeated texts are encoded once. Texts of similar length share a batch, whose padding is cut.
 
     Args:
         encode: the model's `encode_text`; cut: its `cut_padding`.
         keeper: what `encode` keeps tokens with; it is told their order.
-
-    Returns:
-        Gaussian (T, D), float32, on the CPU.
     """
     distinct, place = torch.unique(tokens, dim=0, return_inverse=True)
     position = torch.arange(1, tokens.shape[1] + 1)
@@ -61,21 +57,14 @@ def encode_texts(
 
 
 def encode_images(
-    encode: Callable[[Tensor], Gaussian],
-    batches: Iterable[Tensor],
-    *,
-    device: Device = CPU,
-    progress: Progress | None = None,
-    total: int | None = None,
-) -> Gaussian:
-    """Encode every batch of an iterable, without gradients.
+    encode: Callable[[Tensor], Gaussian], batches: Iterable[Tensor], *, device: Device = CPU,
+    progress: Progress | None = None, total: int | None = None,
+) -> Gaussian:  # fmt: skip
+    """Encode every batch of an iterable, without gradients -> Gaussian (N, D), float32, on the CPU.
 
     Args:
         encode: the model's `encode_image`, or any function from a batch to a Gaussian.
         total: items to report as done at the end, if it differs from the number of items encoded.
-
-    Returns:
-        Gaussian (N, D), float32, on the CPU.
 
     Raises:
         UserError: an embedding is not finite, or there is nothing to encode.
@@ -83,9 +72,8 @@ def encode_images(
     parts, done = [], 0
     with torch.inference_mode():
         for batch in batches:
-            batch = batch.to(device.name, non_blocking=True)
             with device.autocast():
-                found = encode(batch)
+                found = encode(batch.to(device.name, non_blocking=True))
             parts.append(found.to("cpu", torch.float32))
             done += len(batch)
             if progress:
@@ -146,9 +134,6 @@ class Embedder:
         Raises:
             UserError: too many images that cannot be read, embeddings that are not finite.
         """
-        from probemb.data.image_loader import ImageBatches
-        from probemb.models import check_images
-
         check_images(self.model, images)
         workers = loader_workers(self.workers, len(images), self.device.name)
         batches = ImageBatches(images, self.transform, self.batch_size, workers, self.max_bad)
@@ -175,3 +160,139 @@ class Embedder:
             encode, tokens, batch_size=self.text_batch_size, device=self.device, cut=self.model.cut_padding,
             progress=progress, keeper=keeper,
         )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------- pairs
+
+
+class EmbeddedPairs(NamedTuple):
+    """Embeddings of all images that could be read, and of their captions, on the CPU.
+
+    Attributes:
+        images: Gaussian (N, D), or (N, K, D) for K embeddings an item.
+        texts: Gaussian (M, D), or (M, K, D), image after image.
+        owner: (M,) int64, the row of each caption's image.
+        kept: for each row the index of its image in the data.
+        bad: (name, reason) of images that could not be read.
+        tokens: of the images and of the texts, for the ranking "attention"; None where they were not asked for.
+    """
+
+    images: Gaussian
+    texts: Gaussian
+    owner: Tensor
+    kept: list[int]
+    bad: list[tuple[str, str]]
+    tokens: tuple[KeptTokens, KeptTokens] | None = None
+
+
+def embed_pairs(embedder: Embedder, captions: CaptionDataset, with_tokens: bool = False) -> EmbeddedPairs:
+    """Embed all readable images and their captions; also their tokens, if asked for.
+
+    Raises:
+        UserError: too many images that cannot be read, embeddings that are not finite.
+    """
+    of_images, of_texts = (TokenKeeper(), TokenKeeper()) if with_tokens else (None, None)
+    images, kept, bad = embedder.images(captions.images, keeper=of_images)
+    texts = embedder.texts([text for i in kept for text in captions.captions[i]], keeper=of_texts)
+    owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
+    return EmbeddedPairs(images, texts, owner, kept, bad, (of_images.kept(), of_texts.kept()) if with_tokens else None)
+
+
+def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
+    """One embedding of every item, for what compares single ones: of several, the l2-normalised mean of their means.
+
+    Its variances are the means of theirs. Pairs with one embedding an item stay as they are.
+    """
+
+    def centre(several: Gaussian) -> Gaussian:
+        mean = torch.nn.functional.normalize(several.mean.mean(1), dim=-1)
+        return Gaussian(mean, several.log_var.logsumexp(1) - math.log(several.shape[1]))
+
+    if pairs.images.mean.ndim == 2:
+        return pairs
+    return pairs._replace(images=centre(pairs.images), texts=centre(pairs.texts))
+
+
+def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
+    """(N, M) bool for the synthetic world: whether each caption, or each of the `rows`, is true of each image."""
+    described = [caption for i in kept for caption in captions.scenes[i][1]]
+    described = described if rows is None else [described[row] for row in rows]
+    return torch.from_numpy(match_matrix([captions.scenes[i][0] for i in kept], described))
+
+
+def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
+    """(M,) float64, the share of all images that each caption fits, for the synthetic world."""
+    return torch.tensor([ambiguity(caption) for i in kept for caption in captions.scenes[i][1]], dtype=torch.float64)
+
+
+# --------------------------------------------------------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """Tokens of unit length of N items, in a file that no name points to: one behind the other, without padding.
+
+    Attributes:
+        values: (P, D) float16, memory-mapped, of all items.
+        starts, lengths: (N,) int64, where each item's tokens stand.
+    """
+
+    values: np.ndarray
+    starts: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: Tensor | slice) -> KeptTokens:
+        """Other items, or another order, of the same file."""
+        return KeptTokens(self.values, self.starts[index], self.lengths[index])
+
+    def read(self, device: torch.device | str = "cpu") -> Tokens:
+        """The tokens, (N, longest, D) float32, of unit length again."""
+        values = np.zeros((len(self), int(self.lengths.max()), self.values.shape[1]), np.float32)
+        for item, start, length in zip(values, self.starts.tolist(), self.lengths.tolist()):
+            item[:length] = self.values[start : start + length]
+        mask = torch.arange(values.shape[1]) < self.lengths[:, None]
+        return unit_tokens(torch.from_numpy(values).to(device), mask.to(device))
+
+
+class TokenKeeper:
+    """Collects tokens batch by batch; `kept` gives them all."""
+
+    def __init__(self):
+        self._file = tempfile.TemporaryFile(prefix="probemb-tokens-")  # noqa: SIM115  lives as long as the tokens
+        self._lengths: list[Tensor] = []
+        self._dim = 0
+        self.order: Tensor | None = None  # of the items, if not that of `add`
+
+    def through(self, tower: Encoder) -> Callable[[Tensor], Gaussian]:
+        """A tower's `encode` of a batch, which also keeps its tokens. Raises ValueError: its heads give none."""
+
+        def encode(inputs: Tensor) -> Gaussian:
+            encoded = tower.encode(inputs, want_tokens=True)
+            self.add(encoded.tokens, encoded.mask)
+            return encoded.gaussian
+
+        return encode
+
+    def add(self, values: Tensor, mask: Tensor) -> None:
+        """A batch (B, T, D) with its mask (B, T). Raises UserError: the folder for temporary files is full."""
+        tokens = unit_tokens(values, mask)
+        self._lengths.append(tokens.mask.sum(1).cpu())
+        self._dim = values.shape[2]
+        try:
+            self._file.write(tokens.values[tokens.mask].half().cpu().numpy().tobytes())
+        except OSError as error:
+            raise UserError(
+                f"The tokens that are ranked by cannot be kept in {tempfile.gettempdir()} ({error.strerror}).",
+                "Make room there, or set TMPDIR to another folder.",
+            ) from error
+
+    def kept(self) -> KeptTokens:
+        """All items."""
+        self._file.flush()
+        lengths = torch.cat(self._lengths)
+        values = np.memmap(self._file, np.float16, "r", shape=(int(lengths.sum()), self._dim))
+        found = KeptTokens(values, lengths.cumsum(0) - lengths, lengths)
+        return found if self.order is None else found[self.order]

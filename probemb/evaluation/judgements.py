@@ -1,34 +1,33 @@
-"""Scores of models against people's judgements of single pairs.
+"""Scores of models against human judgements of single pairs: an image and a caption of another image.
 
-The judged pairs are an image and a caption of another image; the label is the majority vote. Intervals resample images
-and captions (see `probemb.metrics.judged`). What is chosen or fitted on judgements is cross-fitted: the judged images
-fall into two halves by a hash of their names, and what is chosen on one half is measured on the other. Scores of both
-halves then differ in scale, so each half is measured alone, and the mean of both is reported, for every ranking.
+The label is the majority vote. Intervals resample images and captions (`probemb.metrics.bootstrap`). What is chosen or
+fitted on judgements is cross-fitted: the judged images fall into two halves by a hash of their names, and what is
+chosen on one half is measured on the other. Scores of both halves then differ in scale, so each half is measured alone,
+and the mean of both is reported, for every ranking.
 
-P judged pairs, I their images, C their captions, R resamples, S seeds.
+P judged pairs, I their images, C their captions, R resamples, N images, M captions.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from probemb.data.captions.judgements import Judgements
 from probemb.errors import UserError
-from probemb.evaluation.embed_pairs import EmbeddedPairs
-from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker, title_of
-from probemb.evaluation.scores import SCORES
-from probemb.evaluation.tolerance import GRID
-from probemb.metrics import PairMetrics, cluster_weights, estimate, pair_metrics
-from probemb.metrics.judged import RESAMPLES
+from probemb.evaluation.embedding import EmbeddedPairs
+from probemb.evaluation.rankings import RANKINGS, RankingOptions, scores_of, title_of
+from probemb.evaluation.retrieval import GRID
+from probemb.metrics.bootstrap import RESAMPLES, PairMetrics, cluster_weights, estimate, pair_metrics
+from probemb.metrics.uncertainty import fit_logistic, reliability, spearman
 
 TOLERANCE, CROSS_FITTED = "tolerance", "tolerance-cross-fitted"
-METRICS = ("average_precision", "roc_auc")
 SCORE_ELEMENTS = 1 << 24  # scores of judged images with judged captions held at a time
+LEAST = 10  # judged images of a caption whose acceptance is counted
 
 Resampled = dict[str, Tensor]  # "average_precision", "roc_auc" and "…_halves" -> (R + 1,)
 
@@ -42,8 +41,7 @@ class JudgedPairs:
         label: (P,) bool, a majority said yes; share: (P,) float64, of yes.
         half: (P,) int64, 0 or 1, by a hash of the image's name.
         clusters: of images and of captions: (P,) int64, places among those judged, and the bootstrap's weights, (R + 1,
-            I) and (R + 1, C), of `probemb.metrics.cluster_weights`.
-        names: of each pair.
+            I) and (R + 1, C).
     """
 
     image: Tensor
@@ -52,10 +50,9 @@ class JudgedPairs:
     share: Tensor
     half: Tensor
     clusters: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-    names: list[str]
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.label)
 
     @property
     def halves(self) -> list[Tensor]:
@@ -74,10 +71,7 @@ class JudgedPairs:
 
 
 def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> JudgedPairs:
-    """The pairs whose caption belongs to another image.
-
-    Raises UserError: there are none, or people agree on all of them.
-    """
+    """The pairs whose caption belongs to another image. Raises UserError: none, or people agree on all of them."""
     others = judgements.only(~judgements.own)
     if len(others.accepted.unique()) < 2:
         raise UserError(
@@ -85,23 +79,23 @@ def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> Judged
             f"{'all' if others.accepted.any() else 'none'}, so that no order of them is better than another.",
             "Name a file with accepted and refused pairs of the images in the data.",
         )
-    half = torch.tensor([hashlib.sha256(name.encode("utf-8", "replace")).digest()[0] & 1 for name in
-                         others.image_names()])  # fmt: skip
+    hashed = (hashlib.sha256(name.encode("utf-8", "replace")).digest() for name in others.image_names())
+    half = torch.tensor([digest[0] & 1 for digest in hashed])
     places = [rows.unique(return_inverse=True)[1] for rows in (others.image, others.caption)]
     clusters = tuple(
         (place, cluster_weights(int(place.max()) + 1, n_resamples, seed)) for seed, place in enumerate(places)
     )
-    return JudgedPairs(others.image, others.caption, others.accepted, others.share, half, clusters, others.names)
+    return JudgedPairs(others.image, others.caption, others.accepted, others.share, half, clusters)
+
+
+# ------------------------------------------------------------------------------------------------------------- rankings
 
 
 def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, options: RankingOptions) -> Tensor:
     """(P,) scores of the judged pairs, larger is closer; float64 where float32 would blur them."""
     images, captions = judged.image.unique(), judged.caption.unique()  # in the order of their clusters
     (row, _), (column, _) = judged.clusters
-    ranker = make_ranker(ranking, pairs.images, pairs.texts, options)
-    if not isinstance(ranker, ScoreRanker):
-        raise ValueError(f"{ranking} has no scores of single pairs")
-    part = ranker.scores.only(images, captions)
+    part = scores_of(ranking, pairs.images, pairs.texts, options).only(images, captions)
     found, step = torch.empty(len(judged), dtype=part(slice(0, 1)).dtype), max(1, SCORE_ELEMENTS // len(captions))
     for start in range(0, len(images), step):
         block = part(slice(start, start + step)).cpu()
@@ -111,31 +105,11 @@ def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, optio
 
 
 def judged_metrics(scores: Tensor, judged: JudgedPairs) -> Resampled:
-    """Both metrics over all pairs and as the mean of both halves, of the data and of every resample.
-
-    Args:
-        scores: (P,), or (S, P) of several seeds, whose metrics are averaged.
-    """
-    if scores.dim() == 2:
-        every = [judged_metrics(one, judged) for one in scores]
-        return {name: torch.stack([one[name] for one in every]).mean(0) for name in every[0]}
+    """Both metrics over all pairs and as the mean of both halves, of the data and of every resample."""
     whole = judged.metrics(scores)
-    found = dict(zip(METRICS, whole))
-    if not judged.divisible:
-        return found | {f"{name}_halves": torch.full_like(whole[0], torch.nan) for name in METRICS}
-    halves = [judged.metrics(scores, rows) for rows in judged.halves]
-    return found | {f"{name}_halves": (a + b) / 2 for name, a, b in zip(METRICS, *halves)}
-
-
-def differences(a: Resampled, b: Resampled) -> dict[str, dict[str, float]]:
-    """a - b of every metric that both have, by the paired bootstrap: metric -> {"value", "low", "high"}."""
-    return {name: estimate(a[name] - b[name]) for name in a if name in b}
-
-
-def ranking_metrics(ranking: str, scores: Tensor, judged: JudgedPairs) -> Resampled:
-    """`judged_metrics` of a ranking; of cross-fitted scores, which have no common scale, only those of the halves."""
-    found = judged_metrics(scores, judged)
-    return {name: x for name, x in found.items() if name.endswith("_halves")} if ranking == CROSS_FITTED else found
+    halves = [judged.metrics(scores, rows) for rows in judged.halves] if judged.divisible else [[torch.nan] * 2] * 2
+    means = {f"{name}_halves": (a + b) / 2 + 0 * whole[0] for name, a, b in zip(whole._fields, *halves)}
+    return whole._asdict() | means
 
 
 def evaluate_rankings_of_pairs(
@@ -143,36 +117,36 @@ def evaluate_rankings_of_pairs(
 ) -> tuple[dict, dict[str, Tensor]]:
     """Average precision and ROC AUC of every ranking that scores pairs.
 
-    "tolerance" has the weights of `options`; beside it stands CROSS_FITTED, with weights chosen by judgements.
+    "tolerance" has the weights of `options`; beside it stands CROSS_FITTED, with weights chosen by judgements, whose
+    scores have no common scale: only the means of halves count.
 
     Returns:
         results: "rows": {"ranking", "title", metric -> {"value", "low", "high"}, "difference": metric -> the same, to
-            "reference"}; "tolerance": of `cross_fitted`, or None.
+            "reference", by the paired bootstrap}; "tolerance": of `cross_fitted`, or None.
         scores: ranking -> (P,).
     """
-    names = [name for name in rankings if name in SCORES] or ["mean"]  # others only search faster
+    names = [name for name in rankings if RANKINGS[name].scores] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}
+    metrics = {name: judged_metrics(each, judged) for name, each in scores.items()}
+    titles = {name: title_of({"ranking": name, "chosen": options.tolerance.chosen}) for name in names}
+    titles |= {name: RANKINGS[name].title for name in names if name != TOLERANCE}
     found = None
     if TOLERANCE in names and judged.divisible:
         scores[CROSS_FITTED], found = cross_fitted(pairs, judged)
-    metrics = {name: ranking_metrics(name, each, judged) for name, each in scores.items()}
-    reference = "mean" if "mean" in metrics else next(iter(metrics))
+        titles[CROSS_FITTED] = title_of({"ranking": TOLERANCE, "chosen": "cross-fitted"})
+        halves = judged_metrics(scores[CROSS_FITTED], judged)
+        metrics[CROSS_FITTED] = {name: x for name, x in halves.items() if name.endswith("_halves")}
+    reference = "mean" if "mean" in metrics else names[0]
     rows = [
         {
             "ranking": name,
-            "title": _title(name, options),
-            **{metric: estimate(values) for metric, values in mine.items()},
-            "difference": differences(mine, metrics[reference]),
+            "title": titles[name],
+            **{metric: estimate(values) for metric, values in own.items()},
+            "difference": {metric: estimate(own[metric] - metrics[reference][metric]) for metric in own},
         }
-        for name, mine in metrics.items()
+        for name, own in metrics.items()
     ]
     return {"rows": rows, "reference": reference, "tolerance": found}, scores
-
-
-def _title(ranking: str, options: RankingOptions) -> str:
-    if ranking == CROSS_FITTED:
-        return title_of({"ranking": TOLERANCE, "chosen": "cross-fitted"})
-    return title_of({"ranking": ranking} | ({"chosen": options.tolerance.chosen} if ranking == TOLERANCE else {}))
 
 
 def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float] = GRID) -> tuple[Tensor, dict]:
@@ -189,19 +163,18 @@ def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float
     ])  # fmt: skip
     u_image = pairs.images.uncertainty().double()[judged.image]
     u_caption = pairs.texts.uncertainty().double()[judged.caption]
+    cells, every = [(i2t, t2i) for i2t in grid for t2i in grid], torch.arange(len(judged))
 
     def score(weights: tuple[float, float]) -> Tensor:
         return -(squared + weights[0] * u_caption + weights[1] * u_image).float()
 
-    def precision(weights: tuple[float, float], rows: Tensor) -> float:
-        return float(judged.metrics(score(weights), rows, resamples=0).average_precision)
+    def precisions(rows: Tensor) -> dict[tuple[float, float], float]:
+        return {cell: float(judged.metrics(score(cell), rows, resamples=0).average_precision) for cell in cells}
 
     def best(table: dict[tuple[float, float], float]) -> tuple[float, float]:
         return max(table, key=lambda weights: (table[weights], -abs(weights[0]) - abs(weights[1])))
 
-    cells, every = [(i2t, t2i) for i2t in grid for t2i in grid], torch.arange(len(judged))
-    chosen = [best({weights: precision(weights, rows) for weights in cells}) for rows in judged.halves[::-1]]
-    oracle = {weights: precision(weights, every) for weights in cells}
+    chosen, oracle = [best(precisions(rows)) for rows in judged.halves[::-1]], precisions(every)
     top = best(oracle)
     halves = zip(chosen, judged.halves)
     return torch.where(judged.half == 0, score(chosen[0]), score(chosen[1])), {
@@ -212,3 +185,78 @@ def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float
             "best": {"i2t": top[0], "t2i": top[1], "average_precision": oracle[top]},
         },
     }
+
+
+# ------------------------------------------------------------------------------------------- calibration and acceptance
+
+
+def match_calibration(
+    pairs: EmbeddedPairs, judged: JudgedPairs, options: RankingOptions, sampled: Tensor | None = None,
+    closed: bool = True,
+) -> dict:  # fmt: skip
+    """Match probabilities against the share of people who say yes, raw and after a refit of two parameters.
+
+    The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), with the model's own a and b. The refit, sigmoid(slope *
+    logit + intercept), is cross-fitted: each half of the judged images by the parameters of the other half.
+
+    Args:
+        sampled: (P,), PCME's match probabilities, if known.
+        closed: whether a and b are of the closed form, not of a model that was trained on samples.
+
+    Returns:
+        "closed form" and "sampled": {"raw" and "refitted": `Reliability` as a dict, "parameters": for each half
+        {"slope", "intercept"}}; "constant": {"share", "brier"} of the mean share for every pair. "refitted" is None if
+        one half has no pairs of both labels.
+    """
+    logits = {}
+    if closed:
+        logits["closed form"] = options.shift + options.scale * judged_scores(pairs, judged, "csd", options).double()
+    if sampled is not None:
+        logits["sampled"] = torch.logit(sampled.double(), eps=1e-6)
+    found: dict = {name: _calibration(logit, judged) for name, logit in logits.items()}
+    mean = judged.share.mean()
+    found["constant"] = {"share": float(mean), "brier": float((judged.share - mean).square().mean())}
+    return found
+
+
+def _calibration(logit: Tensor, judged: JudgedPairs) -> dict:
+    found: dict = {"raw": asdict(reliability(logit.sigmoid(), judged.share)), "refitted": None, "parameters": None}
+    if not judged.divisible:
+        return found
+    probability, parameters = torch.empty_like(logit), []
+    for here, other in zip(judged.halves, judged.halves[::-1]):
+        slope, intercept = fit_logistic(logit[other], judged.share[other])
+        probability[here] = torch.sigmoid(slope * logit[here] + intercept)
+        parameters.append({"slope": slope, "intercept": intercept})
+    return found | {"refitted": asdict(reliability(probability, judged.share)), "parameters": parameters}
+
+
+def accepted_shares(judged: JudgedPairs, n_captions: int, least: int = LEAST) -> Tensor:
+    """(M,) float64, the share of each caption's judged images that a majority accepts, NaN for fewer than `least`."""
+    n_judged = torch.bincount(judged.caption, minlength=n_captions).double()
+    share = torch.bincount(judged.caption, weights=judged.label.double(), minlength=n_captions) / n_judged
+    return share.masked_fill(n_judged < least, torch.nan)
+
+
+def caption_acceptance(pairs: EmbeddedPairs, judged: JudgedPairs, least: int = LEAST) -> dict | None:
+    """Spearman of a caption's u with the share of its judged images that a majority accepts.
+
+    Returns:
+        {"spearman": {"value", "low", "high"}, "captions", "least"}, the interval by resampling images and captions,
+        centred on the value; None for fewer than three captions.
+    """
+    u, known = pairs.texts.uncertainty().double(), accepted_shares(judged, len(pairs.texts), least).isfinite()
+    if known.sum() < 3:
+        return None
+    (image, of_images), (caption, of_captions) = judged.clusters
+    captions, values = judged.caption.unique(), []
+    for image_weight, caption_weight in zip(of_images.double(), of_captions):
+        weight = image_weight[image]
+        share = torch.bincount(caption, weight * judged.label) / torch.bincount(caption, weight)
+        counted = (caption_weight * (known[captions] & share.isfinite())).long()
+        value = spearman(*(x.repeat_interleave(counted) for x in (u[captions], share)))
+        values.append(torch.nan if value is None else value)
+    values_R = torch.tensor(values, dtype=torch.float64)
+    # Drawing images makes the shares noisier than they are, and so every correlation weaker.
+    values_R[1:] += values_R[0] - values_R[1:].nanmean()
+    return {"spearman": estimate(values_R), "captions": int(known.sum()), "least": least}

@@ -1,130 +1,69 @@
-"""Rankings at test time: by distances, and by FAISS with and without re-ranking. Source: PCME++ Table C.7.
+"""Rankings of images and captions: the table of them, their scores by blocks, and searches. Source: PCME++ Table C.7.
 
-N images, M captions. A ranker maps rows of the images and of the captions, and a depth, to the ranked lists of both
-directions, as for `probemb.metrics.coco_benchmarks`.
+A ranking is one entry of RANKINGS. Scores are larger for closer pairs and without gradients; nothing of size N x M x D
+is held. CSD with any weights of the variances, 2-Wasserstein and the cosine of the means separate into one dot product:
+|x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y, 1, |y|^2 + c). Each side's vectors are computed once, and a block of
+scores is one matrix product.
+
+Letters: N images, M captions, D dimensions, E = D + 2, J samples.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from probemb.cross_attention import CrossAttention
-from probemb.data.captions.dataset import CaptionDataset
+from probemb.cross_attention import CrossAttention, attention_scores
+from probemb.distances import (
+    bhattacharyya,
+    elk,
+    inclusion,
+    kl_factors,
+    match_probability_of_samples,
+    mean_distance_of_samples,
+    near_origin,
+)
 from probemb.errors import UserError, nearest
-from probemb.evaluation.embed_pairs import embed_pairs
-from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.kept_tokens import KeptTokens
-from probemb.evaluation.scores import SCORES, Scores
-from probemb.evaluation.tolerance import CSD, GIVEN, Tolerance, choose_tolerance
-from probemb.gaussian import Gaussian
-from probemb.metrics import Positives, mean_metrics, query_metrics, rank_both, rsum
-from probemb.models.inputs import check_variances
+from probemb.evaluation.embedding import KeptTokens
+from probemb.gaussian import Gaussian, at_least_float32
+from probemb.losses.triplet import order_similarity
+from probemb.metrics.retrieval import rank_both
 from probemb.search import build_index, rerank, search
 from probemb.search.index import new_index, width_of
 
-KS = (1, 5, 10)
-RANKINGS = {  # title, and how it is computed: see describe_ranking
-    "csd": ("CSD", "closed form"),
-    "mean": ("mean only", "cosine of the means"),
-    "wasserstein2": ("2-Wasserstein", "closed form"),
-    "match-probability": ("match probability", "sampled, {samples} x {samples} samples a pair"),
-    "tolerance": ("tolerance", "CSD with the captions' u times {i2t:g} and the images' u times {t2i:g}"),
-    "faiss-mean": ("FAISS on the means", "{factory}, no re-ranking"),
-    "faiss-rerank": ("FAISS, re-ranked", "{factory}, {candidates} candidates re-ranked by adding their uncertainty"),
-    "faiss-csd": ("FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself"),
-    "log-likelihood": ("log-likelihood", "log of the expected likelihood kernel, closed form"),
-    "inclusion": ("inclusion", "of the image in the caption, closed form"),
-    "kl": ("KL(image || caption)", "closed form, from the image to the caption"),
-    "reverse-kl": ("KL(caption || image)", "closed form, from the caption to the image"),
-    "min-kl": ("smaller KL", "closed form, the smaller one of both directions"),
-    "symmetric-kl": ("symmetric KL", "closed form, the mean of both directions"),
-    "bhattacharyya": ("Bhattacharyya", "closed form"),
-    "average-l2": ("average L2", "sampled, {samples} x {samples} samples a pair"),
-    "multi-instance": (
-        "closest of the embeddings",
-        "largest cosine of any of the image's embeddings with any of the caption's",
-    ),
-    "attention": ("cross attention", "tokens attend to tokens, {direction}"),
-    "order": ("order", "what the caption exceeds the image by, squared"),
-}
-TITLES = {name: title for name, (title, _) in RANKINGS.items()}
+SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
+PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache
+INSTANCE_ELEMENTS = 1 << 24  # dot products of single embeddings computed at a time
+WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
+IMAGES, TEXTS = 64, 512  # whose tokens are read from disk at a time
+LARGE_U = 512.0  # float32 resolves 6e-5 there; squared distances of means of unit length are 4 at most
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
-# They do not separate: some hundred times the work of CSD.
-SLOW = ("log-likelihood", "bhattacharyya", "inclusion", "order")
-MORE = ("kl", "reverse-kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance", "attention")
-BY_NAME_ALONE = (*SLOW, *MORE)  # unless the model was trained so
-BY_VARIANCES = (  # not of points; CSD is, as the squared distance of the means
-    *("wasserstein2", "match-probability", "tolerance", "log-likelihood", "inclusion", "kl"),
-    *("reverse-kl", "min-kl", "symmetric-kl", "bhattacharyya", "average-l2"),
-)
-SAMPLED = ("match-probability", "average-l2")
-OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
 
 
-def ranking_names(text: str | None) -> list[str]:
-    """Names separated by commas; for None all but BY_NAME_ALONE, see `fitting`. Raises UserError."""
-    if text is None:
-        return [name for name in TITLES if name not in BY_NAME_ALONE]
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in TITLES:
-            what = f"There is no ranking '{name}'.{nearest(name, TITLES)}"
-            raise UserError(what, f"Choose from {', '.join(TITLES)}.")
-    if not names:
-        raise UserError("--rankings names none.", f"Choose from {', '.join(TITLES)}, or leave it out.")
-    return list(dict.fromkeys(names))
+@dataclass(frozen=True)
+class Tolerance:
+    """The weights of the variances and how they were chosen.
 
-
-def fitting(names: Sequence[str], model, given: bool) -> list[str]:
-    """The rankings that a model's embeddings allow; if none were `given`, the one that it was trained for first.
-
-    Raises:
-        UserError: a given ranking compares single embeddings, and the model has several of an item, or the reverse; or
-            it is "attention", and the model was not trained for it; or it reads variances of a point model, or a
-            match probability of a model without one.
+    Attributes:
+        i2t, t2i: weights of the captions' u (searched with an image) and of the images' u (searched with a caption): 1
+            is CSD, 0 the means, below 0 a tolerance.
+        curve: {"lambda": weights, "i2t": metric in [0, 1] at each, "t2i": the same}; None for given weights.
+        metric, positives: what the choice maximises, or None.
+        chosen: "given", "oracle" (on the data that is scored), or "chosen on ..." other data, which is named.
     """
-    if "attention" in names and model.attention is None:
-        raise UserError(
-            "The ranking attention is of models that were trained for it, and this one was not.",
-            f"Leave --rankings out, or choose {model.ranking}.",
-        )
-    several = model.n_embeddings > 1
-    unfit = [name for name in names if (name in OF_SEVERAL) != several]
-    if given and unfit:
-        what = f"{model.n_embeddings} embeddings of an item" if several else "one embedding of an item"
-        raise UserError(
-            f"The ranking {unfit[0]} does not fit a model with {what}.",
-            f"Leave --rankings out, or choose {model.ranking}.",
-        )
-    if not model.probabilistic and given and (reading := [name for name in names if name in BY_VARIANCES]):
-        remedy = f"Leave --rankings out, or choose {model.ranking}."
-        check_variances(model, "--model", f"the ranking {reading[0]} reads it", remedy)
-    if given and model.probabilistic and "match-probability" in names and not model.predicts_matches:
-        raise UserError(
-            "The ranking match-probability reads a and b, which the loss of this model did not train.",
-            f"Leave --rankings out, or choose {model.ranking}.",
-        )
-    unfit += [name for name in names if name in BY_VARIANCES and not model.probabilistic]
-    unfit += [name for name in names if name == "match-probability" and not model.predicts_matches]
-    left = [name for name in names if name not in unfit]
-    if given or (model.ranking == "mean" and not model.probabilistic):  # which csd is the same as
-        return left
-    return [model.ranking, *(name for name in left if name != model.ranking)]
 
-
-def check_factory(factory: str, names: Sequence[str]) -> None:
-    """Refuse a string that FAISS does not know, if any ranking of `names` needs it. Raises UserError."""
-    for form in {_form(name) for name in names if name.startswith("faiss")}:
-        new_index(width_of(ANY_DIMENSION, form, factory), factory)
-
-
-def _form(name: str) -> str:
-    return "csd" if name == "faiss-csd" else "mean"
+    i2t: float = 1.0
+    t2i: float = 1.0
+    curve: dict[str, list[float]] | None = None
+    metric: str | None = None
+    positives: str | None = None
+    chosen: str = "given"
 
 
 @dataclass(frozen=True)
@@ -145,96 +84,369 @@ class RankingOptions:
     factory: str = "Flat"
     candidates: int = 100
     device: str = "cpu"
-    tolerance: Tolerance = CSD
+    tolerance: Tolerance = Tolerance()
     attention: CrossAttention | None = None
     tokens: tuple[KeptTokens, KeptTokens] | None = None
 
 
-class ScoreRanker:
-    """Ranks by scores of all pairs, a block at a time; both directions come from one pass."""
-
-    def __init__(self, scores: Scores):
-        self.scores = scores
-
-    def __call__(self, images: Tensor, captions: Tensor, depth: int | tuple[int, int]) -> tuple[Tensor, Tensor]:
-        part = self.scores.only(images, captions)
-        return rank_both(part, *part.shape, depth)
+# --------------------------------------------------------------------------------------------------------------- scores
 
 
-class SearchRanker:
-    """Ranks by searching an index of the other side, built for every gallery, in `build_seconds` for the last call."""
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores of N rows with M columns; `scores(rows)` gives (rows, M).
 
-    def __init__(self, images: Gaussian, captions: Gaussian, name: str, options: RankingOptions):
-        self.images, self.captions, self.name, self.options = images, captions, name, options
-        self.build_seconds = 0.0
-
-    def __call__(self, images: Tensor, captions: Tensor, depth: int | tuple[int, int]) -> tuple[Tensor, Tensor]:
-        of_images, of_captions = (depth, depth) if isinstance(depth, int) else depth
-        self.build_seconds = 0.0
-        left, right = self.images[images], self.captions[captions]
-        return self._search(left, right, of_images), self._search(right, left, of_captions)
-
-    def _search(self, queries: Gaussian, gallery: Gaussian, depth: int) -> Tensor:
-        depth = min(depth, len(gallery))
-        start = time.perf_counter()
-        index = build_index(gallery, self.options.factory, _form(self.name))
-        self.build_seconds += time.perf_counter() - start
-        if self.name != "faiss-rerank":
-            return search(index, queries, depth)[1]
-        candidates = min(self.options.candidates, len(gallery))
-        if depth <= candidates:
-            return rerank(index, queries, depth, candidates)[1]
-        beyond = search(index, queries, depth)[1][:, candidates:]  # keep the order of the means
-        return torch.cat([rerank(index, queries, candidates, candidates)[1], beyond], 1)
-
-
-Ranker = ScoreRanker | SearchRanker
-
-
-def make_ranker(name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()) -> Ranker:
-    """The ranker of that name over Gaussians (N, D) and (M, D)."""
-    if name.startswith("faiss"):
-        return SearchRanker(images, captions, name, options)
-    extra = {"n_samples": options.samples} if name in SAMPLED else {}
-    if name == "match-probability":
-        extra |= {"scale": options.scale, "shift": options.shift}
-    elif name == "tolerance":
-        extra = {"i2t": options.tolerance.i2t, "t2i": options.tolerance.t2i}
-    elif name == "attention":
-        extra = {"how": options.attention, "tokens": options.tokens}
-    return ScoreRanker(SCORES[name](images.to(options.device), captions.to(options.device), **extra))
-
-
-def title_of(row: dict) -> str:
-    """The title of a row of `evaluate_rankings`, with the origin of what was chosen for it: "tolerance, oracle"."""
-    title, chosen = TITLES[row["ranking"]], row.get("chosen", GIVEN)
-    return title if chosen == GIVEN else f"{title}, {chosen}"
-
-
-def describe_ranking(name: str, options: RankingOptions) -> str:
-    """Short description of a ranking's computation."""
-    values = {"samples": options.samples, "factory": options.factory, "candidates": options.candidates}
-    values |= {"i2t": options.tolerance.i2t, "t2i": options.tolerance.t2i}
-    return RANKINGS[name][1].format(direction=options.attention.direction if options.attention else "", **values)
-
-
-def numbers_per_item(name: str, embedding: Gaussian, options: RankingOptions) -> int:
-    """Numbers that a gallery keeps of every item for a ranking. Source: PCME Table 1.
-
-    Sampled rankings keep their samples; they could draw them again from 2 D numbers, as here.
+    Attributes:
+        left, right: tensors, Gaussians, samples or tokens of the rows' and of the columns' items.
+        block: (left, right, rows, columns) -> the scores of these slices.
+        flipped: rows are `right`'s items.
     """
-    if name == "attention":  # of the captions, in the mean
-        return round(options.tokens[1].lengths.double().mean().item()) * options.tokens[1].values.shape[1]
-    d, one = embedding.shape[-1], embedding.mean[0].numel()
-    if name in ("mean", "faiss-mean", "multi-instance", "order"):
-        return one
-    if name in ("csd", "tolerance", "faiss-csd", "faiss-rerank"):
-        return d + 1
-    return options.samples * d if name in SAMPLED else 2 * d
+
+    left: Any
+    right: Any
+    block: Callable[[Any, Any, slice, slice], Tensor]
+    flipped: bool = False
+
+    @torch.no_grad()
+    def __call__(self, rows: slice) -> Tensor:
+        if self.flipped:
+            return self.block(self.left, self.right, slice(None), rows).T
+        return self.block(self.left, self.right, rows, slice(None))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        sides = len(self.left), len(self.right)
+        return sides[::-1] if self.flipped else sides
+
+    def only(self, rows: Tensor, columns: Tensor) -> Scores:
+        """The scores of these rows and columns of what is not flipped; with new samples, unless these are all."""
+        return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
+
+    def both_ways(self, most: int = WHOLE_ELEMENTS) -> tuple[Callable[[slice], Tensor], Callable[[slice], Tensor]]:
+        """Scores and their transpose for repeated reading: computed once if at most `most`, else at every read."""
+        if len(self.left) * len(self.right) > most:
+            return self, replace(self, flipped=True)
+        whole = self(slice(None))
+        return whole.__getitem__, whole.T.__getitem__
+
+
+def _take(x, index: Tensor):
+    """Some items, without a copy if they are all in order."""
+    return x if len(index) == len(x) and torch.equal(index, torch.arange(len(x))) else x[index]
+
+
+def dots(left_NE: Tensor, right_ME: Tensor) -> Scores:
+    """left_NE @ right_ME.T."""
+    return Scores(left_NE, right_ME, lambda left, right, rows, columns: left[rows] @ right[columns].T)
+
+
+def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: Tensor | float = 0.0) -> Scores:
+    x_own, y_own = -(x.square().sum(1, keepdim=True) + row), y.square().sum(1, keepdim=True) + column
+    return dots(torch.cat([2 * x, x_own, -torch.ones_like(x_own)], 1), torch.cat([y, torch.ones_like(y_own), y_own], 1))
+
+
+@torch.no_grad()
+def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.0) -> Scores:
+    """-(|mu_a - mu_b|^2 + t2i u_a + i2t u_b) of images (N, D) and captions (M, D), u the sum of the variances.
+
+    A weight bears the name of the direction whose gallery it weighs: `i2t` the captions, `t2i` the images. A query's
+    own term is a constant of its ranking. 1 and 1 is -CSD, 0 and 0 the means; below 0, a large variance of an item is
+    a tolerance: it lies closer to everything. Float64 where u is so large that float32 would blur the ranking.
+    """
+    u_a, u_b = t2i * a.uncertainty()[:, None], i2t * b.uncertainty()[:, None]
+    x, y = at_least_float32(a.mean), at_least_float32(b.mean)
+    if any(len(u) and float(u.abs().max()) > LARGE_U for u in (u_a, u_b)):
+        x, y, u_a, u_b = x.double(), y.double(), u_a.double(), u_b.double()
+    return _squared_euclidean(*near_origin(x, y), u_a, u_b)
+
+
+def _wasserstein2(a: Gaussian, b: Gaussian) -> Scores:
+    x, y = (torch.cat([g.mean, g.std], 1) for g in (a.float(), b.float()))
+    return _squared_euclidean(*near_origin(x, y))
+
+
+def _means(a: Gaussian, b: Gaussian) -> Scores:
+    """Dot products of the means, cosines at unit length."""
+    return dots(at_least_float32(a.mean), at_least_float32(b.mean))
+
+
+def _kl_sides(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor]:
+    """Both sides of -KL(a || b) as a dot product."""
+    left, right, row, column = kl_factors(a.float(), b.float())
+    one_a, one_b = torch.ones_like(row), torch.ones_like(column)
+    return (
+        -0.5 * torch.cat([left, row[:, None], one_a[:, None]], 1),
+        torch.cat([right, one_b[:, None], column[:, None]], 1),
+    )
+
+
+def _both_kl_sides(a: Gaussian, b: Gaussian, weight: float = 1.0) -> tuple[Tensor, Tensor]:
+    """KL(a || b) and the reverse one side by side, (N, 2 E) and (M, 2 E)."""
+    (left, right), (back_right, back_left) = _kl_sides(a, b), _kl_sides(b, a)
+    return weight * torch.cat([left, back_left], 1), torch.cat([right, back_right], 1)
+
+
+def _min_kl(a: Gaussian, b: Gaussian) -> Scores:
+    def larger(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Tensor:
+        both = zip(left[rows].chunk(2, 1), right[columns].chunk(2, 1))
+        return torch.maximum(*(x @ y.T for x, y in both))
+
+    return Scores(*_both_kl_sides(a, b), larger)
+
+
+def pairwise(a: Gaussian, b: Gaussian, score: Callable[[Gaussian, Gaussian], Tensor]) -> Scores:
+    """Scores that do not separate; some hundred times the work of CSD."""
+
+    def block(left: Gaussian, right: Gaussian, rows: slice, columns: slice) -> Tensor:
+        left, right = left[rows], right[columns]
+        step = max(1, PAIR_ELEMENTS // max(1, len(right)))
+        return torch.cat([score(left[first : first + step], right) for first in range(0, len(left), step)])
+
+    return Scores(a.float(), b.float(), block)
+
+
+class _Samples(NamedTuple):
+    """Samples of N items, the same at every read, drawn anew each time: all of 25,000 captions take a gigabyte."""
+
+    gaussian: Gaussian
+    seed: int
+
+    def draw(self, number: int) -> Tensor:
+        mean = self.gaussian.mean
+        generator = torch.Generator(mean.device).manual_seed(self.seed + 2 * number)
+        noise = torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+        return noise.mul_(self.gaussian.std).add_(mean)
+
+    def __len__(self) -> int:
+        return len(self.gaussian)
+
+    def __getitem__(self, index: Tensor) -> _Samples:
+        return _Samples(self.gaussian[index], self.seed)
+
+
+def sampled(a: Gaussian, b: Gaussian, score: Callable[[Tensor, Tensor], Tensor], n_samples: int) -> Scores:
+    """A mean over pairs of samples: `score` of samples (N, J, D) and (M, 1, D). One set of samples for all pairs."""
+
+    def block(left: _Samples, right: _Samples, rows: slice, columns: slice) -> Tensor:
+        z_NJD = torch.stack([left.draw(j)[rows] for j in range(n_samples)], 1)
+        width = len(range(len(right))[columns])
+        total, step = z_NJD.new_zeros(len(z_NJD), width), max(1, SAMPLE_ELEMENTS // max(1, width))
+        for k in range(n_samples):
+            z_M1D = right.draw(k)[columns, None]
+            for some, part in zip(total.split(step), z_NJD.split(step)):
+                some += score(part, z_M1D)
+            del z_M1D  # before the next one is drawn
+        return total.div_(n_samples)
+
+    return Scores(_Samples(a.float(), 1), _Samples(b.float(), 2), block)
+
+
+def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: float, n_samples: int = 8) -> Scores:
+    """PCME's match probability in [0, 1]."""
+    return sampled(a, b, partial(match_probability_of_samples, scale=float(scale), shift=float(shift)), n_samples)
+
+
+def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
+    """The largest dot product of any of a row's K embeddings with any of a column's. Source: PVSE."""
+
+    def block(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Tensor:
+        left, right = left[rows], right[columns]
+        m, k, d = right.shape
+        flat, step, found = right.reshape(m * k, d).T, max(1, INSTANCE_ELEMENTS // max(1, m * k * k)), []
+        for part in left.split(step):
+            found.append((part.reshape(-1, d) @ flat).view(len(part), part.shape[1], m, k).amax((1, 3)))
+        return torch.cat(found)
+
+    return Scores(*(at_least_float32(g.mean if g.mean.ndim == 3 else g.mean[:, None]) for g in (a, b)), block)
+
+
+def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
+    """Stacked cross attention of tokens, read from disk; the Gaussians have no part in it. Source: SCAN."""
+
+    def block(images: KeptTokens, texts: KeptTokens, rows: slice, columns: slice) -> Tensor:
+        images, texts, device = images[rows], texts[columns], options.device
+        found = torch.empty(len(images), len(texts), device=device)
+        for first in range(0, len(texts), TEXTS):
+            some = slice(first, first + TEXTS)
+            words = texts[some].read(device)
+            for row in range(0, len(images), IMAGES):
+                part = slice(row, row + IMAGES)
+                found[part, some] = attention_scores(images[part].read(device), words, options.attention)
+        return found
+
+    return Scores(*options.tokens, block)
+
+
+# --------------------------------------------------------------------------------------------------------- the rankings
+
+
+def _one(gallery: Gaussian, options: RankingOptions) -> int:
+    return gallery.mean[0].numel()
+
+
+def _one_and_u(gallery: Gaussian, options: RankingOptions) -> int:
+    return gallery.shape[-1] + 1
+
+
+def _both(gallery: Gaussian, options: RankingOptions) -> int:
+    return 2 * gallery.shape[-1]
+
+
+def _drawn(gallery: Gaussian, options: RankingOptions) -> int:  # could be drawn again from 2 D numbers, as here
+    return options.samples * gallery.shape[-1]
+
+
+def _tokens(gallery: Gaussian, options: RankingOptions) -> int:  # of the captions, in the mean
+    return round(options.tokens[1].lengths.double().mean().item()) * options.tokens[1].values.shape[1]
 
 
 @dataclass(frozen=True)
-class Ranked:
+class Ranking:
+    """A ranking.
+
+    Attributes:
+        title: for tables; how: it is computed, with fields of RankingOptions.
+        numbers: (gallery, options) -> the numbers that it keeps of every item. Source: PCME Table 1.
+        scores: (images, captions, options) -> Scores; None: by a search in an index.
+        index: the form of FAISS' index, for a search.
+        variances: it reads them, so it is not of points; CSD is, as the squared distance of the means.
+        usual: measured where no names are given.
+        several: of K embeddings an item; all others are of one.
+    """
+
+    title: str
+    how: str
+    numbers: Callable[[Gaussian, RankingOptions], int]
+    scores: Callable[[Gaussian, Gaussian, RankingOptions], Scores] | None = None
+    index: str = "mean"
+    variances: bool = False
+    usual: bool = False
+    several: bool = False
+
+
+_VARIANCES, _USUAL = {"variances": True}, {"usual": True}
+_SAMPLES = "sampled, {samples} x {samples} samples a pair"
+
+RANKINGS: dict[str, Ranking] = {
+    "csd": Ranking("CSD", "closed form", _one_and_u, lambda a, b, o: tolerance_scores(a, b), **_USUAL),
+    "mean": Ranking("mean only", "cosine of the means", _one, lambda a, b, o: _means(a, b), **_USUAL),
+    "wasserstein2": Ranking(
+        "2-Wasserstein", "closed form", _both, lambda a, b, o: _wasserstein2(a, b), **_VARIANCES, **_USUAL
+    ),
+    "match-probability": Ranking(
+        "match probability", _SAMPLES, _drawn,
+        lambda a, b, o: match_probability_scores(a, b, o.scale, o.shift, o.samples), **_VARIANCES, **_USUAL,
+    ),
+    "tolerance": Ranking(
+        "tolerance", "CSD with the captions' u times {tolerance.i2t:g} and the images' u times {tolerance.t2i:g}",
+        _one_and_u, lambda a, b, o: tolerance_scores(a, b, o.tolerance.i2t, o.tolerance.t2i), **_VARIANCES, **_USUAL,
+    ),
+    "faiss-mean": Ranking("FAISS on the means", "{factory}, no re-ranking", _one, **_USUAL),
+    "faiss-rerank": Ranking(
+        "FAISS, re-ranked", "{factory}, {candidates} candidates re-ranked by adding their uncertainty", _one_and_u,
+        **_USUAL,
+    ),
+    "faiss-csd": Ranking(
+        "FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself", _one_and_u, index="csd", **_USUAL
+    ),
+    "log-likelihood": Ranking(
+        "log-likelihood", "log of the expected likelihood kernel, closed form", _both,
+        lambda a, b, o: pairwise(a, b, lambda x, y: -elk(x, y)), **_VARIANCES,
+    ),
+    "inclusion": Ranking(
+        "inclusion", "of the image in the caption, closed form", _both, lambda a, b, o: pairwise(a, b, inclusion),
+        **_VARIANCES,
+    ),
+    "kl": Ranking(
+        "KL(image || caption)", "closed form, from the image to the caption", _both,
+        lambda a, b, o: dots(*_kl_sides(a, b)), **_VARIANCES,
+    ),
+    "reverse-kl": Ranking(
+        "KL(caption || image)", "closed form, from the caption to the image", _both,
+        lambda a, b, o: dots(*_kl_sides(b, a)[::-1]), **_VARIANCES,
+    ),
+    "min-kl": Ranking(
+        "smaller KL", "closed form, the smaller one of both directions", _both, lambda a, b, o: _min_kl(a, b),
+        **_VARIANCES,
+    ),
+    "symmetric-kl": Ranking(
+        "symmetric KL", "closed form, the mean of both directions", _both,
+        lambda a, b, o: dots(*_both_kl_sides(a, b, 0.5)), **_VARIANCES,
+    ),
+    "bhattacharyya": Ranking(
+        "Bhattacharyya", "closed form", _both, lambda a, b, o: pairwise(a, b, lambda x, y: -bhattacharyya(x, y)),
+        **_VARIANCES,
+    ),
+    "average-l2": Ranking(
+        "average L2", _SAMPLES, _drawn,
+        lambda a, b, o: sampled(a, b, lambda x, y: -mean_distance_of_samples(x, y), o.samples), **_VARIANCES,
+    ),
+    "multi-instance": Ranking(
+        "closest of the embeddings", "largest cosine of any of the image's embeddings with any of the caption's", _one,
+        lambda a, b, o: _multi_instance(a, b), several=True,
+    ),
+    "attention": Ranking("cross attention", "tokens attend to tokens, {attention.direction}", _tokens, _attention),
+    "order": Ranking(
+        "order", "what the caption exceeds the image by, squared", _one,
+        lambda a, b, o: pairwise(a, b, lambda x, y: order_similarity(x.mean, y.mean)),
+    ),
+}  # fmt: skip
+
+
+def ranking_names(text: str | None) -> list[str]:
+    """Names separated by commas; for None the usual ones, see `fitting`. Raises UserError."""
+    if text is None:
+        return [name for name, ranking in RANKINGS.items() if ranking.usual]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names or [text]:
+        if name not in RANKINGS:
+            what = f"There is no ranking '{name}'.{nearest(name, RANKINGS)}"
+            raise UserError(what, f"Choose from {', '.join(RANKINGS)}.")
+    return names
+
+
+def fitting(names: Sequence[str], model, given: bool) -> list[str]:
+    """The rankings that a model's embeddings allow; if none were `given`, the one that it was trained for first.
+
+    Raises UserError: a given one does not fit the model.
+    """
+    unfit = {name: why for name in names if (why := _unfit(name, model))}
+    if given and unfit:
+        name, why = next(iter(unfit.items()))
+        what = f"The ranking {name} does not fit a model {why}."
+        raise UserError(what, f"Leave --rankings out, or choose {model.ranking}.")
+    left = [name for name in names if name not in unfit]
+    if given or (model.ranking == "mean" and not model.probabilistic):  # which csd is the same as
+        return left
+    return [model.ranking, *(name for name in left if name != model.ranking)]
+
+
+def _unfit(name: str, model) -> str | None:
+    """Why a ranking does not fit a model, or None."""
+    ranking = RANKINGS[name]
+    if name == "attention" and model.attention is None:
+        return "that was not trained for it"
+    if ranking.several != (model.n_embeddings > 1):
+        several = f"{model.n_embeddings} embeddings" if model.n_embeddings > 1 else "one embedding"
+        return f"with {several} of an item"
+    if ranking.variances and not model.probabilistic:
+        return "without uncertainty, a point model: it reads variances"
+    if name == "match-probability" and not model.predicts_matches:
+        return "whose loss did not train a and b"
+    return None
+
+
+def check_factory(factory: str, names: Sequence[str]) -> None:
+    """Refuse a string that FAISS does not know, if any ranking of `names` needs it. Raises UserError."""
+    for form in {RANKINGS[name].index for name in names if RANKINGS[name].scores is None}:
+        new_index(width_of(ANY_DIMENSION, form, factory), factory)
+
+
+# --------------------------------------------------------------------------------------------------------- ranked lists
+
+
+class Ranked(NamedTuple):
     """Ranked lists of both directions, and their cost: milliseconds a query, seconds to build indexes."""
 
     i2t: Tensor
@@ -243,74 +455,56 @@ class Ranked:
     build_seconds: float | None
 
 
-def rank_all(ranker: Ranker, n_images: int, n_captions: int, depth: tuple[int, int]) -> Ranked:
-    """Rank everything against everything."""
-    start = time.perf_counter()
-    i2t, t2i = ranker(torch.arange(n_images), torch.arange(n_captions), depth)
-    seconds = time.perf_counter() - start
-    build = ranker.build_seconds if isinstance(ranker, SearchRanker) else None
-    return Ranked(i2t, t2i, 1000 * (seconds - (build or 0)) / (n_images + n_captions), build)
+class Ranker:
+    """A ranking of Gaussians (N, D) and (M, D) in both directions: `ranker(depths)`, or of some rows alone.
 
-
-def own_captions(owner: Tensor, n_images: int) -> Positives:
-    """Every image matches its own captions; (N, M)."""
-    return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
-
-
-def class_captions(captions: CaptionDataset, owner: Tensor, kept: Sequence[int]) -> Positives:
-    """Every image matches the captions of all images of its class; (N, M). Raises UserError: data without classes."""
-    numbers = torch.tensor(captions.class_numbers())[kept]
-    return Positives.of_classes(numbers, numbers[owner])
-
-
-def depth_for(positives: Sequence[Positives]) -> tuple[int, int]:
-    """Needed depth of both directions' lists for these positives of images."""
-    pairs = [(p, p.transposed()) for p in positives]
-    return tuple(max(max(KS), *(int(pair[way].counts.max()) for pair in pairs)) for way in (0, 1))
-
-
-def both_directions(ranked: Ranked, positives: Positives) -> dict:
-    """{"i2t": metrics, "t2i": metrics, "rsum": in percent}."""
-    i2t = mean_metrics(query_metrics(ranked.i2t, positives, KS))
-    t2i = mean_metrics(query_metrics(ranked.t2i, positives.transposed(), KS))
-    return {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)}
-
-
-def evaluate_retrieval(
-    embedder: Embedder, captions: CaptionDataset, ranking: str | None = None, by_class: bool = False
-) -> dict:
-    """RSUM and its parts under one ranking, by which finetuning selects its model.
-
-    Args:
-        ranking: one of TITLES; by default, and for a point model always, the one that the model was trained for. The
-            weights of "tolerance" are those with the best recalls of own captions, on these same images.
-        by_class: the captions of an image's class are its matches, not its own alone.
-
-    Returns:
-        {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}, and of "tolerance"
-        its weights, "tolerance": {"i2t", "t2i"}.
-
-    Raises:
-        UserError: too many images that cannot be read, embeddings that are not finite.
+    Scores come from one pass; without scores an index of the other side is built for every gallery.
     """
-    ranking = ranking if ranking and embedder.model.probabilistic else embedder.model.ranking
-    pairs = embed_pairs(embedder, captions, with_tokens=ranking == "attention")
-    images, texts, owner = pairs.images, pairs.texts, pairs.owner
-    found: dict = {"ranking": ranking, "images": len(images), "captions": len(texts)}
-    model, device = embedder.model, embedder.device.name
-    options = RankingOptions(*model.match_numbers(), device=device, attention=model.attention, tokens=pairs.tokens)
-    own = own_captions(owner, len(images))
-    if ranking == "tolerance":
-        chosen = choose_tolerance(pairs, own, "recall")
-        options, found["tolerance"] = replace(options, tolerance=chosen), {"i2t": chosen.i2t, "t2i": chosen.t2i}
-    return found | retrieval(
-        images, texts, class_captions(captions, owner, pairs.kept) if by_class else own, ranking, options
-    )
+
+    def __init__(self, name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()):
+        self.name, self.images, self.captions, self.options = name, images, captions, options
+        self.scores = None if RANKINGS[name].scores is None else scores_of(name, images, captions, options)
+
+    def __call__(self, depth: tuple[int, int], images: Tensor | None = None, captions: Tensor | None = None) -> Ranked:
+        start, build = time.perf_counter(), None
+        if self.scores is not None:
+            part = self.scores if images is None else self.scores.only(images, captions)
+            lists, (n, m) = rank_both(part, *part.shape, depth), part.shape
+        else:
+            left = self.images if images is None else self.images[images]
+            right = self.captions if captions is None else self.captions[captions]
+            n, m = len(left), len(right)
+            (i2t, first), (t2i, second) = self._search(left, right, depth[0]), self._search(right, left, depth[1])
+            lists, build = (i2t, t2i), first + second
+        seconds = time.perf_counter() - start - (build or 0)
+        return Ranked(*lists, 1000 * seconds / (n + m), build)
+
+    def _search(self, queries: Gaussian, gallery: Gaussian, depth: int) -> tuple[Tensor, float]:
+        """(Q, depth) and the seconds to build the index."""
+        depth, start = min(depth, len(gallery)), time.perf_counter()
+        index = build_index(gallery, self.options.factory, RANKINGS[self.name].index)
+        seconds = time.perf_counter() - start
+        if self.name != "faiss-rerank":
+            return search(index, queries, depth)[1], seconds
+        candidates = min(self.options.candidates, len(gallery))
+        top = rerank(index, queries, min(depth, candidates), candidates)[1]
+        if depth > candidates:  # keep the order of the means
+            top = torch.cat([top, search(index, queries, depth)[1][:, candidates:]], 1)
+        return top, seconds
 
 
-def retrieval(
-    images: Gaussian, texts: Gaussian, positives: Positives, ranking: str, options: RankingOptions = RankingOptions()
-) -> dict:
-    """`both_directions` of embedded pairs, (N, D) and (M, D), under one ranking; positives of images, (N, M)."""
-    ranker = make_ranker(ranking, images, texts, options)
-    return both_directions(rank_all(ranker, len(images), len(texts), depth_for([positives])), positives)
+@torch.no_grad()
+def scores_of(name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()) -> Scores:
+    """The scores of a ranking that has them."""
+    return RANKINGS[name].scores(images.to(options.device), captions.to(options.device), options)
+
+
+def describe_ranking(name: str, options: RankingOptions) -> str:
+    """Short description of a ranking's computation."""
+    return RANKINGS[name].how.format(**vars(options))
+
+
+def title_of(row: dict) -> str:
+    """The title of a row of `evaluate_rankings`, with the origin of what was chosen for it: "tolerance, oracle"."""
+    title, chosen = RANKINGS[row["ranking"]].title, row.get("chosen", "given")
+    return title if chosen == "given" else f"{title}, {chosen}"

@@ -1,48 +1,68 @@
-"""Uncertainty against the quality of retrieval, erased pixels and words, and true ambiguity. Source: PCME++ §4.
+"""What an uncertainty is worth: quality of retrieval, what is erased, true ambiguity, generality, and other predictors.
 
-N images, M captions; queries of "images" are images (image to text), those of "captions" are captions.
+PCME++ §4. "images" are queries of image to text, "captions" of text to image. Every score of a query is high for one
+that it calls uncertain; the signs are fixed before any data are seen.
+
+N images, M captions, Q queries, G gallery items, K candidates of each query, P pairs, R resamples, D dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
+from sklearn.manifold import TSNE
 from torch import Tensor
+from torch.nn.functional import log_softmax, logsigmoid, pad
 
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.failures import BadSample
-from probemb.evaluation.analyses.set_algebra import geometric_sigma, own_inclusion
-from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
-from probemb.evaluation.embedding import Embedder
+from probemb.distances import csd, inclusion, squared_euclidean
+from probemb.evaluation.embedding import EmbeddedPairs, Embedder, exact_match, true_ambiguity
+from probemb.evaluation.rankings import match_probability_scores
 from probemb.gaussian import Gaussian
-from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
+from probemb.metrics.bootstrap import cluster_weights, estimate, pair_metrics
+from probemb.metrics.uncertainty import (
+    SIGNIFICANT,
+    halves,
+    rank_correlation,
+    rejection_curve,
+    rejection_gain,
+    spearman,
+    uncertainty_bins,
+)
+from probemb.models.match import MatchModel, in_gallery
 
 ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels or regions, and of words
+PROJECTED, EXAMPLES = 60, 8  # images, with their captions; most and least uncertain items
+OWN_PAIRS, CAPTIONS, NESTED_PAIRS = 10_000, 2_000, 20_000  # at most, of which generality is measured
+ROWS, IMAGES = 8, 4096  # pairs of which only the diagonal is wanted, and images whose captions are counted, at a time
+NEIGHBOURS = 10  # whose means' spread is measured
+BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
+
+
+def geometric_sigma(g: Gaussian) -> Tensor:
+    """Geometric mean of the standard deviations, (N,): PCME's scalar measure of uncertainty (§3.2.1)."""
+    return (0.5 * g.log_var.double().mean(-1)).exp()
+
+
 # Scalar measures of uncertainty, values of `--uncertainty`; the last two order items alike.
 MEASURES: dict[str, Callable[[Gaussian], Tensor]] = {
     "sum": Gaussian.uncertainty,
     "log-det": Gaussian.log_det,
     "geometric-mean": geometric_sigma,
 }
-PROJECTED = 60  # images, with their captions
-EXAMPLES = 8
 
 
 def findings(
-    embedder: Embedder,
-    captions: CaptionDataset,
-    pairs: EmbeddedPairs,
-    per_query: dict[str, dict[str, Tensor]],
-    tops: dict[str, Tensor],
-    erased: int,
-    measure: str = "sum",
-) -> dict:
+    embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]],
+    tops: dict[str, Tensor], erased: int, measure: str = "sum",
+) -> dict:  # fmt: skip
     """The uncertainty part of results.json.
 
     Args:
-        per_query: as for `quality`; tops: of `evaluate_rankings`.
+        per_query, tops: of `evaluate_rankings`.
         erased: number of images, and of captions, to erase parts of.
         measure: of uncertainty, a key of MEASURES.
 
@@ -53,8 +73,7 @@ def findings(
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
     if captions.scenes is not None:
-        ambiguity = true_ambiguity(captions, pairs.kept)
-        found["ambiguity_spearman"] = spearman(u(pairs.texts), ambiguity)
+        found["ambiguity_spearman"] = spearman(u(pairs.texts), true_ambiguity(captions, pairs.kept))
     texts = [text for i in pairs.kept for text in captions.captions[i]]
     words = torch.tensor([float(len(text.split())) for text in texts])
     found["length_spearman"] = spearman(u(pairs.texts), words)
@@ -62,53 +81,63 @@ def findings(
         chosen = [pairs.kept[row] for row in evenly(len(pairs.kept), erased)]
         found["erased"] = erase(embedder, captions, chosen, measure=u)
     distinct = {text: row for row, text in reversed(list(enumerate(texts)))}  # the first row of each text
-    rows_of = {"images": range(len(pairs.images)), "captions": list(distinct.values())}
-    found["extremes"] = {
-        side: {
+    found["extremes"] = {}
+    for side, rows, items in (
+        ("images", list(range(len(pairs.images))), pairs.images), ("captions", list(distinct.values()), pairs.texts),
+    ):  # fmt: skip
+        order = u(items)[rows].argsort(stable=True).tolist()
+        n = min(EXAMPLES, len(order) // 2)
+        found["extremes"][side] = {
             which: [{"row": rows[place], "retrieved": tops[side][rows[place]].tolist()} for place in places]
-            for which, places in extremes(u(items)[list(rows)]).items()
+            for which, places in (("most", order[::-1][:n]), ("least", order[:n]))
         }
-        for (side, rows), items in zip(rows_of.items(), (pairs.images, pairs.texts))
-    }
     return found
 
 
 def quality(
-    pairs: EmbeddedPairs,
-    per_query: dict[str, dict[str, Tensor]],
+    pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]],
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
-) -> dict:
-    """Ten bins and the rejection curve of every metric.
-
-    Args:
-        per_query: side -> metric -> (N,) or (M,), NaN for queries that a benchmark leaves out.
-
-    Returns:
-        side -> metric -> {"bins", "rejection"}, None where there are too few queries.
-    """
+) -> dict:  # fmt: skip
+    """Ten bins and the rejection curve of every metric: side -> metric -> {"bins", "rejection"}, None for too few."""
     found: dict = {}
-    for side, metrics in per_query.items():
-        u = measure(getattr(pairs, "images" if side == "images" else "texts"))
+    for side, u in (("images", measure(pairs.images)), ("captions", measure(pairs.texts))):
         found[side] = {}
-        for name, values in metrics.items():
-            bins = uncertainty_bins(u, values, cut_over_all=True)
-            curve = rejection_curve(u, values)
-            found[side][name] = {
-                "bins": asdict(bins) if bins else None,
-                "rejection": asdict(curve) if curve else None,
-            }
+        for name, values in per_query[side].items():
+            bins, curve = uncertainty_bins(u, values, cut_over_all=True), rejection_curve(u, values)
+            found[side][name] = {"bins": bins and asdict(bins), "rejection": curve and asdict(curve)}
     return found
-
-
-def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Rank correlation; None if one of the two is constant."""
-    return pearson(average_ranks(a.double()), average_ranks(b.double()))
 
 
 def evenly(n: int, wanted: int) -> list[int]:
     """At most `wanted` indices below n at equal distances."""
     wanted = min(n, wanted)
     return sorted({round(i * (n - 1) / max(1, wanted - 1)) for i in range(wanted)})
+
+
+def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
+    """Means of some images and their captions in a plane, by t-SNE.
+
+    Returns:
+        "method", "images" and "captions": rows, "x", "y", "uncertainty".
+    """
+    rows = torch.tensor(evenly(len(pairs.images), n_images))
+    columns = torch.isin(pairs.owner, rows).nonzero().flatten()
+    points = torch.cat([pairs.images.mean[rows], pairs.texts.mean[columns]]).float()
+    if len(points.unique(dim=0)) < 4:  # the start of t-SNE divides by their spread
+        plane, method = pad(points, (0, 2))[:, :2], "the first two dimensions"
+    else:
+        perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
+        plane = TSNE(init="pca", random_state=0, perplexity=perplexity).fit_transform(points.numpy())
+        plane, method = torch.from_numpy(plane), f"t-SNE (perplexity {perplexity:.0f})"
+    out: dict = {"method": method}
+    for name, index, items, part in (
+        ("images", rows, pairs.images, plane[: len(rows)]), ("captions", columns, pairs.texts, plane[len(rows) :]),
+    ):  # fmt: skip
+        out[name] = {"rows": index, "x": part[:, 0], "y": part[:, 1], "uncertainty": items[index].uncertainty()}
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------------- erasing
 
 
 def erase_pixels(pixels_BCHW: Tensor, share: float, generator: torch.Generator) -> Tensor:
@@ -148,12 +177,9 @@ def erase_words(text: str, share: float, generator: torch.Generator) -> str:
 
 
 def erase(
-    embedder: Embedder,
-    captions: CaptionDataset,
-    chosen: Sequence[int],
-    shares: Sequence[float] = ERASED,
+    embedder: Embedder, captions: CaptionDataset, chosen: Sequence[int], shares: Sequence[float] = ERASED,
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
-) -> dict:
+) -> dict:  # fmt: skip
     """Uncertainty against the share of erased pixels, or regions, and words.
 
     Args:
@@ -173,64 +199,289 @@ def erase(
     texts = [captions.captions[i][0] for i in chosen]
     whole = embedder.model.normalized(torch.stack(read))
     side, erase_part = ("regions", erase_regions) if whole.ndim == 3 else ("pixels", erase_pixels)
-    uncertainty: dict[str, list[Tensor]] = {side: [], "words": [], "ends": []}
+    u: dict[str, list[Tensor]] = {side: [], "words": [], "ends": []}
     lies_in, full = [], embedder.tokens(embedder.tokenizer(texts))
     with embedder.show("erased", len(shares) * (len(whole) + 2 * len(texts))) as advance:
         for share in shares:
             draw = torch.Generator().manual_seed(0)
             batches = erase_part(whole, share, draw).split(embedder.batch_size)
-            uncertainty[side].append(measure(embedder.pixels(batches, advance)))
+            u[side].append(measure(embedder.pixels(batches, advance)))
             tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
-            uncertainty["words"].append(measure(embedder.tokens(tokens, advance)))
+            u["words"].append(measure(embedder.tokens(tokens, advance)))
             prefixes = [prefix(text, share) for text in texts]
             ends = embedder.tokens(embedder.tokenizer(prefixes), advance)
-            uncertainty["ends"].append(measure(ends))
+            u["ends"].append(measure(ends))
             cut = torch.tensor([len(a.split()) < len(b.split()) for a, b in zip(prefixes, texts)])
             lies_in.append(float((own_inclusion(full, ends)[cut] > 0).double().mean()) if cut.any() else None)
     found = {
         what: {
             "shares": list(shares),
-            "uncertainty": [float(u.double().mean()) for u in values],
+            "uncertainty": [float(one.double().mean()) for one in values],
             "items": len(values[0]),
             "spearman": spearman(torch.cat(values), torch.tensor(shares).repeat_interleave(len(values[0]))),
         }
-        for what, values in uncertainty.items()
+        for what, values in u.items()
     }
     found["ends"]["lies_in"] = lies_in
     return found
 
 
-def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
-    """Means of some images and their captions in a plane, by scikit-learn's t-SNE.
+# ---------------------------------------------------------------------------------------------- inclusion as generality
+
+
+def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
+    """`distances.inclusion` of every row in the same row of the other, (N,); computed in blocks of few pairs."""
+    blocks = [slice(i, i + ROWS) for i in range(0, len(inner), ROWS)]
+    return torch.cat([inclusion(inner[rows], outer[rows]).diagonal() for rows in blocks])
+
+
+def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) -> dict:
+    """Does an image lie in its caption, and a caption in a more general one (`distances.inclusion` above 0)?
+
+    Of pairs with one embedding an item. Pairs and captions beyond the limits are left out, drawn from the seed.
 
     Returns:
-        "method", "images" and "captions": rows, "x", "y", "uncertainty".
+        "own": "pairs"; "lies_in", the share of images that lie in their captions; "lies_in_other", of as many images in
+        the caption of another one (None with a single image); "nested": see `direction`, None but for the synthetic
+        world, whose captions' sets of images are known. Estimates are {"value", "low", "high"}, 95 % by bootstrap over
+        the images.
     """
-    rows = torch.tensor(evenly(len(pairs.images), n_images))
-    columns = torch.isin(pairs.owner, rows).nonzero().flatten()
-    points = torch.cat([pairs.images.mean[rows], pairs.texts.mean[columns]]).float()
-    plane, method = _plane(points)
-    out: dict = {"method": method}
-    for name, index, gaussian, part in (
-        ("images", rows, pairs.images, plane[: len(rows)]),
-        ("captions", columns, pairs.texts, plane[len(rows) :]),
-    ):
-        out[name] = {"rows": index, "x": part[:, 0], "y": part[:, 1], "uncertainty": gaussian[index].uncertainty()}
-    return out
+    rows = _drawn(len(pairs.owner), OWN_PAIRS, seed)
+    owner, texts = pairs.owner[rows], pairs.texts[rows]
+    other = owner.roll(1)
+    apart = other != owner  # neighbours in a drawn order may share their image
+    strangers = _lies_in(pairs.images[other[apart]], texts[apart], other[apart]) if apart.any() else None
+    own = {"pairs": len(rows), "lies_in": _lies_in(pairs.images[owner], texts, owner), "lies_in_other": strangers}
+    if captions.scenes is None:
+        return {"own": own, "nested": None}
+    rows = _drawn(len(pairs.owner), CAPTIONS, seed)
+    match_NM = exact_match(captions, pairs.kept, rows.tolist())
+    return {"own": own, "nested": direction(pairs.texts[rows], match_NM, seed)}
 
 
-def _plane(points: Tensor) -> tuple[Tensor, str]:
-    from sklearn.manifold import TSNE
+def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
+    """Does inclusion tell which of two captions is true of more images?
 
-    if len(points.unique(dim=0)) < 4:  # the start of t-SNE divides by their spread
-        return torch.nn.functional.pad(points, (0, 2))[:, :2], "the first two dimensions"
-    perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
-    plane = TSNE(init="pca", random_state=0, perplexity=perplexity).fit_transform(points.numpy())
-    return torch.from_numpy(plane), f"t-SNE (perplexity {perplexity:.0f})"
+    Args:
+        texts: Gaussian (M, D); match_NM: (N, M) bool, which image each caption is true of.
+
+    Returns:
+        over pairs of captions of which one is true of some of the images of the other and of no other image, None
+        without any: "captions"; "found", the pairs among them; "pairs", those that are measured; "lies_in", the share
+        in which the caption of fewer images lies in the other; "roc_auc", of the inclusion that way against the
+        reverse one. Both {"value", "low", "high"}, 95 % by bootstrap over the captions of fewer images, and 0.5 by
+        chance.
+    """
+    small, large = nested_pairs(match_NM)
+    if not len(small):
+        return None
+    n_found, chosen = len(small), _drawn(len(small), NESTED_PAIRS, seed)
+    small, large = small[chosen], large[chosen]
+    score_P = own_inclusion(texts[small], texts[large])
+    cluster, weights_RC = _clusters(small, seed)
+    both = torch.cat([score_P, -score_P])  # the reverse inclusion is the negative one
+    label = torch.arange(len(both)) < len(score_P)
+    return {
+        "captions": len(texts),
+        "found": n_found,
+        "pairs": len(score_P),
+        "lies_in": estimate(_shares(score_P > 0, cluster, weights_RC)),
+        "roc_auc": estimate(pair_metrics(both, label, (cluster.repeat(2), weights_RC)).roc_auc),
+    }
 
 
-def extremes(uncertainty: Tensor, n: int = EXAMPLES) -> dict[str, list[int]]:
-    """Rows of the most and of the least uncertain items, the most extreme first."""
-    order = uncertainty.argsort(stable=True).tolist()
-    n = min(n, len(order) // 2)
-    return {"most": order[::-1][:n], "least": order[:n]}
+def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """Captions of which one is true of some of the other's images and of no other image, from (N, M) bool matches.
+
+    Returns (P,) columns of the smaller sets, (P,) of the larger ones.
+    """
+    common = torch.zeros(match_NM.shape[1], match_NM.shape[1])
+    for images in match_NM.split(IMAGES):
+        common += images.float().T @ images.float()  # whole numbers, exact below 2^24
+    count = common.diagonal()
+    inside = (common == count[:, None]) & (count[:, None] < count[None, :]) & (count[:, None] > 0)
+    return inside.nonzero(as_tuple=True)
+
+
+def _lies_in(images: Gaussian, texts: Gaussian, image_P: Tensor) -> dict[str, float]:
+    """The share of the images that lie in the texts, row by row; image_P: which image each is."""
+    return estimate(_shares(own_inclusion(images, texts) > 0, *_clusters(image_P)))
+
+
+def _clusters(item_P: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(P,) clusters of pairs with the same item, and the bootstrap's weights, (R, C)."""
+    cluster = item_P.unique(return_inverse=True)[1]
+    return cluster, cluster_weights(int(cluster.max()) + 1, seed=seed)
+
+
+def _shares(hit_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> Tensor:
+    """The share of hits under every row of weights, (R,) float64."""
+    sums = torch.zeros(weights_RC.shape[1], 2, dtype=torch.float64)
+    sums.index_add_(0, cluster_P, torch.stack([hit_P.double(), torch.ones(len(hit_P), dtype=torch.float64)], 1))
+    hits_R, pairs_R = (weights_RC.double() @ sums).unbind(1)
+    return hits_R / pairs_R
+
+
+def _drawn(n: int, wanted: int, seed: int) -> Tensor:
+    """At most `wanted` indices below n in an order drawn from the seed."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:wanted]
+
+
+# ----------------------------------------------------------------------- other scores that say how uncertain a query is
+
+TITLES = {
+    "u": "u",
+    "expected-matches": "expected matches",
+    "entropy": "entropy of matches",
+    "spread": f"spread of closest {NEIGHBOURS}",
+    "distance": "distance of closest",
+    "margin": "lead of closest, negated",
+}
+
+
+@torch.no_grad()
+def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dict[str, Tensor]:
+    """Every score of every query against the whole gallery, (Q,) each on the CPU, in the order of TITLES.
+
+    The match probability is the model's own. A point model has no u and, except for SigLIP's, no match probability; its
+    entropy is that of the softmax of its cosines at its own temperature. The neighbours of "spread" are the closest by
+    CSD, or by the means of a point model.
+    """
+    queries, gallery, parts = queries.float(), gallery.float(), []
+    u_gallery, log_odds = gallery.uncertainty(), _log_odds(queries, gallery, model)
+    for rows in _blocks(queries, gallery):
+        block = queries[rows]
+        u = block.uncertainty()
+        apart = squared_euclidean(block.mean, gallery.mean)
+        distance = apart + u[:, None] + u_gallery
+        ranked = distance if model.probabilistic else apart
+        near = ranked.topk(min(NEIGHBOURS, len(gallery)), largest=False).indices
+        near = gallery.mean[near.sort(1).values]  # (Q, K, D); so that the same neighbours have the same spread
+        scores = {"spread": (near - near.mean(1, keepdim=True)).square().sum(-1).mean(1)}
+        if model.probabilistic:
+            scores["u"] = u
+        if model.matches:
+            log_p = logsigmoid(log_odds(rows, distance))
+            scores["expected-matches"] = log_p.exp().sum(1)
+            scores["entropy"] = torch.special.entr(log_softmax(log_p, 1).exp()).sum(1)
+        elif model.temperature is not None:  # unit vectors: the cosine is 1 - distance / 2
+            scores["entropy"] = torch.special.entr(log_softmax(-model.temperature / 2 * apart, 1).exp()).sum(1)
+        closest = apart.topk(min(2, len(gallery)), largest=False).values
+        scores |= {"distance": closest[:, 0], "margin": closest[:, 0] - closest[:, -1]}
+        parts.append({name: scores[name].cpu() for name in TITLES if name in scores})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _blocks(queries: Gaussian, gallery: Gaussian) -> list[slice]:
+    step = max(1, BLOCK_ELEMENTS // max(1, len(gallery)))
+    return [slice(start, start + step) for start in range(0, len(queries), step)]
+
+
+def _log_odds(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Callable[[slice, Tensor], Tensor]:
+    """(rows of the queries, their CSD) -> the log-odds of a match, (rows, G)."""
+    if model.form != "samples":
+        return lambda rows, csd: model.shift - model.scale * csd
+    signs = 1, -1  # 1 - p has the form of p, so that neither rounds to 0 where the other is close to 1
+    match, other = (match_probability_scores(queries, gallery, s * model.scale, s * model.shift) for s in signs)
+    tiny = torch.finfo(torch.float32).tiny
+    return lambda rows, csd: match(rows).clamp_min(tiny).log() - other(rows).clamp_min(tiny).log()
+
+
+@torch.no_grad()
+def match_of_first(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Tensor:
+    """The largest probability of any item to be the one that matches, (Q,); see `models.match.in_gallery`."""
+    queries, gallery = queries.float(), gallery.float()
+    log_odds = _log_odds(queries, gallery, model)
+    found = [in_gallery(log_odds(rows, csd(queries[rows], gallery))).amax(1) for rows in _blocks(queries, gallery)]
+    return torch.cat(found).cpu()
+
+
+def evaluate_predictors(
+    pairs: EmbeddedPairs, captions: CaptionDataset, correct: Mapping[str, Tensor], model: MatchModel,
+    device: str = "cpu", accepted_share: Tensor | None = None,
+) -> dict:  # fmt: skip
+    """The table of both directions.
+
+    Args:
+        correct: "images" -> (N,), "captions" -> (M,): whether the first answer of each query is right.
+        accepted_share: (M,) as for `assess`.
+
+    Returns:
+        {"match_probability": the formula, "match_of_first": {"mean", "right"}: the mean match of a caption's closest
+        image among all and the share that is right, None without match probability; "captions": rows of `assess` for
+        text -> image, "images": for image -> text, "warning": one line if u runs against recall, else None}.
+    """
+    images, texts = pairs.images.to(device), pairs.texts.to(device)
+    ambiguity = None if captions.scenes is None else true_ambiguity(captions, pairs.kept)
+    first = None
+    if model.matches:
+        right = correct["captions"].double().mean()
+        first = {"mean": match_of_first(texts, images, model).mean().item(), "right": right.item()}
+    of_captions, of_images = query_scores(texts, images, model), query_scores(images, texts, model)
+    found = {
+        "match_probability": model.describe(),
+        "match_of_first": first,
+        "captions": assess(of_captions, correct["captions"], pairs.owner, ambiguity, accepted_share),
+        "images": assess(of_images, correct["images"]),
+    }
+    return found | {"warning": warning(found)}
+
+
+def assess(
+    scores: Mapping[str, Tensor], correct: Tensor, cluster: Tensor | None = None, ambiguity: Tensor | None = None,
+    accepted_share: Tensor | None = None,
+) -> list[dict]:  # fmt: skip
+    """Measure how well each score predicts whether its queries are answered right.
+
+    Args:
+        scores: name -> (Q,).
+        correct: (Q,) whether the first answer is right, as numbers.
+        cluster: (Q,) queries that depend on each other, such as the captions of an image.
+        ambiguity: (Q,) the share of all images that a query fits.
+        accepted_share: (Q,) the share of the judged images that people accept, NaN where there are none.
+
+    Returns:
+        For each score {"score", "ambiguity", "accepted_share", "r@1": Spearman's {"value", "se"}; "halves":
+        {"certain", "rest", "difference"}; "gain": of the rejection curve, 0 at random and 1 at best}; None where
+        something is unknown or constant. A score that knows something has positive correlations with ambiguity and
+        accepted_share, a negative one with r@1, and a positive difference and gain.
+    """
+    outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}
+    return [
+        {"score": name, "title": TITLES[name]}
+        | {
+            key: None if outcome is None else rank_correlation(score, outcome, cluster)
+            for key, outcome in outcomes.items()
+        }
+        | {"halves": halves(score, correct, cluster), "gain": rejection_gain(score, correct, cluster)}
+        for name, score in scores.items()
+    ]
+
+
+def runs_against_recall(row: dict) -> bool:
+    """True if a row of `assess` significantly has the wrong sign: what it calls certain is found less often."""
+    correlation, parts = row["r@1"], row["halves"]
+    turned = correlation is not None and correlation["value"] > SIGNIFICANT * correlation["se"]
+    return turned or (parts is not None and parts["difference"]["value"] < -SIGNIFICANT * parts["difference"]["se"])
+
+
+def warning(found: Mapping) -> str | None:
+    """One line if u runs against recall in a direction, and what to do; None if not, or without u.
+
+    found: "captions" and "images" as `evaluate_predictors` returns them.
+    """
+    told = []
+    for side in ("captions", "images"):
+        for row in found[side]:
+            if row["score"] == "u" and runs_against_recall(row):
+                correlation, parts = row["r@1"], row["halves"]
+                text = f"{side}: Spearman with R@1 {correlation['value']:+.3f} ± {correlation['se']:.3f}"
+                if parts:
+                    text += f", R@1 {parts['certain']:.1%} in the certain half, {parts['rest']:.1%} in the other"
+                told.append(text)
+    if not told:
+        return None
+    return (
+        f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
+        "finetune so that u keeps its sign (docs/concepts.md)"
+    )

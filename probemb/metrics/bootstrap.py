@@ -1,17 +1,42 @@
-"""Bootstrap over images: accuracies of several classifiers on the same resamples, so that differences are paired.
+"""Bootstrap: accuracies over resampled images, average precision and ROC AUC over resampled clusters of pairs.
 
-N images, Q classifiers, R resamples, C classes.
+Figures of the same resamples can be compared one by one, so differences are paired. Pairs of one caption, or of one
+image, are not independent: they share its embedding and how people understood it. So whole clusters are drawn; with
+clusters of two kinds, images and captions, both are, and a pair counts as the product of both counts (Owen, "The
+pigeonhole bootstrap", Annals of Applied Statistics 2007).
+
+Letters: N images, Q classifiers, C classes or clusters, P pairs, R resamples.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 RESAMPLES, CONFIDENCE = 1000, 0.95
-BLOCK_ELEMENTS = 1 << 22  # counts of images held at a time
+COUNT_ELEMENTS = 1 << 22  # counts of images held at a time
+WEIGHT_ELEMENTS = 1 << 21  # weights of pairs held at a time
+
+
+def interval(values_R: Tensor, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The quantiles that leave out (1 - confidence) / 2 of the resamples on either side; NaN without any."""
+    tail = (1 - confidence) / 2
+    if not len(values_R):
+        return math.nan, math.nan
+    low, high = values_R.double().quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+    return float(low), float(high)
+
+
+def estimate(values_R: Tensor) -> dict[str, float]:
+    """{"value", "low", "high"} of values whose first is that of the data; resamples without a value are left out."""
+    low, high = interval(values_R[1:][~values_R[1:].isnan()])
+    return {"value": float(values_R[0]), "low": low, "high": high}
+
+
+# --------------------------------------------------------------------------------------------------------------- images
 
 
 class Resampled(NamedTuple):
@@ -28,18 +53,12 @@ def resample_accuracy(
 
     Args:
         right_NQ: bool, whether each classifier is right; labels_N: int64 in [0, C).
-
-    Raises:
-        ValueError: no images, or shapes that differ.
     """
     n = len(labels_N)
-    if right_NQ.dim() != 2 or len(right_NQ) != n or not n:
-        raise ValueError(f"right {tuple(right_NQ.shape)} and labels {tuple(labels_N.shape)}: give (N, Q) and (N,)")
     generator = torch.Generator().manual_seed(seed)
     hits_NQ, parts = right_NQ.float(), []
-    for rows in torch.arange(resamples).split(max(1, BLOCK_ELEMENTS // n)):
-        drawn = torch.randint(n, (len(rows), n), generator=generator)
-        counts_RN = torch.zeros(len(rows), n).scatter_add_(1, drawn, torch.ones(1).expand_as(drawn))
+    for rows in torch.arange(resamples).split(max(1, COUNT_ELEMENTS // n)):
+        counts_RN = _counts(len(rows), n, generator)
         held_RC = _by_class(counts_RN, labels_N, n_classes)
         recalls = [
             (_by_class(counts_RN * hits, labels_N, n_classes) / held_RC).nanmean(1) for hits in hits_NQ.unbind(1)
@@ -48,12 +67,65 @@ def resample_accuracy(
     return Resampled(*(torch.cat(column) for column in zip(*parts)))
 
 
+def _counts(n_resamples: int, n: int, generator: torch.Generator) -> Tensor:
+    """How often each of n items is drawn in every resample, (R, n) float32."""
+    drawn = torch.randint(n, (n_resamples, n), generator=generator)
+    return torch.zeros(n_resamples, n).scatter_add_(1, drawn, torch.ones(1).expand_as(drawn))
+
+
 def _by_class(values_RN: Tensor, labels_N: Tensor, n_classes: int) -> Tensor:
     return torch.zeros(len(values_RN), n_classes).index_add_(1, labels_N, values_RN).double()
 
 
-def interval(values_R: Tensor, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The quantiles that leave out (1 - confidence) / 2 of the resamples on either side."""
-    tail = (1 - confidence) / 2
-    low, high = values_R.double().quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
-    return float(low), float(high)
+# ---------------------------------------------------------------------------------------------------- clusters of pairs
+
+
+class PairMetrics(NamedTuple):
+    """Average precision and ROC AUC, (R,) float64 each; NaN where one of the two labels is absent."""
+
+    average_precision: Tensor
+    roc_auc: Tensor
+
+
+def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
+    """How often each of C clusters is drawn, (R + 1, C) float32; row 0 is the data itself, all ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat([torch.ones(1, n_clusters), _counts(n_resamples, n_clusters, generator)])
+
+
+def pair_metrics(scores_P: Tensor, label_P: Tensor, *clusters: tuple[Tensor, Tensor]) -> PairMetrics:
+    """Both metrics under every row of weights, as scikit-learn's sample_weight; equal scores share one threshold.
+
+    Args:
+        scores_P: larger means more likely a match; label_P: bool.
+        clusters: for each kind of cluster (P,) int64 in [0, C), the pairs' clusters, and (R, C) of `cluster_weights`.
+
+    Raises:
+        ValueError: scores that are not finite.
+    """
+    if not torch.isfinite(scores_P).all():
+        raise ValueError("scores hold NaN or infinity: there is no order to measure")
+    ordered, order = scores_P.double().sort(descending=True, stable=True)
+    last_T = torch.cat([(ordered[1:] != ordered[:-1]).nonzero().flatten(), torch.tensor([len(ordered) - 1])])
+    positive_P, step = label_P[order].bool(), max(1, WEIGHT_ELEMENTS // len(ordered))
+    places = [cluster_P[order] for cluster_P, _ in clusters]
+    parts = [
+        _weighted(math.prod(w[:, place_P] for w, place_P in zip(block, places)), positive_P, last_T)
+        for block in zip(*(weights_RC.split(step) for _, weights_RC in clusters))
+    ]
+    return PairMetrics(*(torch.cat(column) for column in zip(*parts)))
+
+
+def _weighted(weight_RP: Tensor, positive_P: Tensor, last_T: Tensor) -> tuple[Tensor, Tensor]:
+    """AP = sum over thresholds of (gain of recall) * precision; AUC by trapezia over the same thresholds."""
+    total_RT = weight_RP.cumsum(1, dtype=torch.float64)[:, last_T]
+    found_RT = (weight_RP * positive_P).cumsum(1, dtype=torch.float64)[:, last_T]
+    positives, negatives = found_RT[:, -1], total_RT[:, -1] - found_RT[:, -1]
+    gain_RT = found_RT.diff(dim=1, prepend=found_RT.new_zeros(len(found_RT), 1))
+    precision_RT = found_RT / total_RT.clamp_min(1e-12)
+    false_RT = total_RT - found_RT
+    wrong_RT = false_RT.diff(dim=1, prepend=false_RT.new_zeros(len(false_RT), 1))
+    area = (wrong_RT * (found_RT - gain_RT / 2)).sum(1)
+    undefined = (positives == 0) | (negatives == 0)
+    found = (gain_RT * precision_RT).sum(1) / positives, area / (positives * negatives)
+    return found[0].masked_fill(undefined, torch.nan), found[1].masked_fill(undefined, torch.nan)

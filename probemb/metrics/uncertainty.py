@@ -1,4 +1,11 @@
-"""Uncertainty against quality: bins, correlations, and the gain of refusing the most uncertain queries."""
+"""What an uncertainty says of quality: bins, rank correlations, the gain of refusing, precision promised, calibration.
+
+An uncertainty is high for a query that is called doubtful. Standard errors are linearised (the sum of squared
+influences) at fixed ranks: exact to first order where there is no relation, somewhat too wide where there is one. Items
+of one cluster, such as the captions of one image, may depend on each other. Estimates are {"value", "se"}.
+
+Letters: Q queries, P pairs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,62 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy.special import betaincinv
+from scipy.stats import rankdata
+from sklearn.linear_model import LogisticRegression
 from torch import Tensor
+
+SIGNIFICANT = 1.96  # standard errors
+LEAST = 5  # items of a half: the standard error of fewer says nothing
+
+
+def pearson(a: Tensor, b: Tensor) -> float | None:
+    """Pearson's correlation; None if one of the two is constant."""
+    if not len(a) or a.min() == a.max() or b.min() == b.max():  # their rounded mean may differ from them
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(a.norm() * b.norm())
+    return None if scale == 0 or not math.isfinite(scale) else max(-1.0, min(1.0, float(a @ b) / scale))
+
+
+def average_ranks(x: Tensor) -> Tensor:
+    """Ranks from 0; equal values share the mean of their ranks."""
+    return torch.from_numpy(rankdata(x.cpu().numpy()) - 1)
+
+
+def spearman(a: Tensor, b: Tensor) -> float | None:
+    """Rank correlation; None if one of the two is constant."""
+    return pearson(average_ranks(a.double()), average_ranks(b.double()))
+
+
+def standard_error(values: Tensor) -> float | None:
+    """Standard error of the mean of n independent values (n,); None for fewer than two."""
+    return float(values.double().std() / len(values) ** 0.5) if len(values) > 1 else None
+
+
+def cluster_standard_error(values: Tensor, cluster: Tensor) -> float:
+    """Standard error of the mean of (Q,) values, those of one cluster being dependent; cluster: (Q,) int64."""
+    values = values.double().cpu()
+    return _standard_error((values - values.mean()) / len(values), cluster.cpu())
+
+
+def _standard_error(influence: Tensor, cluster: Tensor) -> float:
+    _, group = cluster.unique(return_inverse=True)
+    total = influence.new_zeros(int(group.max()) + 1).index_add_(0, group, influence)
+    return float(total.square().sum().sqrt())
+
+
+def mean_estimates(
+    outcomes: dict[str, Tensor], cluster: Tensor, rows: Tensor | slice = slice(None)
+) -> dict[str, dict[str, float]]:
+    """Mean of each outcome (Q,) over some rows: name -> {"value", "se"}; cluster: (Q,) int64."""
+    return {
+        name: {"value": float(x[rows].double().mean()), "se": cluster_standard_error(x[rows], cluster[rows])}
+        for name, x in outcomes.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------- bins and rejection curve
 
 
 @dataclass(frozen=True)
@@ -37,46 +99,18 @@ def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_o
         cut_over_all: cut the bins over items without a score too, as PCME++'s evaluation does although ECCV Caption
             has only some queries. Counts, means and correlations are over the items with a score.
     """
-    known = torch.isfinite(uncertainty.double())
     scored = torch.isfinite(score.double())
-    keep = known if cut_over_all else known & scored
+    keep = torch.isfinite(uncertainty.double()) & (scored | cut_over_all)
     u, s, has = uncertainty[keep].double(), score[keep].double(), scored[keep]
     if int(has.sum()) < 2:
         return None
-    parts = u.argsort(stable=True).tensor_split(min(n_bins, len(u)))
-    parts = [part[has[part]] for part in parts]
+    parts = [part[has[part]] for part in u.argsort(stable=True).tensor_split(min(n_bins, len(u)))]
     parts = [part for part in parts if len(part)]
-    mean_u = [float(u[part].mean()) for part in parts]
-    mean_s = [float(s[part].mean()) for part in parts]
+    mean_u, mean_s = (torch.stack([x[part].mean() for part in parts]) for x in (u, s))
     return Bins(
-        mean_u,
-        mean_s,
-        [len(part) for part in parts],
-        [standard_error(s[part]) for part in parts],
-        pearson(torch.tensor(mean_u, dtype=torch.float64), torch.tensor(mean_s, dtype=torch.float64)),
-        pearson(average_ranks(u[has]), average_ranks(s[has])),
-    )
-
-
-def standard_error(values: Tensor) -> float | None:
-    """Standard error of the mean of n independent values (n,); None for fewer than two."""
-    return float(values.double().std() / len(values) ** 0.5) if len(values) > 1 else None
-
-
-def pearson(a: Tensor, b: Tensor) -> float | None:
-    """Pearson's correlation; None if one of the two is constant."""
-    if not len(a) or a.min() == a.max() or b.min() == b.max():  # their rounded mean may differ from them
-        return None
-    a, b = a - a.mean(), b - b.mean()
-    scale = float(a.norm() * b.norm())
-    return None if scale == 0 or not math.isfinite(scale) else max(-1.0, min(1.0, float(a @ b) / scale))
-
-
-def average_ranks(x: Tensor) -> Tensor:
-    """Ranks from 0; equal values share the mean of their ranks."""
-    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    end = counts.cumsum(0).double()
-    return (end - (counts.double() + 1) / 2)[inverse]
+        mean_u.tolist(), mean_s.tolist(), [len(part) for part in parts], [standard_error(s[part]) for part in parts],
+        pearson(mean_u, mean_s), spearman(u[has], s[has]),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,8 +142,7 @@ def rejection_curve(
     Returns:
         None if no query has a score.
     """
-    keep = torch.isfinite(score.double()) & torch.isfinite(uncertainty.double())
-    u, s = uncertainty[keep].double(), score[keep].double()
+    u, s, _ = _known(uncertainty, score)
     if not len(u):
         return None
     _, group, counts = u.unique(return_inverse=True, return_counts=True)
@@ -118,10 +151,158 @@ def rejection_curve(
     kept_mean = shared.repeat_interleave(counts).cumsum(0) / answered  # over the i + 1 most certain
     best = s.sort(descending=True).values.cumsum(0) / answered
     at = [max(1, len(u) - math.floor(share * len(u) + 1e-9)) for share in refused]
-    return RejectionCurve(
-        list(refused),
-        [float(kept_mean[n - 1]) for n in at],
-        float(kept_mean.mean()),
-        float(s.mean()),
-        float(best.mean()),
+    scores = [float(kept_mean[n - 1]) for n in at]
+    return RejectionCurve(list(refused), scores, *(float(x.mean()) for x in (kept_mean, s, best)))
+
+
+def _known(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Items that are finite in both; without clusters every item is its own."""
+    score, outcome = score.double().cpu(), outcome.double().cpu()
+    cluster = torch.arange(len(score)) if cluster is None else cluster
+    keep = torch.isfinite(score) & torch.isfinite(outcome)
+    return score[keep], outcome[keep], cluster[keep]
+
+
+# ------------------------------------------------------------ how well a score (Q,) predicts an outcome (Q,) of queries
+
+
+def rank_correlation(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict[str, float] | None:
+    """Spearman's correlation; None if fewer than three items are finite in both, or one side is constant."""
+    score, outcome, cluster = _known(score, outcome, cluster)
+    value = spearman(score, outcome)
+    if len(score) < 3 or value is None:
+        return None
+    ranks = (average_ranks(score), average_ranks(outcome))
+    x, y = ((one - one.mean()) / one.std(correction=0) for one in ranks)
+    return {"value": value, "se": _standard_error((x * y - value / 2 * (x.square() + y.square())) / len(x), cluster)}
+
+
+def halves(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict | None:
+    """Mean outcomes below and above the median score: {"certain", "rest", "difference": {"value", "se"}}.
+
+    Queries at the median belong to neither. None if one half has fewer than LEAST items.
+    """
+    score, outcome, cluster = _known(score, outcome, cluster)
+    ranks = average_ranks(score)
+    middle = (len(ranks) - 1) / 2
+    low, high = ranks < middle, ranks > middle
+    if min(int(low.sum()), int(high.sum())) < LEAST:
+        return None
+    certain, rest = float(outcome[low].mean()), float(outcome[high].mean())
+    influence = low * (outcome - certain) / low.sum() - high * (outcome - rest) / high.sum()
+    difference = {"value": certain - rest, "se": _standard_error(influence, cluster)}
+    return {"certain": certain, "rest": rest, "difference": difference}
+
+
+def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict[str, float] | None:
+    """The area under the rejection curve on the scale on which refusing at random is 0 and the oracle 1.
+
+    None if no item is known, or all outcomes are equal.
+    """
+    score, outcome, cluster = _known(score, outcome, cluster)
+    curve = rejection_curve(score, outcome)
+    if curve is None or curve.oracle - curve.random <= 1e-12:
+        return None
+    # The area is the mean of outcome x weight: the i-th most certain counts in every mean over i items or more.
+    n = len(score)
+    weight = (1 / torch.arange(1, n + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
+    _, group, counts = score.unique(return_inverse=True, return_counts=True)
+    of_group = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, group.sort().values, weight) / counts
+    centred = (outcome - curve.random) * (of_group[group] - 1)
+    possible = curve.oracle - curve.random
+    se = _standard_error((centred - centred.mean()) / n, cluster)
+    return {"value": (curve.area - curve.random) / possible, "se": se / possible}
+
+
+# --------------------------------------------------------------------------------------------------- promised precision
+
+
+@dataclass(frozen=True)
+class PrecisionCurve:
+    """Coverage and precision of answering only queries with an uncertainty up to a threshold, thresholds ascending.
+
+    Attributes:
+        threshold: uncertainties.
+        coverage: share of the queries that are answered.
+        precision: share of those answered correctly.
+        at_least: lower bounds of the precision on new queries of the same kind, for all thresholds at once.
+        queries: their number.
+    """
+
+    threshold: list[float]
+    coverage: list[float]
+    precision: list[float]
+    at_least: list[float]
+    queries: int
+
+
+def precision_curve(uncertainty: Tensor, correct: Tensor, points: int = 20, confidence: float = 0.95) -> PrecisionCurve:
+    """Thresholds that answer equal steps of the queries, with exact binomial bounds (Clopper and Pearson).
+
+    The error of the bounds is divided among the points (Bonferroni), so that one may choose among them. Queries are
+    assumed to be independent. uncertainty: (Q,) finite; correct: (Q,) bool.
+    """
+    n = len(correct)
+    u, order = uncertainty.double().sort(stable=True)
+    right = correct[order].double().cumsum(0)
+    ends = {max(1, round(n * step / points)) - 1 for step in range(1, points + 1)}
+    ends = sorted({int(torch.searchsorted(u, u[end], right=True)) - 1 for end in ends})  # equal uncertainties together
+    counts = [(int(right[end]), end + 1) for end in ends]
+    alpha = (1 - confidence) / len(ends)
+    return PrecisionCurve(
+        threshold=[float(u[end]) for end in ends],
+        coverage=[m / n for _, m in counts],
+        precision=[hits / m for hits, m in counts],
+        at_least=[float(betaincinv(hits, m - hits + 1, alpha)) if hits else 0.0 for hits, m in counts],
+        queries=n,
     )
+
+
+def highest_threshold(curve: PrecisionCurve, precision: float) -> float | None:
+    """The largest threshold at which the precision is at least the wanted one by its lower bound; None if none is."""
+    return max((u for u, bound in zip(curve.threshold, curve.at_least) if bound >= precision), default=None)
+
+
+# ---------------------------------------------------------------------------------------------------------- calibration
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Predicted probabilities against observed shares, in bins of equal width that hold any item.
+
+    Attributes:
+        predicted, observed: mean of each bin; counts: items in each.
+        ece: mean over all items of their bin's |predicted - observed|. Source: Guo et al. 2017, Eq. 3.
+        brier: mean squared difference of single items.
+    """
+
+    predicted: list[float]
+    observed: list[float]
+    counts: list[int]
+    ece: float
+    brier: float
+
+
+def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> Reliability:
+    """Bin items by probability; probability, share: (P,) in [0, 1]."""
+    p, s = probability.double(), share.double()
+    place = (p * n_bins).long().clamp_max(n_bins - 1)
+    counts = torch.bincount(place, minlength=n_bins)
+    held = counts > 0
+    sums = [torch.zeros(n_bins, dtype=torch.float64).index_add_(0, place, x)[held] for x in (p, s)]
+    predicted, observed = (x / counts[held] for x in sums)
+    error = ((predicted - observed).abs() * counts[held]).sum() / len(p)
+    brier = (p - s).square().mean()
+    return Reliability(predicted.tolist(), observed.tolist(), counts[held].tolist(), float(error), float(brier))
+
+
+def fit_logistic(x: Tensor, share: Tensor) -> tuple[float, float]:
+    """a and b of sigmoid(a x + b) with the least cross entropy against shares, (P,) each, not all 0 nor all 1."""
+    x, share = x.double(), share.double()
+    centre, spread = x.mean(), x.std(correction=0).clamp_min(1e-12)
+    both = ((x - centre) / spread).repeat(2)[:, None].numpy()  # each item once as a match and once as none, weighted
+    labels = torch.arange(2).flip(0).repeat_interleave(len(x)).numpy()
+    fitted = LogisticRegression(C=1e8, tol=1e-8, max_iter=1000)
+    fitted.fit(both, labels, sample_weight=torch.cat([share, 1 - share]).numpy())
+    a = float(fitted.coef_[0, 0]) / float(spread)
+    return a, float(fitted.intercept_[0]) - a * float(centre)

@@ -140,7 +140,7 @@ class Chart:
         return self
 
     def bins(self, bins: dict, things: str) -> Chart:
-        """A point with a standard error for every bin of `probemb.metrics.Bins` (as a dict): accuracy in percent
+        """A point with a standard error for every bin of `metrics.uncertainty.Bins` (as a dict): accuracy in percent
         against uncertainty.
         """
         ys = [100 * y for y in bins["accuracy"]]

@@ -7,18 +7,17 @@ from probemb import Gaussian
 from probemb.data.captions.judgements import Judgements
 from probemb.distances import csd
 from probemb.evaluation import judgements as module
-from probemb.evaluation.calibration import caption_acceptance, match_calibration
-from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.evaluation.embedding import EmbeddedPairs
 from probemb.evaluation.judgements import (
+    caption_acceptance,
     cross_fitted,
     evaluate_rankings_of_pairs,
     judged_metrics,
     judged_pairs,
     judged_scores,
+    match_calibration,
 )
-from probemb.evaluation.rankings import RankingOptions
-from probemb.evaluation.scores import csd_scores, wasserstein2_scores
-from probemb.evaluation.tolerance import Tolerance
+from probemb.evaluation.rankings import RankingOptions, Tolerance, scores_of
 
 sklearn = pytest.importorskip("sklearn.metrics")
 N, PER, DIM = 60, 2, 6
@@ -62,8 +61,8 @@ def test_scores_are_those_of_the_matrix(world, monkeypatch):
     pairs, judged = world
     for elements in (module.SCORE_ELEMENTS, 300):
         monkeypatch.setattr(module, "SCORE_ELEMENTS", elements)
-        for name, whole in (("csd", csd_scores), ("wasserstein2", wasserstein2_scores)):
-            expected = whole(pairs.images, pairs.texts)(slice(None))[judged.image, judged.caption]
+        for name in ("csd", "wasserstein2"):
+            expected = scores_of(name, pairs.images, pairs.texts)(slice(None))[judged.image, judged.caption]
             found = judged_scores(pairs, judged, name, RankingOptions())
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 

@@ -22,8 +22,8 @@ from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from probemb.evaluation.tolerance import GRID
-from probemb.metrics import retrieval_metrics, rsum
+from probemb.evaluation.retrieval import GRID
+from probemb.metrics.retrieval import Positives, mean_metrics, rsum, score_metrics
 from probemb.models import create_model, save_model
 from probemb.models.architectures import build_stock
 from probemb.runs.preemption import REQUEUE
@@ -235,7 +235,8 @@ def similarity(loaded, data) -> torch.Tensor:
 
 def rsum_of(scores: torch.Tensor, data) -> float:
     match = torch.tensor(data.owner()) == torch.arange(len(scores))[:, None]
-    return rsum(retrieval_metrics(scores, match), retrieval_metrics(scores.T, match.T))
+    ways = ((scores, match), (scores.T, match.T))
+    return rsum(*(mean_metrics(score_metrics(s.__getitem__, Positives.from_matrix(m))) for s, m in ways))
 
 
 def test_training_sees_moved_captions_and_validation_clean_ones(scenes, tmp_path, monkeypatch):

@@ -1,10 +1,24 @@
-"""Bins, correlations and rejection curves."""
+"""Bins, correlations, rejection, promised precision and calibration, against scipy, scikit-learn and plain loops."""
 
 import numpy as np
 import pytest
 import torch
 
-from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
+from probemb.metrics.uncertainty import (
+    average_ranks,
+    cluster_standard_error,
+    fit_logistic,
+    halves,
+    highest_threshold,
+    mean_estimates,
+    pearson,
+    precision_curve,
+    rank_correlation,
+    rejection_curve,
+    rejection_gain,
+    reliability,
+    uncertainty_bins,
+)
 
 
 def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
@@ -50,3 +64,144 @@ def test_refusing_the_most_uncertain_equals_its_definition():
     assert curve.area == pytest.approx(curve.oracle)
     assert curve.random == 0.5
     assert rejection_curve(-u, score).area == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4)
+
+
+def world(n_images=150, captions=5, effect=0.6, seed=0):
+    """Scores, outcomes 0 or 1 that fall with them, and images whose captions share part of both."""
+    r = torch.Generator().manual_seed(seed)
+    image = torch.arange(n_images).repeat_interleave(captions)
+    shared = torch.randn(n_images, generator=r)[image]
+    score = shared + torch.randn(len(image), generator=r)
+    luck = 0.7 * torch.randn(n_images, generator=r)[image] + torch.randn(len(image), generator=r)
+    return score, (luck - effect * score > 0).double(), image
+
+
+def resampled(measure, score, outcome, image, n=300):
+    r = torch.Generator().manual_seed(1)
+    rows = [(image == one).nonzero().flatten() for one in range(int(image.max()) + 1)]
+    values = []
+    for _ in range(n):
+        drawn = torch.cat([rows[i] for i in torch.randint(len(rows), (len(rows),), generator=r).tolist()])
+        values.append(measure(score[drawn], outcome[drawn]))
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("effect", [0.0, 0.6])
+def test_standard_errors_are_those_of_images_drawn_again(effect):
+    score, outcome, image = world(effect=effect)
+    for measure in (rank_correlation, rejection_gain, lambda *data: halves(*data)["difference"]):
+        found = measure(score, outcome, image)
+        spread = resampled(lambda s, o: measure(s, o)["value"], score, outcome, image).std().item()  # noqa: B023
+        assert 0.85 < found["se"] / spread < (1.15 if effect == 0 else 1.4)  # an effect widens them
+        alone = measure(score, outcome)
+        assert alone["value"] == found["value"]
+        assert alone["se"] < found["se"]  # captions of an image depend on each other
+
+
+def test_values_are_scipys_and_those_of_the_definitions():
+    stats = pytest.importorskip("scipy.stats")
+    score, outcome, _ = world(20)
+    score = score.round(decimals=1)  # with ties
+    assert rank_correlation(score, outcome)["value"] == pytest.approx(stats.spearmanr(score, outcome).statistic)
+    curve = rejection_curve(score, outcome)
+    gain = rejection_gain(score, outcome)
+    assert gain["value"] == pytest.approx((curve.area - curve.random) / (curve.oracle - curve.random))
+    parts = halves(score, outcome)
+    middle = score.median()
+    assert parts["certain"] > parts["rest"]
+    assert parts["difference"]["value"] == pytest.approx(parts["certain"] - parts["rest"])
+    assert parts["certain"] == pytest.approx(float(outcome[score < middle].mean()), abs=0.1)
+    assert rejection_gain(1 - outcome, outcome)["value"] == pytest.approx(1)
+    assert rejection_gain(outcome, outcome)["value"] < 0
+
+
+def test_what_is_unknown_or_constant_has_no_answer():
+    known, nan = torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0])
+    assert rank_correlation(known, torch.ones(4)) is None
+    assert rank_correlation(known[:2], known[:2]) is None
+    assert rejection_gain(known, torch.ones(4)) is None
+    assert rejection_gain(known, torch.full((4,), torch.nan)) is None
+    assert halves(torch.ones(4), known) is None
+    assert rank_correlation(known, nan) == pytest.approx(rank_correlation(known[[0, 2, 3]], nan[[0, 2, 3]]))
+
+
+def queries(n, seed):
+    """Queries that are right with the probability 1 - u."""
+    g = torch.Generator().manual_seed(seed)
+    u = torch.rand(n, generator=g)
+    return u, torch.rand(n, generator=g) > u
+
+
+def test_curve_counts():
+    u = torch.tensor([0.4, 0.1, 0.3, 0.2])
+    curve = precision_curve(u, torch.tensor([False, True, False, True]), points=4)
+    assert curve.threshold == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert curve.coverage == [0.25, 0.5, 0.75, 1]
+    assert curve.precision == pytest.approx([1, 1, 2 / 3, 0.5])
+    stats = pytest.importorskip("scipy.stats")
+    for low, hits, n in zip(curve.at_least, (1, 2, 2, 2), (1, 2, 3, 4)):  # for all points at once
+        assert stats.binom.sf(hits - 1, n, low) == pytest.approx(0.05 / 4)
+    assert curve.queries == 4
+
+
+def test_wanted_precision_is_kept_on_new_queries():
+    new_u, new_correct = queries(100_000, seed=10_000)
+    found = [highest_threshold(precision_curve(*queries(4_000, seed)), 0.6) for seed in range(12)]
+    thresholds = [threshold for threshold in found if threshold is not None]
+    assert len(thresholds) >= 10
+    assert sum(bool(new_correct[new_u <= u].float().mean() < 0.6) for u in thresholds) <= 1
+    ideal = 2 * (1 - 0.6)  # up to u the precision is 1 - u / 2
+    assert sum(thresholds) / len(thresholds) > 0.5 * ideal
+
+
+def test_out_of_reach():
+    u, correct = queries(200, seed=0)
+    assert highest_threshold(precision_curve(u, correct), 0.999) is None
+    assert highest_threshold(precision_curve(u, torch.zeros(200, dtype=torch.bool)), 0.01) is None
+
+
+def items(n=2000, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    p = torch.rand(n, generator=g, dtype=torch.float64) ** 3
+    return p, torch.binomial(torch.full((n,), 3.0, dtype=torch.float64), p, generator=g) / 3
+
+
+def test_bins_in_a_plain_loop():
+    p, share = items()
+    p[0], p[1] = 0.0, 1.0
+    found = reliability(p, share, n_bins=10)
+    bins = [[] for _ in range(10)]
+    for x, y in zip(p.tolist(), share.tolist()):
+        bins[min(int(x * 10), 9)].append((x, y))
+    means = [[sum(column) / len(rows) for column in zip(*rows)] for rows in bins if rows]
+    assert found.predicted == pytest.approx([m[0] for m in means])
+    assert found.observed == pytest.approx([m[1] for m in means])
+    assert found.counts == [len(rows) for rows in bins if rows]
+    error = sum(len(rows) * abs(m[0] - m[1]) for rows, m in zip([b for b in bins if b], means)) / len(p)
+    assert found.ece == pytest.approx(error)
+    assert found.ece < 0.03  # drawn with these probabilities
+    assert reliability(p.sqrt(), share).ece > 0.1
+    label = (share > 0.5).double()
+    brier = pytest.importorskip("sklearn.metrics").brier_score_loss(label, p)
+    assert reliability(p, label).brier == pytest.approx(brier)
+
+
+def test_the_fit_has_the_least_cross_entropy():
+    """Its gradient is zero, far from the origin too; and it finds the parameters of data drawn from it."""
+    g = torch.Generator().manual_seed(0)
+    x = 100 + 30 * torch.randn(4000, generator=g, dtype=torch.float64)
+    share = torch.binomial(torch.full_like(x, 3), torch.sigmoid(0.05 * x - 7), generator=g) / 3
+    a, b = fit_logistic(x, share)
+    residual = torch.sigmoid(a * x + b) - share
+    assert abs(float(residual.mean())) < 1e-5
+    assert abs(float((residual * (x - x.mean()) / x.std()).mean())) < 1e-5
+    assert (a, b) == pytest.approx((0.05, -7), rel=0.1)
+
+
+def test_summaries_of_all_and_of_some():
+    hit, image = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 2])
+    found = mean_estimates({"r@1": hit}, image)["r@1"]
+    assert found["value"] == 0.75
+    assert found["se"] == pytest.approx(cluster_standard_error(hit, image))
+    some = mean_estimates({"r@1": hit.bool()}, image, torch.tensor([True, True, False, False]))["r@1"]
+    assert some == {"value": 0.5, "se": 0.0}  # one image alone: its phrases' errors cancel

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from probemb import Gaussian, create_model, load_model
 from probemb.distances import csd, sampled_match_probability, wasserstein2
-from probemb.evaluation.predictors import match_of_first, query_scores
+from probemb.evaluation.uncertainty import match_of_first, query_scores
 from probemb.models import Ensemble, as_one, create_tokenizer, save_model
 from probemb.models.dual_encoder import ceiling
 from probemb.models.match import MatchModel

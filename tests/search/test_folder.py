@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from probemb import Gaussian
 from probemb.distances import csd
 from probemb.errors import UserError
-from probemb.evaluation.scores import tolerance_scores
-from probemb.metrics import ranking
+from probemb.evaluation.rankings import tolerance_scores
+from probemb.metrics.retrieval import ranking
 from probemb.search import (
     choose_factory,
     folder,

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from probemb import Gaussian
 from probemb.distances import csd
-from probemb.evaluation.scores import tolerance_scores
-from probemb.metrics import ranking
+from probemb.evaluation.rankings import tolerance_scores
+from probemb.metrics.retrieval import ranking
 from probemb.search import build_index, rerank, search, search_weighted
 
 

@@ -15,7 +15,7 @@ from probemb.data.boxes.proposals import read_region_proposals
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from probemb.evaluation.analyses.localisation import crop
+from probemb.evaluation.localisation import crop
 from tools.write_regions import (
     CAPTIONS,
     IDS,

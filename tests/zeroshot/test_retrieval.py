@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from probemb import metrics
 from probemb.data.captions.find import find_captions
 from probemb.data.scenes import scene
 from probemb.distances import csd
 from probemb.errors import UserError
-from probemb.evaluation.embed_pairs import exact_match
-from probemb.evaluation.tolerance import GRID
+from probemb.evaluation.embedding import exact_match
+from probemb.evaluation.retrieval import GRID
+from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
 from probemb.models import load_model
 from tests.world import jpeg, write_tar
 from zeroshot.retrieval import main
@@ -56,7 +56,7 @@ def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, caption
     for positives, match in (("own captions", own), ("all true captions", exact_match(data, range(24)))):
         for ranking, scores in (("csd", -csd(images, texts)), ("mean", images.mean @ texts.mean.T)):
             for way, s, m in (("i2t", scores, match), ("t2i", scores.T, match.T)):
-                expected = metrics.retrieval_metrics(s, m)
+                expected = mean_metrics(score_metrics(lambda rows, s=s: s[rows], Positives.from_matrix(m)))
                 assert rows[positives, ranking][way] == pytest.approx(expected, abs=0.03)
                 searched = rows[positives, {"csd": "faiss-csd", "mean": "faiss-mean"}[ranking]][way]
                 assert searched == pytest.approx(expected, abs=0.03)  # float32 may swap two that nearly tie

@@ -17,8 +17,8 @@ from probemb.cli.progress import silent
 from probemb.cli.results import write_json
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from probemb.evaluation.embed_pairs import embed_pairs
-from probemb.metrics import PrecisionCurve, highest_threshold, precision_curve
+from probemb.evaluation.embedding import embed_pairs
+from probemb.metrics.uncertainty import PrecisionCurve, highest_threshold, precision_curve
 from probemb.search import build_index, search
 from tools.search.query import Searcher
 

@@ -14,17 +14,10 @@ from probemb.data.boxes import find_phrases
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.errors import UserError
-from probemb.evaluation.analyses import unions
-from probemb.evaluation.analyses.continuity import half_way, likeness_of, nearest_images, of_neighbours, of_walks
-from probemb.evaluation.analyses.continuity import walk as walk_between
-from probemb.evaluation.analyses.hierarchy import including_roots, level_correlation, score, walk, within_radius
-from probemb.evaluation.analyses.plane import Ellipses, plane_of
-from probemb.evaluation.analyses.plane import ellipses as ellipses_of
-from probemb.evaluation.analyses.set_algebra import erasing, geometric_sigma, mixing
-from probemb.evaluation.embed_pairs import embed_pairs
-from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.rankings import TITLES
-from probemb.evaluation.uncertainty import MEASURES, erase_pixels, erase_regions, erase_words
+from probemb.evaluation import analyses
+from probemb.evaluation.embedding import Embedder, embed_pairs
+from probemb.evaluation.rankings import RANKINGS
+from probemb.evaluation.uncertainty import MEASURES, erase_pixels, erase_regions, erase_words, geometric_sigma
 from probemb.gaussian import Gaussian
 from probemb.models import check_images, networks_of
 from probemb.reports.figures import PALETTE, RED, Chart
@@ -76,13 +69,15 @@ def hierarchy(config: CaptionConfig) -> None:
     numbers_NL = numbers.view(len(pairs.images), -1)
     images, captions, u = pairs.images.mean, pairs.texts.mean, pairs.texts.uncertainty().view(numbers_NL.shape)
     found = {
-        "walk": walk(images, captions, numbers, root.expand_as(images)),
-        "walk-inclusion": walk(images, captions, numbers, including_roots(pairs.images, pairs.texts, root)),
-        "radius": within_radius(images, captions, numbers, root),
+        "walk": analyses.hierarchy_walk(images, captions, numbers, root.expand_as(images)),
+        "walk-inclusion": analyses.hierarchy_walk(
+            images, captions, numbers, analyses.including_roots(pairs.images, pairs.texts, root)
+        ),
+        "radius": analyses.within_radius(images, captions, numbers, root),
     }
-    scores = {name: score(seen, numbers_NL)._asdict() for name, seen in found.items()}
+    scores = {name: analyses.hierarchy_score(seen, numbers_NL)._asdict() for name, seen in found.items()}
     levels = {"radius": (captions - root).norm(dim=-1).view(u.shape), "certainty": -u}
-    correlation = {name: level_correlation(values) for name, values in levels.items()}
+    correlation = {name: analyses.level_correlation(values) for name, values in levels.items()}
     mean_u, u_image = u.double().mean(0), float(pairs.images.uncertainty().double().mean())
     results = {
         **runner.settings(config, embedder, data.split),
@@ -115,14 +110,14 @@ def union(config: UnionConfig) -> None:
     model = embedder.model
     check_images(model, data.images)
     rankings, options = runner.pair_rankings(config.rankings, embedder, tokens=False)
-    found, bad = unions.embed_triplets(embedder, data, sorted(set(config.areas)))
+    found, bad = analyses.embed_triplets(embedder, data, sorted(set(config.areas)))
     areas = [
         {
             "area": area,
             "triplets": len(one.triplets),
-            "uncertainty": unions.union_uncertainty(one) if model.probabilistic else None,
+            "uncertainty": analyses.union_uncertainty(one) if model.probabilistic else None,
             "selection": [
-                {"ranking": name, "title": TITLES[name], **unions.binary_selection(one, name, options)}
+                {"ranking": name, "title": RANKINGS[name].title, **analyses.binary_selection(one, name, options)}
                 for name in rankings
             ],
         }
@@ -134,7 +129,7 @@ def union(config: UnionConfig) -> None:
         "images_left_out": runner.left_out(bad),
         "areas": areas,
     }
-    tasks = (*unions.TASKS, "mean")
+    tasks = (*analyses.TASKS, "mean")
     rows = [
         (f"{row['area']:.0%}", one["title"], *(plus_minus(one[task], digits=1) for task in tasks))
         for row in areas
@@ -144,7 +139,7 @@ def union(config: UnionConfig) -> None:
     about = "crops A and B of an image, and C, the box around both, whose caption joins both with “and”"
     sections = [("Binary selection", [Table(("area", "ranked by", *tasks), rows, title, left=2)])]
     if model.probabilistic:
-        sections = [("Uncertainty", [union_table(areas), [union_figure(areas, s) for s in unions.SIDES]]), *sections]
+        sections = [("Uncertainty", [union_table(areas), [union_figure(areas, s) for s in analyses.SIDES]]), *sections]
     page = Page("Crops and their union", f"{config.model} on {config.data}: {about}", sections)
     runner.finish(out, "union", results, page)
 
@@ -153,18 +148,18 @@ def union_table(areas: list[dict]) -> Table:
     """Uncertainty of A, B and C by every measure, for every area."""
     rows = [
         (f"{row['area']:.0%}", f"{row['triplets']:,}", measure, side,
-         *(plus_minus(u[item], 1, 3) for item in (*unions.ITEMS, "difference")), plus_minus(u["larger"], digits=1))
-        for measure in MEASURES for row in areas for side in unions.SIDES
+         *(plus_minus(u[item], 1, 3) for item in (*analyses.ITEMS, "difference")), plus_minus(u["larger"], digits=1))
+        for measure in MEASURES for row in areas for side in analyses.SIDES
         for u in [row["uncertainty"][measure][side]]
     ]  # fmt: skip
-    headings = ("area", "triplets", "measure", "of", *unions.ITEMS, "C - A", "C larger, %")
+    headings = ("area", "triplets", "measure", "of", *analyses.ITEMS, "C - A", "C larger, %")
     return Table(headings, rows, "uncertainty, mean over the triplets; differences are paired", left=4)
 
 
 def union_figure(areas: list[dict], side: str) -> Figure:
     """Mean log det of A, B and C against the area; probabilistic VSE++, Fig. 2."""
     curves, xs = {}, [100 * row["area"] for row in areas]
-    for item in unions.ITEMS:
+    for item in analyses.ITEMS:
         values = [row["uncertainty"]["log-det"][side][item] for row in areas]
         curves[item] = xs, [one["value"] for one in values], [one["se"] or 0.0 for one in values]
     return line_figure(side, "largest area of a crop, % of the image", "log det Σ, mean", curves, f"As {side}")
@@ -190,8 +185,8 @@ def set_algebra(config: AlgebraConfig) -> None:
     shorter = [[erase_words(text, share, draw) for text in texts] for share in SHARES]
     with embedder.show("captions, whole and erased", len(rows) * (1 + len(SHARES))) as advance:
         written, *unsaid = (embedder.tokens(embedder.tokenizer(some), advance) for some in (texts, *shorter))
-    mixes = {name: mixing(g, whole, whole[partner]) for name, g in mixed.items()}
-    erased = {side: erasing(whole, gone, SHARES), "words": erasing(written, unsaid, SHARES)}
+    mixes = {name: analyses.mixing(g, whole, whole[partner]) for name, g in mixed.items()}
+    erased = {side: analyses.erasing(whole, gone, SHARES), "words": analyses.erasing(written, unsaid, SHARES)}
     sigma = {what: float(geometric_sigma(g).mean()) for what, g in ((side, whole), ("words", written))}
     results = {
         **runner.settings(config, embedder, captions.split),
@@ -272,7 +267,7 @@ def ellipses(config: EllipsesConfig) -> None:
     group_of = [name for name, some in groups.items() for _ in some]
     data = captions.only(rows)
     pairs = embed_pairs(embedder, data)
-    plane = plane_of(Gaussian.cat([pairs.images, pairs.texts]).mean)
+    plane = analyses.plane_of(Gaussian.cat([pairs.images, pairs.texts]).mean)
     texts = [text for i in pairs.kept for text in data.captions[i]]
     sides = {
         "images": (pairs.images, [data.images.places[i].name for i in pairs.kept], [group_of[i] for i in pairs.kept]),
@@ -287,7 +282,7 @@ def ellipses(config: EllipsesConfig) -> None:
     }
     figures, lines = [], [f"{percent(plane.share)} % of the variance of the means lies in the plane"]
     for side, (gaussian, labels, names) in sides.items():
-        shapes, sigma = ellipses_of(gaussian, plane, LEVEL), geometric_sigma(gaussian)
+        shapes, sigma = analyses.ellipses(gaussian, plane, LEVEL), geometric_sigma(gaussian)
         results[side] = {"labels": labels, "groups": names, "sigma": sigma, **vars(shapes)}
         chart = Chart(f"ellipses-of-{side}", x_label="first direction", y_label="second direction")
         for name, colour in zip(groups, PALETTE):
@@ -299,7 +294,7 @@ def ellipses(config: EllipsesConfig) -> None:
     results["generic"] = None
     if config.generic is not None:
         one = embedder.tokens(embedder.tokenizer([config.generic]))
-        shape, sigma = ellipses_of(one, plane, GENERIC_LEVEL), float(geometric_sigma(one)[0])
+        shape, sigma = analyses.ellipses(one, plane, GENERIC_LEVEL), float(geometric_sigma(one)[0])
         wider = float((geometric_sigma(pairs.texts) < sigma).double().mean())
         results["generic"] = {"text": config.generic, "sigma": sigma, "wider_than_captions": wider, **vars(shape)}
         for figure in figures:
@@ -309,7 +304,7 @@ def ellipses(config: EllipsesConfig) -> None:
         "Embeddings in a plane",
         f"{config.model} on {config.data}: {len(groups)} groups, each item as the ellipse that holds "
         f"{percent(LEVEL)} % of its mass, in the plane of the means' two largest principal components",
-        [("Ellipses", [figures, *lines])],
+        [("analyses.Ellipses", [figures, *lines])],
     )
     runner.finish(out, "ellipses", results, page)
 
@@ -325,7 +320,7 @@ def choose_groups(config: EllipsesConfig, captions: CaptionDataset) -> dict[str,
     return {name: draw.sample(of[name], min(config.per_group, len(of[name]))) for name in sorted(chosen)}
 
 
-def ellipse_rows(found: Ellipses, notes: Sequence[str]) -> list[tuple]:
+def ellipse_rows(found: analyses.Ellipses, notes: Sequence[str]) -> list[tuple]:
     """Arguments of `Chart.ellipses`."""
     columns = found.centre.tolist(), found.radii.tolist(), found.angle.tolist()
     return [(*centre, *radii, angle, note) for centre, radii, angle, note in zip(*columns, notes)]
@@ -343,12 +338,15 @@ def continuity(config: ContinuityConfig) -> None:
     if embedder.model.n_embeddings > 1 or embedder.model.attention is not None:
         raise UserError(f"{config.model} has no one code an item.", "Name a model that compares single embeddings.")
     pairs = embed_pairs(embedder, captions)
-    likeness, near = likeness_of(captions, pairs.kept), nearest_images(pairs.images.mean, config.neighbours)
+    likeness, near = (
+        analyses.likeness_of(captions, pairs.kept),
+        analyses.nearest_images(pairs.images.mean, config.neighbours),
+    )
     draw = np.random.default_rng(0)
     ends = [draw.choice(len(likeness), 2, replace=False).tolist() for _ in range(config.walks)]
-    walks = [walk_between(pairs, *both, STEPS) for both in ends]
+    walks = [analyses.walk_between(pairs, *both, STEPS) for both in ends]
     some = draw.choice(len(likeness), min(config.shown, len(likeness)), replace=False).tolist()
-    by, walked = of_neighbours(likeness, near), of_walks(likeness, walks)
+    by, walked = analyses.of_neighbours(likeness, near), analyses.of_walks(likeness, walks)
     results = {
         **runner.settings(config, embedder, captions.split),
         "images": len(likeness),
@@ -358,7 +356,8 @@ def continuity(config: ContinuityConfig) -> None:
     }
     row = [
         *(f"{by[key]:.3f}" for key in ("likeness", "random", "most")), f"{walked['images']:.1f}",
-        "" if walked["consecutive"] is None else f"{walked['consecutive']:.3f}", f"{half_way(walked['cosine']):.3f}",
+        "" if walked["consecutive"] is None else f"{walked['consecutive']:.3f}",
+        f"{analyses.half_way(walked['cosine']):.3f}",
     ]  # fmt: skip
     headings = (f"{by['k']} neighbours", "random", "most similar", "images a walk", "in a row", "half-way, cosine")
     table = Table(headings, [row], "likeness of images by their captions", left=0)

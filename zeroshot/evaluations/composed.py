@@ -13,11 +13,11 @@ import yaml
 from probemb.data.compositions import KINDS, MAX_K, Compositions, Query, find_compositions
 from probemb.data.failures import BadSample
 from probemb.errors import UserError, nearest
-from probemb.evaluation import composed, feasibility
+from probemb.evaluation import composed
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.evaluation.uncertainty import evenly
-from probemb.metrics import closest_items
-from probemb.metrics.localisation import summarise
+from probemb.metrics.retrieval import closest_items
+from probemb.metrics.uncertainty import mean_estimates
 from probemb.models.composers import Composer
 from probemb.reports.figures import GREY, PALETTE, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, thumbnail, verdict
@@ -188,14 +188,14 @@ def measure(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> dict:
     names = [f"r@{k}" for k in ks] + ["r_precision"]
     per_query = {name: outcomes.per_query[name] for name in names}
     by_chance = composed.guessed(outcomes.targets, len(gallery.kept), ks)
-    combination, kinds = feasibility.combinations_of(found.queries), {}
+    combination, kinds = composed.combinations_of(found.queries), {}
     for kind in ("all", *KINDS):
-        some = torch.tensor([kind in ("all", one.kind) for one in found.queries]) & (outcomes.targets > 0)
+        some = composed.of_kind(found.queries, kind) & (outcomes.targets > 0)
         if some.any():
             kinds[kind] = {
                 "queries": int(some.sum()),
                 "targets": float(outcomes.targets[some].double().mean()),
-                **summarise(per_query, combination, some),
+                **mean_estimates(per_query, combination, some),
                 "guessing": {name: float(values[some].mean()) for name, values in by_chance.items()},
             }
     return {
@@ -220,9 +220,9 @@ def infeasible_rows(composer: Composer, sets: Sequence[QuerySet], counts: Sequen
     """AUC of each score against infeasible combinations, of the seen and of the unseen ones; None without any."""
     never, others = feasibility_sets(sets)
     rows = [
-        {"score": score, "title": feasibility.TITLES[score], "feasible": name, "kinds": kinds}
+        {"score": score, "title": composed.TITLES[score], "feasible": name, "kinds": kinds}
         for name, one in others.items()
-        for score, kinds in feasibility.measure_feasibility(composer, one.found, never.found, counts).items()
+        for score, kinds in composed.measure_feasibility(composer, one.found, never.found, counts).items()
     ]
     return never and {"infeasible": {"combinations": never.number, "queries": len(never.found.queries)}, "rows": rows}
 
@@ -279,10 +279,10 @@ def roc_figures(composer: Composer, sets: Sequence[QuerySet]) -> list[Figure]:
     for name, one in others.items():
         chart = Chart(f"roc-{name}", x_label=f"{name} combinations refused, %", y_label="infeasible ones refused, %")
         chart.line([0, 100], [0, 100], "chance", GREY, dashed=True)
-        scores = feasibility.feasibility_strata(composer, one.found, never.found).items()
+        scores = composed.feasibility_strata(composer, one.found, never.found).items()
         for (score, strata), colour in zip(((score, strata) for score, strata in scores if strata), PALETTE):
-            wrong, right = (100 * rates for rates in feasibility.mean_roc_curve(list(strata.values())))
-            title = feasibility.SCORES[score].title.partition(",")[0]
+            wrong, right = (100 * rates for rates in composed.mean_roc_curve(list(strata.values())))
+            title = composed.SCORES[score].title.partition(",")[0]
             chart.line(wrong.tolist(), right.tolist(), title, colour, notes=[""] * len(wrong))
         figures.append(Figure(chart, f"Infeasible against {name} combinations"))
     return figures

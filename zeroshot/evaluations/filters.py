@@ -27,7 +27,8 @@ from probemb.evaluation.classification import (
     true_ranks,
 )
 from probemb.gaussian import Gaussian
-from probemb.metrics import interval, resample_accuracy, standard_error
+from probemb.metrics.bootstrap import interval, resample_accuracy
+from probemb.metrics.uncertainty import standard_error
 from zeroshot.evaluations.reweighting import Reweighting, few_of_each, fit_labelled, fit_unlabelled, name_hash
 
 ZERO_SHOT, FEW_SHOT, UNLABELLED, TRANSDUCTIVE, ORACLE = "zero-shot", "few-shot", "unlabelled", "transductive", "oracle"

@@ -29,7 +29,7 @@ from probemb.errors import UserError
 from probemb.evaluation.classification import confidences
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
-from probemb.metrics import rejection_curve, reliability, uncertainty_bins
+from probemb.metrics.uncertainty import rejection_curve, reliability, uncertainty_bins
 from probemb.models import DualEncoder, check_single_embeddings
 from probemb.models.inputs import check_variances
 from probemb.reports import pages

@@ -12,12 +12,10 @@ from probemb.data.boxes.geometry import enclosing
 from probemb.data.boxes.proposals import Proposals, grid_proposals, read_proposals, read_region_proposals
 from probemb.data.failures import BadSample
 from probemb.errors import UserError
-from probemb.evaluation.analyses.localisation import Localised, localise
-from probemb.evaluation.predictors import assess
-from probemb.evaluation.rankings import TITLES
-from probemb.evaluation.uncertainty import evenly
-from probemb.metrics import uncertainty_bins
-from probemb.metrics.localisation import KS, THRESHOLD, recall_at, summarise
+from probemb.evaluation.localisation import KS, THRESHOLD, Localised, localise, recall_at
+from probemb.evaluation.rankings import RANKINGS
+from probemb.evaluation.uncertainty import assess, evenly
+from probemb.metrics.uncertainty import mean_estimates, uncertainty_bins
 from probemb.models import DualEncoder
 from probemb.reports import pages
 from probemb.reports.pages import Card, Cell, Page, Picture, Table, thumbnail, verdict
@@ -104,13 +102,14 @@ def check_inputs(model: DualEncoder, proposals: Proposals) -> None:
 def summary(found: Localised) -> list[dict]:
     """A row for each ranking, then guessing, then the upper bound; each metric with "value" and "se"."""
     outcomes = {
-        TITLES[name]: (name, {f"r@{k}": recall_at(overlaps, k) for k in KS})
+        RANKINGS[name].title: (name, {f"r@{k}": recall_at(overlaps, k) for k in KS})
         for name, overlaps in found.first_overlaps.items()
     }
     outcomes["guessing"] = (None, {f"r@{k}": found.chance[:, i] for i, k in enumerate(KS)})
     outcomes["upper bound of the proposals"] = (None, {f"r@{k}": found.best_overlap >= THRESHOLD for k in KS})
     return [
-        {"ranking": name, "title": title, **summarise(hits, found.image)} for title, (name, hits) in outcomes.items()
+        {"ranking": name, "title": title, **mean_estimates(hits, found.image)}
+        for title, (name, hits) in outcomes.items()
     ]
 
 
@@ -124,7 +123,7 @@ def by_type(found: Localised, kinds: list[str], ranking: str) -> list[dict]:
     rows = []
     for kind in sorted({one for several in kinds for one in several.split("/")}):
         some = torch.tensor([kind in several.split("/") for several in kinds])
-        rows.append({"type": kind, "phrases": int(some.sum()), **summarise(outcomes, found.image, some)})
+        rows.append({"type": kind, "phrases": int(some.sum()), **mean_estimates(outcomes, found.image, some)})
     return sorted(rows, key=lambda row: -row["phrases"])
 
 

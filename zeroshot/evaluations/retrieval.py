@@ -16,17 +16,26 @@ from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.data.compositions.coco import read_objects
 from probemb.errors import UserError
-from probemb.evaluation import benchmarks
-from probemb.evaluation.analyses.containment import generality
-from probemb.evaluation.calibration import accepted_shares, caption_acceptance, match_calibration
-from probemb.evaluation.embed_pairs import EmbeddedPairs, centres, embed_pairs
-from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.judgements import evaluate_rankings_of_pairs, judged_pairs
-from probemb.evaluation.predictors import evaluate_predictors
-from probemb.evaluation.rankings import TITLES, RankingOptions, check_factory, fitting, ranking_names, title_of
-from probemb.evaluation.tolerance import CSD, ORACLE, Tolerance, choose_tolerance
-from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
-from probemb.evaluation.uncertainty import MEASURES, findings, projection
+from probemb.evaluation import retrieval
+from probemb.evaluation.embedding import EmbeddedPairs, Embedder, centres, embed_pairs
+from probemb.evaluation.judgements import (
+    accepted_shares,
+    caption_acceptance,
+    evaluate_rankings_of_pairs,
+    judged_pairs,
+    match_calibration,
+)
+from probemb.evaluation.rankings import (
+    RANKINGS,
+    RankingOptions,
+    Tolerance,
+    check_factory,
+    fitting,
+    ranking_names,
+    title_of,
+)
+from probemb.evaluation.uncertainty import MEASURES, evaluate_predictors, findings, generality, projection
+from probemb.metrics.retrieval import TITLES as METRICS
 from probemb.models import DualEncoder, networks_of
 from probemb.models.ensemble import Ensemble
 from probemb.models.match import MatchModel
@@ -52,11 +61,11 @@ def evaluate(config: RetrievalConfig) -> None:
     if (config.tolerance.i2t is None) != (config.tolerance.t2i is None):
         raise UserError("One weight of tolerance is given without the other.", "Give both, or none to choose them.")
     captions = runner.open_captions(config)
-    if any(name.startswith("faiss") for name in rankings):
+    if any(RANKINGS[name].scores is None for name in rankings):
         refuse_small_gallery(config.factory, min(len(captions), captions.n_captions))
-    benchmarks.refuse_too_many_exact_pairs(captions)
+    retrieval.refuse_too_many_exact_pairs(captions)
     selection = find_selection(config, captions)
-    wanted = benchmarks.choose_benchmarks(config.benchmarks, captions, config.instances is not None)
+    wanted = retrieval.choose_benchmarks(config.benchmarks, captions, config.instances is not None)
     objects = read_objects(config.instances, captions.image_ids) if "pmrp" in wanted else None
     judgements = None if config.judgements is None else read_judgements(config.judgements, captions)
     if judgements is not None:
@@ -77,9 +86,9 @@ def evaluate(config: RetrievalConfig) -> None:
     tolerance = choose(config, embedder, captions, pairs, selection) if "tolerance" in rankings else None
     options = RankingOptions(
         *model.match_numbers(), config.samples, config.factory, config.candidates, device,
-        tolerance or CSD, model.attention, pairs.tokens,
+        tolerance or Tolerance(), model.attention, pairs.tokens,
     )  # fmt: skip
-    rows, per_query, tops = benchmarks.evaluate_rankings(pairs, captions, rankings, options, wanted, objects, progress)
+    rows, per_query, tops = retrieval.evaluate_rankings(pairs, captions, rankings, options, wanted, objects, progress)
     one, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
     found, generalities, judged, accepted = {}, None, None, None
     if model.probabilistic:
@@ -128,14 +137,14 @@ def choose(
     """The given weights, or the best ones on the selection, or without one on the evaluated pairs (an oracle)."""
     if config.tolerance.i2t is not None:
         return Tolerance(config.tolerance.i2t, config.tolerance.t2i)
-    chosen = ORACLE
+    chosen = retrieval.ORACLE
     if selection is not None:
         captions, pairs = selection, embed_pairs(embedder, selection)
         chosen = f"chosen on {selection.split or Path(config.select_data).name}"
-    positives, device = benchmarks.known_positives(pairs, captions), embedder.device.name
-    of, metric = (benchmarks.TRUE, "map_at_r") if benchmarks.TRUE in positives else (benchmarks.OWN, "recall")
+    positives, device = retrieval.known_positives(pairs, captions), embedder.device.name
+    of, metric = (retrieval.TRUE, "map_at_r") if retrieval.TRUE in positives else (retrieval.OWN, "recall")
     there = pairs._replace(images=pairs.images.to(device), texts=pairs.texts.to(device))
-    return choose_tolerance(there, positives[of], metric, chosen=chosen, of=of)
+    return retrieval.choose_tolerance(there, positives[of], metric, chosen=chosen, of=of)
 
 
 def evaluate_judgements(
@@ -210,19 +219,19 @@ def rank_table(results: dict) -> Table:
         if i and results["rows"][i - 1]["positives"] != row["positives"]:
             rows.append(())
         for way, title in DIRECTIONS.values():
-            cells = [percent(row[way][m]) if m in row[way] else "" for m in benchmarks.METRICS]
-            last, own = way == "t2i", way == "t2i" and row["positives"] == benchmarks.OWN
+            cells = [percent(row[way][m]) if m in row[way] else "" for m in METRICS]
+            last, own = way == "t2i", way == "t2i" and row["positives"] == retrieval.OWN
             cost = (f"{row['ms_per_query']:.3g}", f"{row['numbers_per_item']:,}") if own else ("", "")
             total = f"{row['rsum']:.1f}" if last and "rsum" in row else ""
             rows.append((row["positives"], title_of(row), title, *cells, total, *cost))
-    headings = ("positives", "ranked by", "direction", *benchmarks.METRICS.values(), "RSUM", "ms/query", "numbers")
+    headings = ("positives", "ranked by", "direction", *METRICS.values(), "RSUM", "ms/query", "numbers")
     title = f"retrieval, {results['images']:,} images and {results['captions']:,} captions, percent"
     return Table(headings, rows, title, left=3)
 
 
 def judgement_blocks(found: dict) -> list[Block]:
     """Every ranking against human judgements, and lines and charts on calibration and acceptance."""
-    versus = f"AP of halves − that of {TITLES[found['reference']]}"
+    versus = f"AP of halves − that of {RANKINGS[found['reference']].title}"
     rows = [
         (row["title"], *(between(row.get(metric)) for metric in JUDGED),
          between(row["difference"].get("average_precision_halves"), signed=True))
@@ -257,7 +266,7 @@ def tolerance_blocks(found: dict) -> list[Block]:
     """The choice of the weights of tolerance, and the curve over them."""
     blocks: list[Block] = []
     for one in (one for one in found.values() if one["curve"]):
-        what, curve = f"{CHOSEN_BY[one['metric']]} of {one['positives']}", one["curve"]
+        what, curve = f"{retrieval.CHOSEN_BY[one['metric']]} of {one['positives']}", one["curve"]
         weights = f"u of captions times {one['i2t']:g}, of images times {one['t2i']:g}"
         curves = {name: (curve["lambda"], [100 * y for y in curve[way]]) for way, name in DIRECTIONS.values()}
         figure = pages.line_figure("tolerance", "weight of the gallery's u", f"{what}, %", curves)

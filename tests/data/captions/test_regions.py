@@ -7,7 +7,7 @@ import torch
 from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import ImageBatches
 from probemb.errors import UserError
-from probemb.evaluation.embed_pairs import exact_match
+from probemb.evaluation.embedding import exact_match
 from tools.make_scenes import main as make_scenes
 
 R, W = 4, 6

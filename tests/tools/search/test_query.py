@@ -11,7 +11,7 @@ import torch
 from probemb.compose import as_query, compose
 from probemb.distances import csd
 from probemb.errors import UserError
-from probemb.evaluation.scores import tolerance_scores
+from probemb.evaluation.rankings import tolerance_scores
 from probemb.models import LoadedModel, create_model, create_tokenizer, create_transforms, load_model
 from probemb.models.towers.words import WordTokenizer
 from tests.imagesite import bomb

@@ -1,4 +1,4 @@
-"""What the retrieval command alone uses: COCO's benchmarks beside the rest, uncertainty and what is erased."""
+"""Benchmarks of COCO beside the rest, validation, the choice of the variances' weights, re-ranking."""
 
 import copy
 import gzip
@@ -8,32 +8,40 @@ from itertools import chain
 import pytest
 import torch
 
-from probemb import Gaussian, metrics
+from probemb import Gaussian
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.compositions.coco import read_objects
 from probemb.distances import csd
-from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings
-from probemb.evaluation.embed_pairs import EmbeddedPairs
-from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
-from probemb.evaluation.tolerance import GRID
-from probemb.evaluation.uncertainty import (
-    erase_pixels,
-    erase_regions,
-    erase_words,
-    evenly,
-    prefix,
-    projection,
-    quality,
+from probemb.evaluation import retrieval
+from probemb.evaluation.embedding import EmbeddedPairs, Embedder
+from probemb.evaluation.rankings import Ranker, RankingOptions, Tolerance
+from probemb.evaluation.retrieval import (
+    CLASS,
+    GRID,
+    OWN,
+    TRUE,
+    choose_benchmarks,
+    choose_tolerance,
+    evaluate_rankings,
+    evaluate_retrieval,
+    known_positives,
 )
+from probemb.evaluation.uncertainty import quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
+from probemb.metrics.plausible import plausible_match_r_precision
+from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
 from probemb.models import load_model
+from tools.make_scenes import Plan, make
 
 
 def gaussians(n, dim=8, seed=0):
     r = torch.Generator().manual_seed(seed)
     mean = torch.nn.functional.normalize(torch.randn(n, dim, generator=r), dim=1)
     return Gaussian(mean, torch.randn(n, dim, generator=r) - 3)
+
+
+def measured(scores, match):
+    return mean_metrics(score_metrics(lambda rows: scores[rows], Positives.from_matrix(match)))
 
 
 def test_validation_by_tolerance_takes_the_best_weights(run_folder, captioned):
@@ -47,7 +55,7 @@ def test_validation_by_tolerance_takes_the_best_weights(run_folder, captioned):
     near = -torch.cdist(images.mean.double(), texts.mean.double()).square()
     for way, scores, gallery, m in (("i2t", near, texts, match), ("t2i", near.T, images, match.T)):
         u = gallery.uncertainty().double()
-        under = {weight: metrics.retrieval_metrics(scores - weight * u, m) for weight in GRID}
+        under = {weight: measured(scores - weight * u, m) for weight in GRID}
         total = {weight: sum(one[f"r@{k}"] for k in (1, 5, 10)) for weight, one in under.items()}
         weight = found["tolerance"][way]
         assert total[weight] == pytest.approx(max(total.values()), abs=0.03)
@@ -107,52 +115,17 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
             of = [k for k, number in enumerate(chain(*ids)) if number in caption_ids[5 * i : 5 * i + n]]
             scores = -csd(images[i : i + n // 5], texts[of])
             labels = objects[i : i + n // 5], objects[owner[of]]
-            values.append(metrics.plausible_match_r_precision(scores, *labels)["pmrp"])
+            values.append(plausible_match_r_precision(lambda rows, s=scores: s[rows], *labels)["pmrp"])
         assert fold["i2t"]["r_precision"] == pytest.approx(sum(values) / 5)
 
 
 def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():
     images, texts = gaussians(6), gaussians(40, seed=1)
     options = RankingOptions(candidates=10)
-    by_mean, ranked = (
-        rank_all(make_ranker(name, images, texts, options), 6, 40, (20, 6)).i2t
-        for name in ("faiss-mean", "faiss-rerank")
-    )
+    by_mean, ranked = (Ranker(name, images, texts, options)((20, 6)).i2t for name in ("faiss-mean", "faiss-rerank"))
     assert torch.equal(ranked[:, 10:], by_mean[:, 10:])
     assert torch.equal(ranked[:, :10].sort(dim=1).values, by_mean[:, :10].sort(dim=1).values)
     assert not torch.equal(ranked[:, :10], by_mean[:, :10])
-    positives = own_captions(torch.arange(40) % 6, 6)
-    assert positives.counts.tolist() == [7, 7, 7, 7, 6, 6]
-
-
-def test_a_collapsed_model_has_a_plane():
-    """t-SNE divides its start by the spread of the points, and ends the process at NaN."""
-    same = Gaussian(torch.eye(8)[:1].expand(40, 8), torch.zeros(40, 8))
-    found = projection(EmbeddedPairs(same, same, torch.arange(40), list(range(40)), []))
-    assert found["method"] == "the first two dimensions"
-    assert found["images"]["x"].tolist() == [1] * 40
-
-
-def test_what_is_erased_is_what_was_asked_for():
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.ones(3, 3, 20, 20)
-    for share in (0.0, 0.25, 1.0):
-        erased = erase_pixels(pixels, share, generator)
-        assert (erased == 0).double().mean().item() == pytest.approx(share, abs=0.01)
-    regions = torch.ones(2, 5, 3)
-    regions[1, 1:] = 0  # an image with one region
-    for share, left in ((0.0, [5, 1]), (0.4, [3, 1]), (1.0, [1, 1])):
-        assert (erase_regions(regions, share, generator) != 0).all(-1).sum(1).tolist() == left
-    words = "a b c d e f g h i j"
-    assert [prefix(words, share) for share in (0.0, 0.3, 1.0)] == [words, "a b c d e f g", ""]
-    assert erase_words(words, 0.0, generator) == words
-    left = erase_words(words, 0.3, generator).split()
-    assert len(left) == 7
-    assert left == sorted(left)
-    assert erase_words("one", 0.8, generator) == ""
-    assert evenly(100, 3) == [0, 50, 99]
-    assert evenly(2, 5) == [0, 1]
-    assert evenly(3, 1) == [0]
 
 
 def test_objects_of_images(tmp_path):
@@ -162,3 +135,73 @@ def test_objects_of_images(tmp_path):
     (tmp_path / "instances.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
     found = read_objects(tmp_path / "instances.json.gz", list(range(4)))
     assert found.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory):
+    out = tmp_path_factory.mktemp("birds") / "world"
+    make(Plan(train=0, val=0, classes_images=0, size=32, captions=2, class_captions=96), out, workers=1)
+    return out / "by-class"
+
+
+def test_captions_of_the_class_are_positives_and_lost_images_are_left_out(birds):
+    data = find_captions(birds, "test")
+    kept = [i for i in range(len(data)) if i != 3]
+    owner = torch.arange(len(kept)).repeat_interleave(2)
+    pairs = EmbeddedPairs(Gaussian(*torch.zeros(2, 23, 4)), Gaussian(*torch.zeros(2, 46, 4)), owner, kept, [])
+    kinds = known_positives(pairs, data)
+    assert list(kinds) == [OWN, CLASS, TRUE]
+    names = [data.classes[i] for i in kept]
+    for i, name in enumerate(names):
+        wanted = [j for j in range(46) if names[owner[j]] == name]
+        found = kinds[CLASS].of_queries(i, i + 1).keys.tolist()
+        assert found == wanted
+        assert set(kinds[OWN].of_queries(i, i + 1).keys.tolist()) <= set(wanted)
+
+
+N, M, DIM = 30, 60, 16
+
+
+def spread(n, u, generator):
+    """Random directions with these uncertainties (n,)."""
+    mean = torch.nn.functional.normalize(torch.randn(n, DIM, generator=generator, dtype=torch.float64), dim=1)
+    return Gaussian(mean, (u / DIM).log()[:, None].expand(n, DIM).contiguous())
+
+
+@pytest.fixture
+def vague():
+    """Captions that fit more images the larger their variance; images alike."""
+    draw = torch.Generator().manual_seed(0)
+    u = torch.rand(M, generator=draw, dtype=torch.float64) + 0.1
+    match = torch.rand(N, M, generator=draw, dtype=torch.float64) < 0.6 * u
+    images, texts = spread(N, torch.full((N,), 0.3, dtype=torch.float64), draw), spread(M, u, draw)
+    pairs = EmbeddedPairs(images, texts, torch.arange(M) // 2, list(range(N)), [])
+    return pairs, Positives.from_matrix(match)
+
+
+def test_the_curve_is_that_of_the_ranking_under_every_weight(vague, monkeypatch):
+    pairs, positives = vague
+    whole = choose_tolerance(pairs, positives)
+    monkeypatch.setattr(retrieval, "CHUNK_ELEMENTS", 7 * M)
+    recall = choose_tolerance(pairs, positives, "recall")
+    assert choose_tolerance(pairs, positives).curve == whole.curve  # by blocks of queries
+    for place, weight in enumerate(GRID):
+        options = RankingOptions(tolerance=Tolerance(weight, weight))
+        found = retrieval.retrieval(pairs.images, pairs.texts, positives, "tolerance", options)
+        for way in ("i2t", "t2i"):
+            assert whole.curve[way][place] == pytest.approx(found[way]["map_at_r"], abs=1e-12)
+            mean = sum(found[way][f"r@{k}"] for k in (1, 5, 10)) / 3
+            assert recall.curve[way][place] == pytest.approx(mean, abs=1e-12)
+
+
+def test_vague_captions_that_fit_more_images_want_a_tolerance(vague):
+    pairs, positives = vague
+    found = choose_tolerance(pairs, positives)
+    assert found.i2t < 0
+    assert found.t2i == 0  # images of one variance: all weights are equal, and 0 is the simplest
+    at = dict(zip(found.curve["lambda"], found.curve["i2t"]))
+    assert at[found.i2t] == max(at.values()) > at[0] > at[1]
+    assert (found.chosen, found.metric) == ("oracle", "map_at_r")
+    few = Positives.from_pairs(positives.keys // M, M - 1 - positives.keys % M, N, M)
+    turned = pairs._replace(texts=pairs.texts[torch.arange(M - 1, -1, -1)])
+    assert choose_tolerance(turned, few).curve["i2t"] == pytest.approx(found.curve["i2t"])

@@ -1,10 +1,10 @@
-"""Scores by blocks of rows against the distances."""
+"""Scores by blocks of rows against the distances; the ranking by cross attention; which rankings fit a model."""
 
 import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.cross_attention import CrossAttention
+from probemb.cross_attention import CrossAttention, Tokens, attention_scores
 from probemb.distances import (
     bhattacharyya,
     csd,
@@ -18,17 +18,21 @@ from probemb.distances import (
     wasserstein2,
 )
 from probemb.errors import UserError
-from probemb.evaluation.kept_tokens import KeptTokens, TokenKeeper
-from probemb.evaluation.rankings import fitting, make_ranker, ranking_names
-from probemb.evaluation.scores import (
-    SCORES,
-    average_l2_scores,
-    both_ways,
+from probemb.evaluation import rankings
+from probemb.evaluation.embedding import TokenKeeper
+from probemb.evaluation.rankings import (
+    RANKINGS,
+    Ranker,
+    RankingOptions,
+    fitting,
     match_probability_scores,
-    multi_instance_scores,
+    ranking_names,
+    scores_of,
     tolerance_scores,
 )
 from probemb.models import create_model
+
+SCORED = [name for name, ranking in RANKINGS.items() if ranking.scores]
 
 
 def pair(dtype=torch.float64):
@@ -53,58 +57,50 @@ def pair(dtype=torch.float64):
     ],
 )
 def test_equal_the_distances(name, truth, monkeypatch):
-    monkeypatch.setattr("probemb.evaluation.scores.PAIR_ELEMENTS", 22)  # two rows at a time
+    monkeypatch.setattr(rankings, "PAIR_ELEMENTS", 22)  # two rows at a time
     a, b = pair()
-    scores, want = SCORES[name](a, b), truth(a, b)
+    scores, want = scores_of(name, a, b), truth(a, b)
     assert scores.shape == (7, 11)
     torch.testing.assert_close(scores(slice(2, 5)), want[2:5], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(scores.transposed()(slice(0, 11)), want.T, rtol=1e-12, atol=1e-12)
     rows, columns = torch.tensor([3, 1]), torch.tensor([10, 0, 4])
     torch.testing.assert_close(scores.only(rows, columns)(slice(0, 2)), want[rows][:, columns], rtol=1e-12, atol=1e-12)
-    assert SCORES[name](*pair(torch.bfloat16))(slice(0, 7)).dtype == torch.float32
+    assert scores_of(name, *pair(torch.bfloat16))(slice(0, 7)).dtype == torch.float32
 
 
-def some_tokens(n: int, seed: int) -> KeptTokens:
-    """Two to five tokens of each of n items, kept on disk."""
-    draw, keeper = torch.Generator().manual_seed(seed), TokenKeeper()
-    mask = torch.arange(5) < torch.randint(2, 6, (n, 1), generator=draw)
-    keeper.add(torch.randn(n, 5, 4, generator=draw), mask)
-    return keeper.kept()
-
-
-@pytest.mark.parametrize("name", list(SCORES))
+@pytest.mark.parametrize("name", SCORED)
 def test_both_ways_are_the_same_whether_held_or_not(name):
-    more = {"how": CrossAttention(), "tokens": (some_tokens(7, 0), some_tokens(11, 1))} if name == "attention" else {}
-    scores = SCORES[name](*pair(), **more)
-    forward, backward = both_ways(scores, most=77)
-    assert forward.shape == backward.T.shape == (7, 11)
-    again, transposed = both_ways(scores, most=76)
-    assert callable(again)
-    assert callable(transposed)
-    torch.testing.assert_close(again(slice(2, 5)), forward[2:5], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(transposed(slice(3, 9)), backward[3:9], rtol=1e-6, atol=1e-6)
+    tokens = kept((7,), 5, 0)[0].kept(), kept((11,), 5, 1)[0].kept()
+    scores = scores_of(name, *pair(), RankingOptions(attention=CrossAttention(), tokens=tokens))
+    forward, backward = scores.both_ways(most=77)
+    whole = forward(slice(None))
+    assert whole.shape == (7, 11)
+    for there, back in ((forward, backward), scores.both_ways(most=76)):
+        torch.testing.assert_close(there(slice(2, 5)), whole[2:5], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(back(slice(3, 9)), whole.T[3:9], rtol=1e-6, atol=1e-6)
+
+
+def samples_of(scores, n):
+    return (torch.stack([side.draw(j) for j in range(n)], 1) for side in (scores.left, scores.right))
 
 
 def test_the_average_distance_is_that_of_all_pairs_of_samples():
     a, b = pair()
-    scores = average_l2_scores(a, b, n_samples=3)
-    left, right = (torch.stack([scores._draw(side, j) for j in range(3)], 1) for side in (0, 1))
+    scores = scores_of("average-l2", a, b, RankingOptions(samples=3))
+    left, right = samples_of(scores, 3)
     want = torch.tensor([[-sum((x - y).norm() for x in p for y in q) / 9 for q in right] for p in left])
     torch.testing.assert_close(scores(slice(0, 7)), want.to(left.dtype), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mean_distance_of_samples(left, right), -scores(slice(0, 7)))
-    torch.testing.assert_close(scores.transposed()(slice(0, 11)), scores(slice(0, 7)).T)
 
 
 def test_one_set_of_samples_for_all_blocks(monkeypatch):
-    monkeypatch.setattr("probemb.evaluation.scores.SAMPLE_ELEMENTS", 25)
+    monkeypatch.setattr(rankings, "SAMPLE_ELEMENTS", 25)
     a, b = pair()
     scores = match_probability_scores(a, b, scale=0.5, shift=1.0, n_samples=4)
-    left, right = (torch.stack([scores._draw(side, j) for j in range(4)], 1) for side in (0, 1))
+    left, right = samples_of(scores, 4)
     assert len(torch.cat([left, right]).unique()) == 18 * 4 * 6  # no two samples share their noise
     whole = match_probability_of_samples(left, right, 0.5, 1.0)
     torch.testing.assert_close(scores(slice(0, 7)), whole)
     torch.testing.assert_close(torch.cat([scores(slice(0, 3)), scores(slice(3, 7))]), whole)
-    torch.testing.assert_close(scores.transposed()(slice(0, 11)), whole.T)
     assert torch.equal(match_probability_scores(a, b, 0.5, 1.0, 4)(slice(0, 7)), scores(slice(0, 7)))
     few = scores.only(torch.tensor([3, 1]), torch.arange(11))
     assert few(slice(0, 2)).shape == few.shape == (2, 11)
@@ -120,7 +116,7 @@ def test_tolerance_weighs_the_variances_of_each_side():
                 own = sum(v.exp().item() for v in a.log_var[i]), sum(v.exp().item() for v in b.log_var[c])
                 want[i, c] = -(distance + t2i * own[0] + i2t * own[1])
         torch.testing.assert_close(tolerance_scores(a, b, i2t, t2i)(slice(0, 7)), want, rtol=1e-12, atol=1e-12)
-    assert torch.equal(tolerance_scores(a, b)(slice(0, 7)), SCORES["csd"](a, b)(slice(0, 7)))
+    assert torch.equal(tolerance_scores(a, b)(slice(0, 7)), scores_of("csd", a, b)(slice(0, 7)))
     means = -torch.cdist(a.mean, b.mean).square()
     torch.testing.assert_close(tolerance_scores(a, b, 0, 0)(slice(0, 7)), means, rtol=1e-9, atol=1e-9)
 
@@ -140,13 +136,11 @@ def test_multi_instance_is_the_largest_of_all_pairs_of_embeddings(monkeypatch):
     expected = torch.tensor(
         [[max(float(x @ y) for x in a.mean[i] for y in b.mean[j]) for j in range(M)] for i in range(N)]
     )
-    torch.testing.assert_close(multi_instance_scores(a, b)(slice(None)), expected)
-    monkeypatch.setattr("probemb.evaluation.scores.INSTANCE_ELEMENTS", 1)  # one row at a time
-    found = multi_instance_scores(a, b)
+    torch.testing.assert_close(scores_of("multi-instance", a, b)(slice(None)), expected)
+    monkeypatch.setattr(rankings, "INSTANCE_ELEMENTS", 1)  # one row at a time
+    found = scores_of("multi-instance", a, b)
     torch.testing.assert_close(found(slice(2, 9)), expected[2:9])
-    torch.testing.assert_close(found.transposed()(slice(None)), expected.T)
-    i2t, _ = make_ranker("multi-instance", a, b)(torch.arange(N), torch.arange(M), 4)
-    assert torch.equal(i2t, expected.topk(4).indices)
+    assert torch.equal(Ranker("multi-instance", a, b)((4, 4)).i2t, expected.topk(4).indices)
 
 
 def test_a_models_own_ranking_comes_first_and_others_must_fit():
@@ -159,3 +153,47 @@ def test_a_models_own_ranking_comes_first_and_others_must_fit():
     assert fitting(default, several, given=False) == ["multi-instance"]
     with pytest.raises(UserError, match="csd does not fit a model with 2 embeddings of an item"):
         fitting(["csd"], several, given=True)
+
+
+def batch(n, length, seed):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, length + 1, (n,), generator=g)
+    return torch.randn(n, length, 8, generator=g), torch.arange(length) < lengths[:, None]
+
+
+def kept(sizes, length, seed):
+    keeper, parts = TokenKeeper(), [batch(n, length - i, seed + i) for i, n in enumerate(sizes)]
+    for part in parts:
+        keeper.add(*part)
+    return keeper, parts
+
+
+def whole(parts, length):
+    values = torch.cat([torch.nn.functional.pad(v, (0, 0, 0, length - v.shape[1])) for v, _ in parts])
+    mask = torch.cat([torch.nn.functional.pad(m, (0, length - m.shape[1])) for _, m in parts])
+    return Tokens(torch.nn.functional.normalize(values, dim=-1) * mask[..., None], mask)
+
+
+@pytest.fixture
+def sides():
+    images, texts = kept((4, 3), 5, 0), kept((6, 7, 2), 6, 9)
+    return images[0].kept(), texts[0].kept(), whole(images[1], 5), whole(texts[1], 6)
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_scores_are_those_of_the_tokens(sides, direction, monkeypatch):
+    monkeypatch.setattr(rankings, "IMAGES", 3)
+    monkeypatch.setattr(rankings, "TEXTS", 4)
+    how = CrossAttention(direction)
+    expected = attention_scores(*sides[2:], how)
+    items = [Gaussian(*torch.zeros(2, n, 2)) for n in (7, 15)]
+    options = RankingOptions(attention=how, tokens=sides[:2])
+    scores = scores_of("attention", *items, options)
+    close = {"rtol": 0, "atol": 2e-3}  # float16
+    assert scores.shape == (7, 15)
+    torch.testing.assert_close(scores(slice(2, 6)), expected[2:6], **close)
+    rows, columns = torch.tensor([5, 0]), torch.tensor([14, 3, 3])
+    torch.testing.assert_close(scores.only(rows, columns)(slice(0, 2)), expected[rows][:, columns], **close)
+    lists, again = Ranker("attention", *items, options)((3, 3)), scores(slice(None))
+    assert torch.equal(lists.i2t, again.topk(3, dim=1).indices)
+    assert torch.equal(lists.t2i, again.T.topk(3, dim=1).indices)

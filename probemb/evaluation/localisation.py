@@ -1,0 +1,254 @@
+"""Phrase localisation: the proposals of an image ranked by how well their crops, or their regions, fit a phrase.
+
+A model that reads regions gets every proposal as an image of that region alone. Its ranking "attention" is then the
+model's own score of the phrase's words with the region; "mean" is the cosine of both embeddings, as jWAE has it.
+
+Source: jWAE §5.2; the protocol of Plummer et al. (IJCV 2017) and Wang et al.: an image's own phrases are looked
+for among its proposals, and a proposal is right if its IoU with the phrase's box is at least 0.5.
+
+P proposals of an image, Q phrases of an image, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from scipy.stats import hypergeom
+from torch import Tensor
+from torch.nn.functional import pad
+
+from probemb.cli.device import loader_workers
+from probemb.cross_attention import Tokens, attention_scores, unit_tokens
+from probemb.data.boxes import PhraseDataset, iou
+from probemb.data.boxes.geometry import Box, enclosing
+from probemb.data.boxes.proposals import Proposals
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import refuse_too_many
+from probemb.data.pixels import stack
+from probemb.data.workers import make_loader, read
+from probemb.errors import UserError
+from probemb.evaluation.embedding import Embedder, KeptTokens, TokenKeeper, encode_images
+from probemb.evaluation.rankings import RankingOptions, scores_of
+from probemb.evaluation.uncertainty import query_scores
+from probemb.gaussian import Gaussian
+from probemb.models.match import MatchModel
+
+KS = (1, 5, 10)
+THRESHOLD = 0.5  # of the IoU
+
+
+@dataclass
+class Localised:
+    """Result of each phrase, in the order of `rows`.
+
+    Attributes:
+        rows: indices of the phrases in the data; image: (Q,) the image of each.
+        first: by ranking, (Q, 10) indices of the first proposals, -1 where there are fewer.
+        first_overlaps: by ranking, (Q, 10) their IoU, -1 where there are fewer.
+        best_overlap: (Q,) the highest IoU of any proposal; chance: (Q, 3) recall of guessing at each of KS.
+        u: (Q,) uncertainty of each phrase.
+        scores: name -> (Q,), what tells a doubtful phrase; see `query_scores`.
+        bad: (name, reason) of images that could not be read.
+    """
+
+    rows: list[int]
+    image: Tensor
+    first: dict[str, Tensor]
+    first_overlaps: dict[str, Tensor]
+    best_overlap: Tensor
+    chance: Tensor
+    u: Tensor
+    scores: dict[str, Tensor]
+    bad: list[tuple[str, str]] = field(default_factory=list)
+
+
+def localise(
+    embedder: Embedder, data: PhraseDataset, proposals: Proposals, rankings: Sequence[str], options: RankingOptions,
+    several: str,
+) -> Localised:  # fmt: skip
+    """Embed every phrase and every proposal, and rank. Holds the crops, or the regions, of one image at a time.
+
+    Args:
+        rankings: names in RANKINGS that have scores.
+        several: "merged", a phrase with several boxes means the smallest box around them, or "any", each is right.
+
+    Raises UserError: too many images that cannot be read; embeddings that are not finite.
+    """
+    keeper = TokenKeeper() if "attention" in rankings else None
+    texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases", keeper)
+    words, of_image = keeper and keeper.kept(), data.by_image()
+    parts, rows, bad = [], [], []
+    for image, crops in embedded_proposals(embedder, data, proposals, of_image, bad, with_tokens=keeper is not None):
+        some = torch.tensor(of_image[image])
+        boxes = torch.tensor(proposals.boxes[image])
+        overlaps = torch.stack([phrase_overlaps(boxes, data.phrases[row].boxes, several) for row in some.tolist()])
+        scores = {
+            name: crops.attention(words[some], options)
+            if name == "attention"
+            else scores_of(name, crops.gaussian, texts[some], options)(slice(None)).T.cpu()
+            for name in rankings
+        }
+        parts.append(_of_phrases(scores, overlaps) | _known(embedder, texts[some], crops.gaussian))
+        rows += some.tolist()
+    if not parts:
+        raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
+    image = torch.tensor([data.phrases[row].image for row in rows])
+    return Localised(rows, image, **_joined(parts), bad=bad)
+
+
+def _joined(parts: Sequence):
+    """Tensors of several images, or dictionaries of these, as one."""
+    if isinstance(parts[0], dict):
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    return torch.cat(list(parts))
+
+
+def phrase_overlaps(proposals: Tensor, boxes: Sequence[Box], several: str) -> Tensor:
+    """(P,) IoU of proposals (P, 4) with what a phrase means."""
+    if several == "merged":
+        boxes = [enclosing(boxes)]
+    return iou(proposals, torch.tensor(boxes)).amax(dim=1)
+
+
+def _of_phrases(scores: dict[str, Tensor], overlaps_QP: Tensor) -> dict:
+    """The fields of `Localised` that follow from the scores (Q, P) of one image's phrases."""
+    total, most = overlaps_QP.shape[1], max(KS)
+    first, missing = {}, max(0, most - total)
+    for name, scores_QP in scores.items():
+        first[name] = scores_QP.argsort(dim=1, descending=True, stable=True)[:, :most]
+    overlaps = {name: pad(overlaps_QP.gather(1, order), (0, missing), value=-1.0) for name, order in first.items()}
+    good_Q1 = (overlaps_QP >= THRESHOLD).sum(1, keepdim=True).numpy()
+    drawn = [min(k, total) for k in KS]  # any of them is right, without replacement
+    return {
+        "first": {name: pad(order, (0, missing), value=-1) for name, order in first.items()},
+        "first_overlaps": overlaps,
+        "best_overlap": overlaps_QP.amax(dim=1),
+        "chance": torch.from_numpy(hypergeom.sf(0, total, good_Q1, drawn)).float(),
+    }
+
+
+def _known(embedder: Embedder, texts: Gaussian, items: Gaussian) -> dict:
+    """u of an image's phrases, a mean over several embeddings of an item, and the scores, of single embeddings."""
+    u = texts.uncertainty()
+    if u.dim() > 1:
+        return {"u": u.mean(1), "scores": {}}
+    return {"u": u, "scores": query_scores(texts, items, MatchModel.of(embedder.model))}
+
+
+def recall_at(first_overlaps_QK: Tensor, k: int, threshold: float = THRESHOLD) -> Tensor:
+    """(Q,) bool: one of the first k proposals is right."""
+    return (first_overlaps_QK[:, :k] >= threshold).any(dim=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ proposals
+
+
+class EmbeddedProposals(NamedTuple):
+    """Proposals (P, D), and their tokens (P, T, D) where these are compared: those of a crop, or the one region."""
+
+    gaussian: Gaussian
+    tokens: Tokens | None
+
+    @torch.inference_mode()
+    def attention(self, words: KeptTokens, options: RankingOptions) -> Tensor:
+        """(Q, P) scores of phrases' words, on the CPU."""
+        images = Tokens(*(one.to(options.device) for one in self.tokens))
+        return attention_scores(images, words.read(options.device), options.attention).T.cpu()
+
+
+def embedded_proposals(
+    embedder: Embedder, data: PhraseDataset, proposals: Proposals, of_image: Sequence[Sequence],
+    bad: list[tuple[str, str]], title: str = "proposals", with_tokens: bool = False,
+) -> Iterator[tuple[int, EmbeddedProposals]]:  # fmt: skip
+    """The proposals of each image with phrases; unreadable images are added to `bad`.
+
+    Raises UserError: these are too many.
+    """
+    sizes = [len(boxes) if some else 0 for boxes, some in zip(proposals.boxes, of_image)]
+    blocks = [(image, first) for image, n in enumerate(sizes) for first in range(0, n, embedder.batch_size)]
+    dataset = _Proposals(data, proposals, blocks, embedder.transform, embedder.batch_size)
+    workers = loader_workers(embedder.workers, len(blocks) * embedder.batch_size, embedder.device.name)
+    parts: list[EmbeddedProposals] = []
+    failed = ""
+    with (
+        embedder.show(title, sum(sizes)) as advance,
+        closing(read(make_loader(dataset, workers, batch_size=None))) as found,
+    ):
+        for image, last, inputs, reason in found:
+            failed = failed or reason
+            if not failed:
+                parts.append(_embed(embedder, inputs, with_tokens))
+            if not last:
+                continue
+            if advance:
+                advance(sizes[image])
+            if failed:
+                bad.append((data.image_ids[image], failed))
+                refuse_too_many(bad, len(data), data.source, embedder.max_bad, "--max-bad")
+            else:
+                tokens = Tokens(*map(torch.cat, zip(*(one.tokens for one in parts)))) if with_tokens else None
+                yield image, EmbeddedProposals(Gaussian.cat([one.gaussian for one in parts]), tokens)
+            parts, failed = [], ""
+
+
+def _embed(embedder: Embedder, inputs: Tensor, with_tokens: bool) -> EmbeddedProposals:
+    if not with_tokens:
+        return EmbeddedProposals(embedder.pixels([inputs]), None)
+    tokens: list[Tokens] = []
+
+    def encode(batch: Tensor) -> Gaussian:
+        encoded = embedder.model.image_tower.encode(batch, want_tokens=True)
+        tokens.append(unit_tokens(encoded.tokens, encoded.mask))
+        return encoded.gaussian
+
+    gaussian = encode_images(encode, [inputs], device=embedder.device)
+    return EmbeddedProposals(gaussian, tokens[0])
+
+
+class _Proposals:
+    """Map-style dataset of blocks: index -> (image, whether it is the image's last block, inputs or None, reason).
+
+    Inputs are pixels of crops (P, 3, H, W), or features (P, 1, W): each is an image of one region.
+    """
+
+    def __init__(self, data: PhraseDataset, proposals: Proposals, blocks: list, transform, size: int):
+        self.data, self.proposals, self.blocks, self.transform, self.size = data, proposals, blocks, transform, size
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int):
+        image, first = self.blocks[index]
+        boxes, some = self.proposals.boxes[image], slice(first, first + self.size)
+        last = some.stop >= len(boxes)
+        try:
+            if self.proposals.features is not None:
+                features = self.proposals.features.open(image)
+                return image, last, features[self.proposals.rows[image][some], None], ""
+            picture = self.data.images.open(image)
+            scale = scale_of(picture, *self.data.sizes[image])
+            return image, last, stack([self.transform(crop(picture, box, scale)) for box in boxes[some]]), ""
+        except BadSample as error:
+            return image, last, None, str(error)
+        except Exception as error:  # one image must not end an evaluation
+            return image, last, None, f"cannot be transformed ({type(error).__name__})"
+
+
+def scale_of(picture, width: int, height: int) -> tuple[float, float]:
+    """A picture's size over that of its annotation. Raises BadSample: their shapes differ by more than 5 %."""
+    scale = picture.size[0] / width, picture.size[1] / height
+    if abs(scale[0] / scale[1] - 1) > 0.05:
+        raise BadSample(f"is {picture.size[0]} x {picture.size[1]}, but annotated as {width} x {height}")
+    return scale
+
+
+def crop(picture, box: Box, scale: tuple[float, float] = (1.0, 1.0)):
+    """The pixels that a box covers at least in part, as a `PIL.Image`; `scale`: of the picture over the annotation."""
+    left, top = int(box[0] * scale[0]), int(box[1] * scale[1])
+    right, bottom = -int(-box[2] * scale[0] // 1), -int(-box[3] * scale[1] // 1)
+    right, bottom = min(max(right, left + 1), picture.size[0]), min(max(bottom, top + 1), picture.size[1])
+    return picture.crop((min(left, right - 1), min(top, bottom - 1), right, bottom))

@@ -1,0 +1,386 @@
+"""Retrieval of embedded pairs: every ranking against every kind of positives, and the weights of "tolerance".
+
+Kinds of positives: own captions, captions of the class, all true captions of the scenes, and the benchmarks of COCO's
+test split (COCO 5K and 1K, CxC, ECCV Caption, plausible matches).
+
+N images, M captions, L object categories; Q queries and G gallery items of one direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from probemb.cli.progress import silent
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.errors import UserError, nearest
+from probemb.evaluation.embedding import EmbeddedPairs, Embedder, embed_pairs, exact_match
+from probemb.evaluation.rankings import RANKINGS, Ranker, RankingOptions, Tolerance, describe_ranking, tolerance_scores
+from probemb.gaussian import Gaussian
+from probemb.metrics.coco import COCO, FOLDS, coco_positives, coco_rows
+from probemb.metrics.plausible import VARIANTS, plausible_match_r_precision
+from probemb.metrics.retrieval import (
+    CHUNK_ELEMENTS,
+    KS,
+    TITLES,
+    Positives,
+    mean_metrics,
+    query_metrics,
+    ranking,
+    rsum,
+)
+
+BENCHMARKS = (*COCO, "pmrp")
+OWN, TRUE, CLASS = "own captions", "all true captions", "captions of the class"
+SIDES = {"i2t": "images", "t2i": "captions"}  # the queries of each direction
+SHOWN = 3  # closest items of each query that are kept
+MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is held at once, a byte each
+
+GRID = (-4.0, -2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+CHOSEN_BY = {"map_at_r": "mAP@R", "recall": "mean of R@1, R@5 and R@10"}  # both in [0, 1]
+ORACLE = "oracle"
+
+PerQuery = dict[str, dict[str, Tensor]]  # side ("images", "captions") -> "positives: metric" -> (N,) or (M,)
+
+
+# ------------------------------------------------------------------------------------------------------------ positives
+
+
+class Fold(NamedTuple):
+    """Some images and captions that are ranked alone, and the matches among them.
+
+    Attributes:
+        rows: of the images and of the captions in the data; None: all.
+        positives: of the images, and of the captions.
+    """
+
+    rows: tuple[Tensor, Tensor] | None
+    positives: tuple[Positives, Positives]
+
+
+class Kind(NamedTuple):
+    """A kind of positives: metrics that are reported, means over folds."""
+
+    folds: list[Fold]
+    metrics: tuple[str, ...] = (*TITLES, "rsum")
+
+
+def own_captions(owner: Tensor, n_images: int) -> Positives:
+    """Every image matches its own captions; (N, M)."""
+    return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
+
+
+def class_captions(captions: CaptionDataset, owner: Tensor, kept: Sequence[int]) -> Positives:
+    """Every image matches the captions of all images of its class; (N, M). Raises UserError: data without classes."""
+    numbers = torch.tensor(captions.class_numbers())[kept]
+    return Positives.of_classes(numbers, numbers[owner])
+
+
+def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str, Positives]:
+    """Positives of images, (N, M): OWN, CLASS for data with classes, and TRUE where every true match is known."""
+    kinds = {OWN: own_captions(pairs.owner, len(pairs.images))}
+    if captions.classes is not None:
+        kinds[CLASS] = class_captions(captions, pairs.owner, pairs.kept)
+    if captions.scenes is not None:
+        kinds[TRUE] = Positives.from_matrix(exact_match(captions, pairs.kept))
+    return kinds
+
+
+def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequence[str]) -> dict[str, Kind]:
+    """By title."""
+    known = known_positives(pairs, captions).items()
+    kinds = {title: Kind([Fold(None, (one, one.transposed()))]) for title, one in known}
+    if set(benchmarks) & set(COCO):
+        test = _test_split(pairs, captions)
+        everything = zip(test, (len(pairs.images), len(pairs.texts)))
+        whole = all(torch.equal(rows, torch.arange(n)) for rows, n in everything)
+        folds = list(zip(*(side.chunk(FOLDS) for side in test)))
+        chosen = [one for name in COCO if name in benchmarks for one in COCO[name]]
+        for one in sorted(chosen, key=lambda one: one.title == "CxC 1K"):  # last in the tables
+            rows = folds if one.folds > 1 else [None if whole else test]
+            kinds[one.title] = Kind([Fold(*fold) for fold in zip(rows, coco_positives(one))], one.metrics)
+    return kinds
+
+
+def _test_split(pairs: EmbeddedPairs, captions: CaptionDataset) -> tuple[Tensor, Tensor]:
+    kept = pairs.kept
+    ids = [captions.image_ids[i] for i in kept], [number for i in kept for number in captions.caption_ids[i]]
+    return coco_rows(*ids)
+
+
+def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects: bool) -> list[str]:
+    """--benchmarks as a list, or by default the benchmarks that the data allows.
+
+    Args:
+        wanted: names separated by commas, or None.
+        has_objects: whether the objects of the images are known (--instances).
+
+    Raises:
+        UserError: an unknown name; COCO's benchmarks without COCO's ids; pmrp without objects, or the reverse.
+    """
+
+    def check_ids() -> None:
+        ids = captions.caption_ids
+        coco_rows(captions.image_ids, None if ids is None else [number for row in ids for number in row])
+
+    if wanted is None:
+        objects = ["pmrp"] if has_objects else []
+        try:
+            check_ids()
+        except UserError:
+            return objects
+        return [*COCO, *objects]
+    names = list(dict.fromkeys(name.strip() for name in wanted.split(",") if name.strip()))
+    for name in names:
+        if name not in BENCHMARKS:
+            what = f"There is no benchmark '{name}'.{nearest(name, BENCHMARKS)}"
+            raise UserError(what, f"Choose from {', '.join(BENCHMARKS)}, separated by commas.")
+    if set(names) & set(COCO):
+        check_ids()
+    if "pmrp" in names and not has_objects:
+        raise UserError(
+            "Plausible matches need the objects that the images show.",
+            "Name COCO's instances_val2014.json with --instances.",
+        )
+    if has_objects and "pmrp" not in names:
+        raise UserError("--instances is given, but pmrp is not among --benchmarks.", "Add pmrp, or leave it out.")
+    return names
+
+
+def refuse_too_many_exact_pairs(captions: CaptionDataset) -> None:
+    """Raise UserError if the scenes' exact positives, a byte for each pair, are too many."""
+    n_pairs = len(captions) * captions.n_captions
+    if captions.scenes is not None and n_pairs > MAX_EXACT_PAIRS:
+        raise UserError(
+            f"{len(captions):,} images and {captions.n_captions:,} captions are {n_pairs:,} pairs, more than fit into "
+            "memory at once.",
+            "Evaluate fewer shards.",
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- measurements
+
+
+def evaluate_rankings(
+    pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str], options: RankingOptions,
+    benchmarks: Sequence[str] = (), objects: Tensor | None = None, show=silent,
+) -> tuple[list[dict], PerQuery, dict[str, Tensor]]:  # fmt: skip
+    """Every ranking against every kind of positives.
+
+    Args:
+        rankings: names in RANKINGS; benchmarks: names in BENCHMARKS.
+        objects: (images of `captions`, L) multi-hot object categories, for "pmrp".
+
+    Returns:
+        rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds",
+            "numbers_per_item"}, and for tolerance "chosen": "given", "oracle" or "chosen on ...".
+        per_query: side -> "positives: metric" -> values of every query under the first ranking, NaN where the kind of
+            positives lacks a query.
+        tops: side -> (N, 3) or (M, 3) int64, the closest rows of the other side under the first ranking.
+    """
+    kinds, rows, tops = all_kinds(pairs, captions, benchmarks), [], {}
+    per_query: PerQuery = {side: {} for side in SIDES.values()}
+    objects = None if objects is None else objects[pairs.kept]
+    test = _test_split(pairs, captions) if set(benchmarks) & set(COCO) else None
+    with show("rankings", len(rankings)) as advance:
+        for name in rankings:
+            ranker = Ranker(name, pairs.images, pairs.texts, options)
+            ranked, found, values = measure(ranker, kinds)
+            if objects is not None and ranker.scores is not None:
+                plausible, more = measure_plausible(ranker, pairs.owner, objects, test)
+                found |= plausible
+                values = {side: values[side] | more[side] for side in values}
+            about = {
+                "ranking": name, "how": describe_ranking(name, options), "ms_per_query": ranked.ms_per_query,
+                "index_seconds": ranked.build_seconds,
+                "numbers_per_item": RANKINGS[name].numbers(pairs.texts, options),
+            }  # fmt: skip
+            about |= {"chosen": options.tolerance.chosen} if name == "tolerance" else {}
+            if not rows:
+                per_query = values
+                tops = {"images": ranked.i2t[:, :SHOWN], "captions": ranked.t2i[:, :SHOWN]}
+            rows += [{"positives": title, **about, **metrics} for title, metrics in found.items()]
+            if advance:
+                advance(1)
+    order = list(dict.fromkeys(row["positives"] for row in rows))
+    return sorted(rows, key=lambda row: order.index(row["positives"])), per_query, tops
+
+
+def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
+    """Rank once for all kinds of positives among the same rows.
+
+    Returns:
+        the lists of the whole data; title -> {"i2t": metrics, "t2i": metrics, "rsum": in percent}; values of single
+        queries, as `evaluate_rankings` has them.
+    """
+    depths: dict[int, list[int]] = {}
+    folds = [fold for kind in kinds.values() for fold in kind.folds]
+    for fold in folds:
+        depth = depths.setdefault(_key(fold), [max(KS), max(KS)])
+        depth[:] = [max(deep, int(one.counts.max())) for deep, one in zip(depth, fold.positives)]
+    rows = {_key(fold): fold.rows for fold in folds}
+    lists = {key: ranker(tuple(depth), *(rows[key] or ())) for key, depth in depths.items()}
+    sizes = len(lists[0].i2t), len(lists[0].t2i)
+    found: dict[str, dict] = {}
+    per_query: PerQuery = {side: {} for side in SIDES.values()}
+    for title, kind in kinds.items():
+        means: dict = {}
+        for place, way in enumerate(SIDES):
+            queries = [query_metrics(lists[_key(fold)][place], fold.positives[place]) for fold in kind.folds]
+            each = [mean_metrics(values) for values in queries]
+            means[way] = {name: sum(one[name] for one in each) / len(each) for name in TITLES}
+            for name in TITLES:
+                spread = torch.full((sizes[place],), torch.nan, dtype=torch.float64)
+                for fold, values in zip(kind.folds, queries):
+                    spread[slice(None) if fold.rows is None else fold.rows[place]] = values[name]
+                per_query[SIDES[way]][f"{title}: {TITLES[name]}"] = spread
+        found[title] = {way: {name: one[name] for name in kind.metrics if name in one} for way, one in means.items()}
+        if "rsum" in kind.metrics:
+            found[title]["rsum"] = rsum(means["i2t"], means["t2i"])
+    return lists[0], found, per_query
+
+
+def _key(fold: Fold) -> int:
+    """Folds of the same rows have the same key."""
+    return 0 if fold.rows is None else id(fold.rows[0])
+
+
+def measure_plausible(
+    ranker: Ranker, owner: Tensor, objects: Tensor, test: tuple[Tensor, Tensor] | None
+) -> tuple[dict, PerQuery]:
+    """Plausible matches, of all and as means over the folds of COCO 1K (PCME Table 3).
+
+    Args:
+        objects: (N, L) multi-hot object categories; test: rows of COCO's test split, if the data are COCO's.
+    """
+    found: dict[str, dict] = {}
+    per_query: PerQuery = {side: {} for side in SIDES.values()}
+    folds = list(zip(*(side.chunk(FOLDS) for side in test))) if test else []
+    for variant in VARIANTS:
+        title = f"plausible matches, {variant}"
+        found[title] = plausible_matches(ranker.scores, objects, objects[owner], variant)
+        for way, side in SIDES.items():
+            values = found[title][way].pop("per_query")
+            per_query[side] |= {f"{title}: {TITLES[m]}": values[of] for m, of in PLAUSIBLE.items()}
+        if folds:
+            each = [
+                plausible_matches(ranker.scores.only(*rows), objects[rows[0]], objects[owner[rows[1]]], variant)
+                for rows in folds
+            ]
+            found[f"plausible matches 1K, {variant}"] = {
+                way: {name: sum(one[way][name] for one in each) / FOLDS for name in PLAUSIBLE} for way in SIDES
+            }
+    return found, per_query
+
+
+PLAUSIBLE = {"r@1": "pmr1", "r_precision": "pmrp"}
+
+
+def plausible_matches(scores, of_images: Tensor, of_texts: Tensor, variant: str) -> dict:
+    """`plausible_match_r_precision` of both directions, with PMRP as "r_precision" and PMR@1 as "r@1"."""
+    i2t, t2i = scores.both_ways()
+    found = {
+        "i2t": plausible_match_r_precision(i2t, of_images, of_texts, variant=variant),
+        "t2i": plausible_match_r_precision(t2i, of_texts, of_images, variant=variant),
+    }
+    return {way: {name: one[of] for name, of in PLAUSIBLE.items()} | one for way, one in found.items()}
+
+
+def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: str, options: RankingOptions) -> dict:
+    """{"i2t": metrics, "t2i": metrics, "rsum": in percent} of (N, D) and (M, D) under one ranking.
+
+    positives: of the images, (N, M).
+    """
+    kind = Kind([Fold(None, (positives, positives.transposed()))])
+    return measure(Ranker(ranking, images, texts, options), {"": kind})[1][""]
+
+
+def evaluate_retrieval(
+    embedder: Embedder, captions: CaptionDataset, ranking: str | None = None, by_class: bool = False
+) -> dict:
+    """RSUM and its parts under one ranking, by which finetuning selects its model.
+
+    Args:
+        ranking: a name in RANKINGS; by default, and for a point model always, the one that the model was trained for.
+            The weights of "tolerance" are those with the best recalls of own captions, on these same images.
+        by_class: the captions of an image's class are its matches, not its own alone.
+
+    Returns:
+        {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}, and of "tolerance"
+        its weights, "tolerance": {"i2t", "t2i"}.
+
+    Raises:
+        UserError: too many images that cannot be read, embeddings that are not finite.
+    """
+    model = embedder.model
+    ranking = ranking if ranking and model.probabilistic else model.ranking
+    pairs = embed_pairs(embedder, captions, with_tokens=ranking == "attention")
+    found: dict = {"ranking": ranking, "images": len(pairs.images), "captions": len(pairs.texts)}
+    options = RankingOptions(
+        *model.match_numbers(), device=embedder.device.name, attention=model.attention, tokens=pairs.tokens
+    )
+    positives = own = own_captions(pairs.owner, len(pairs.images))
+    if ranking == "tolerance":
+        chosen = choose_tolerance(pairs, own, "recall")
+        options, found["tolerance"] = replace(options, tolerance=chosen), {"i2t": chosen.i2t, "t2i": chosen.t2i}
+    if by_class:
+        positives = class_captions(captions, pairs.owner, pairs.kept)
+    return found | retrieval(pairs.images, pairs.texts, positives, ranking, options)
+
+
+# --------------------------------------------------------------------------------------------- weights of the variances
+
+
+def choose_tolerance(
+    pairs: EmbeddedPairs, positives: Positives, metric: str = "map_at_r", grid: Sequence[float] = GRID,
+    chosen: str = ORACLE, of: str | None = None,
+) -> Tolerance:  # fmt: skip
+    """The weight of each direction that is best on these pairs; of equally good ones the one closest to 0.
+
+    A query's own variance is a constant of its ranking, so each direction has one weight, of its gallery, and both are
+    chosen independently.
+
+    Args:
+        positives: of images, (N, M); of: their name.
+        metric: one of CHOSEN_BY.
+        chosen: the label of the choice.
+    """
+    curve = {
+        "lambda": [float(weight) for weight in grid],
+        "i2t": sweep(pairs.images, pairs.texts, positives, metric, grid),
+        "t2i": sweep(pairs.texts, pairs.images, positives.transposed(), metric, grid),
+    }
+
+    def best(values: list[float]) -> float:
+        return max(zip(values, curve["lambda"]), key=lambda pair: (pair[0], -abs(pair[1])))[1]
+
+    return Tolerance(best(curve["i2t"]), best(curve["t2i"]), curve, metric, of, chosen)
+
+
+@torch.no_grad()
+def sweep(
+    queries: Gaussian, gallery: Gaussian, positives: Positives, metric: str, grid: Sequence[float] = GRID
+) -> list[float]:
+    """The metric of queries (Q, D) under each weight of the gallery's u, in [0, 1].
+
+    Distances of the means are computed once, a block of queries at a time, and ranked under every weight.
+    """
+    names, ks = ([f"r@{k}" for k in KS], KS) if metric == "recall" else ([metric], ())
+    means, u = tolerance_scores(queries, gallery, 0, 0), gallery.uncertainty()
+    u = (u.double() - u.double().mean()).to(u.dtype)  # what all have in common changes no order, but blurs the scores
+    found: list[dict[str, list]] = [{name: [] for name in names} for _ in grid]
+    height = max(1, CHUNK_ELEMENTS // len(gallery))
+    for start in range(0, len(queries), height):
+        stop = min(start + height, len(queries))
+        block, part = means(slice(start, stop)), positives.of_queries(start, stop)
+        depth = max(1, *ks, int(part.counts.max()))
+        for weight, values in zip(grid, found):
+            per_query = query_metrics(ranking(torch.sub(block, u, alpha=weight), depth).cpu(), part, ks)
+            for name in names:
+                values[name].append(per_query[name])
+    means_of = [mean_metrics({name: torch.cat(parts) for name, parts in values.items()}) for values in found]
+    return [sum(values.values()) / len(values) for values in means_of]
