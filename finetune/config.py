@@ -20,6 +20,7 @@ from jsonargparse.typing import (
 from finetune.methods import METHODS
 from probemb.cli.configuration import chosen_options, given
 from probemb.cli.ranges import BelowHalf, Count, Folder, Minutes, Precision, Resize, Seed, Threads, Workers
+from probemb.data.captions.find import FormatName
 from probemb.errors import UserError, raise_together
 from probemb.models.options import Head, Towers
 
@@ -44,7 +45,7 @@ class Data:
     Args:
         path: Karpathy's json, a folder of precomp caption files (with regions or without), CUB's, or webdataset shards.
         images: folder of the images that these name.
-        format: karpathy, precomp, regions, cub, hierarcaps or webdataset; empty to look.
+        format: of the captions; empty to look.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none.
         positives: image (captions match their own image) or class (all images of it), in training and validation.
@@ -60,7 +61,7 @@ class Data:
 
     path: str | None = None
     images: str | None = None
-    format: str | None = None
+    format: FormatName | None = None
     train: str | None = "train"
     validation: str | None = "val"
     positives: Literal["image", "class"] = "image"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from finetune.config import CONFIGS
 from finetune.config import Config as Finetuning
@@ -19,6 +19,7 @@ from finetune.methods import GROUPS, METHODS
 from pretrain.config import Config as Pretraining
 from pretrain.objectives import OBJECTIVES
 from probemb.cli.yaml_file import read_file
+from probemb.data.reading import listed
 from zeroshot.imagenet import ImagenetConfig
 from zeroshot.retrieval import RetrievalConfig
 
@@ -70,9 +71,13 @@ def _commands() -> Iterator[tuple[str, str]]:
 
 def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """A line per option, group after group; one that an earlier command has, with the same default, is only named."""
-    texts, lines, again, groups = _texts(type(config)), [], [], []
+    texts, hints, lines, again, groups = _texts(type(config)), get_type_hints(type(config)), [], [], []
     for field in fields(config):
         key, value, text = prefix + field.name, getattr(config, field.name), texts.get(field.name, "")
+        types = (hints[field.name], *get_args(hints[field.name]))
+        names = [name for one in types if get_origin(one) is Literal for name in get_args(one)]
+        if text and not any(str(name) in text for name in names):
+            text += f": {listed(names, 'or')}" if names else ""
         if is_dataclass(value) and field.name != "loss":
             groups.append((key, value))
         elif said.get(key) == (value, text):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.precomp import read_precomp, read_with_regions
@@ -20,7 +20,7 @@ from probemb.data.captions.published import read_cub, read_hierarcaps, read_karp
 from probemb.data.captions.webdataset import read_shards
 from probemb.data.image_loader import Images
 from probemb.data.reading import listed
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError
 
 
 class Format(NamedTuple):
@@ -47,10 +47,11 @@ FORMATS = {
     "cub": Format("CUB's text_c10", ("text_c10",), (), read_cub, ("*/text_c10",)),
     "hierarcaps": Format("HierarCaps' table", ("hierarcaps*.csv",), (".csv", ".csv.gz"), read_hierarcaps),
 }
+FormatName = Literal[tuple(FORMATS)]
 
 
 def find_captions(
-    data: str | Path, split: str | None = None, images: str | Path | None = None, format: str | None = None,
+    data: str | Path, split: str | None = None, images: str | Path | None = None, format: FormatName | None = None,
     exif: bool = False,
 ) -> CaptionDataset:  # fmt: skip
     """List images and captions without decoding any image.
@@ -69,9 +70,6 @@ def find_captions(
     Raises UserError: the path, the split or the images do not exist; malformed data, an image without a caption,
     duplicate ids, or names that lead out of the folder.
     """
-    if format is not None and format not in FORMATS:
-        known = list(FORMATS)
-        raise UserError(f"'{format}' is no format of captions.{nearest(format, known)}", f"Use {listed(known, 'or')}.")
     path, folder = Path(data), None if images is None else Path(images)
     found = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
     if isinstance(found.located, Images):
