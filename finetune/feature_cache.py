@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from probemb import distributed
-from probemb.cli.progress import progress
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, Images, image_digest
@@ -24,6 +23,7 @@ from probemb.errors import UserError
 from probemb.files import replace_file
 from probemb.models import DualEncoder, create_transforms
 from probemb.models.encoder import FeatureLayout
+from probemb.progress import progress
 
 
 @dataclass(kw_only=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from finetune.config import Config
 from finetune.trainer import State
-from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
+from probemb.options import to_dict, with_absolute_paths
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
 from probemb.runs.lock import RunLock
 from probemb.runs.log import composed_words, rsum_words, step_of

@@ -23,7 +23,6 @@ from finetune.feature_cache import cache_features, unchanged
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from probemb import distributed, labels
-from probemb.cli.device import Device
 from probemb.data.captions.find import find_captions
 from probemb.data.compositions.find import find_compositions
 from probemb.evaluation.composed import KS as COMPOSED_KS
@@ -31,6 +30,7 @@ from probemb.evaluation.composed import embed_queries, measure_composed
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.retrieval import evaluate_retrieval
 from probemb.gaussian import Gaussian
+from probemb.machine import Device
 from probemb.metrics.retrieval import KS
 from probemb.models import (
     Augmentation,

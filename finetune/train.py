@@ -26,10 +26,10 @@ from finetune.methods import METHODS
 from finetune.recipe import make_schedule
 from finetune.task import ComposedTask, PairTask, Task
 from finetune.trainer import Joint, Position, State, Trainer
-from probemb.cli.device import gpu_capability, precision_words, share_cores, training_precision
 from probemb.data.failures import describe_failures
 from probemb.distributed import all_of, control_group, on_main, same_everywhere, settle
 from probemb.errors import UserError, raise_together
+from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models import as_one, fill_word_vectors, save_model
 from probemb.models.architectures import reads_regions, reads_vectors
 from probemb.runs.checkpoints import read_state
@@ -250,8 +250,7 @@ def end_epoch(config: Config, state: State, folder: RunFolder, task: Task, preem
 
 def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps: int, step: int, earlier) -> str:
     """The summary printed before the first step."""
-    gpu = gpu_capability()
-    precision = precision_words(training_precision(config.engine.precision, gpu), gpu)
+    precision = training_precision(config.engine.precision, gpu_capability())
     world, millions = accelerator.num_processes, sum(p.numel() for p in joint.parameters()) / 1e6
     two = joint.second is not None
     distance = f" ({config.loss.distance})" if hasattr(config.loss, "distance") else ""

@@ -12,7 +12,6 @@ from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
-from probemb.cli.named_paths import named_paths
 from probemb.cli.ranges import (
     BelowOne,
     Count,
@@ -26,6 +25,7 @@ from probemb.cli.ranges import (
 )
 from probemb.errors import UserError, nearest
 from probemb.models.options import Layers, Towers
+from probemb.options import named_paths
 
 if TYPE_CHECKING:
     from probemb.models import DualEncoder

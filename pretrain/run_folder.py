@@ -27,10 +27,10 @@ from pretrain.config import RETRIEVAL, ZERO_SHOT, Config, Evaluate
 from pretrain.engine.checkpoint import read_exported, take_snapshot
 from pretrain.engine.state import Average
 from probemb import distributed
-from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.files import replace_file, replace_text
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.hub import save_model
+from probemb.options import to_dict, with_absolute_paths
 from probemb.runs.best import Best, read_best
 from probemb.runs.checkpoints import Snapshot, prune
 from probemb.runs.copy import Copier, Copy

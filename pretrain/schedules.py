@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from probemb.cli.ranges import refuse_long_warmup
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,8 +96,7 @@ def check_schedule(o: Optimizer, total: int | None = None) -> None:
         raise UserError(f"optimizer.end_lr {o.end_lr} is above optimizer.lr {o.lr}.", "Set it to less than lr.")
     if total is None:
         return
-    refuse_long_warmup("optimizer.warmup_samples", o.warmup_samples, total, "samples", o.lr)
-    if o.cooldown_samples and o.warmup_samples + o.cooldown_samples > total:
+    if o.warmup_samples + o.cooldown_samples > total:
         raise UserError(
             f"A warm-up of {o.warmup_samples:,} and a cooldown of {o.cooldown_samples:,} samples do not fit into a run "
             f"of {total:,}.",

@@ -27,11 +27,11 @@ from pretrain.stream.corpora import Corpus
 from pretrain.stream.settings import Settings
 from pretrain.stream.stream import Stream
 from pretrain.trainer import Position, Trainer, make_optimizer
-from probemb.cli.device import gpu_capability, precision_words, share_cores, training_precision
 from probemb.data.failures import describe_failures
 from probemb.data.shards.index import read_index
 from probemb.distributed import all_of, any_host, same_everywhere, settle
 from probemb.errors import UserError
+from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models.create import fill_word_vectors
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import Augmentation, create_tokenizer, create_transforms
@@ -266,7 +266,7 @@ def describe(config: Config, engine, run: Prepared) -> str:
         + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),
         **(stream.selection.describe_lists() if stream.selection else {}),
         engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, "
-        f"{precision_words(run.precision, gpu_capability())}, "
+        f"{run.precision}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
         **average,
     )

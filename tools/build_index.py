@@ -20,9 +20,9 @@ import faiss
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.machine import machine_memory
-from probemb.cli.progress import progress
 from probemb.errors import UserError
+from probemb.machine import machine_memory
+from probemb.progress import progress
 from probemb.search import Choice, choose_factory, load_index, refuse_small_gallery
 from probemb.search.choice import bytes_per_item, training_count
 from probemb.search.embeddings import CORPORA, open_embeddings, same_model

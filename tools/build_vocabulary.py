@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Count
 from probemb.data.captions.find import find_captions
 from probemb.data.failures import BadSample, BadShard
@@ -25,6 +24,7 @@ from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sa
 from probemb.data.shards.tar import walk_tar
 from probemb.data.words import count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
+from probemb.progress import progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:

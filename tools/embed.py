@@ -33,8 +33,6 @@ from jsonargparse.typing import ClosedUnitInterval
 from torch import Tensor
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.device import Device, choose_device, loader_workers
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Count, Workers
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.image_loader import find_tars
@@ -54,7 +52,9 @@ from probemb.data.shards.tar import walk_tar
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import encode_texts
+from probemb.machine import Device, choose_device, loader_workers
 from probemb.models import check_single_embeddings, create_transforms, lasting_name, load_model, weights_sha256
+from probemb.progress import progress
 from probemb.reports.text import web_link
 from probemb.runs.preemption import Preemption
 from probemb.search.embeddings import KINDS, Embeddings, create_embeddings, item_schema

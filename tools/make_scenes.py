@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Processes
 from probemb.data import scenes
 from probemb.data.shards.index import Shard, file_sha256, read_index, write_index
@@ -39,6 +38,7 @@ from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.pools import process_pool
+from probemb.progress import progress
 from tools.scene_forms import composed_counts, composed_sample, jpeg, plan_forms, write_combinations, write_form
 
 RECORD = "scenes.json"

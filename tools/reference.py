@@ -18,7 +18,7 @@ from finetune.config import Config as Finetuning
 from finetune.methods import GROUPS, METHODS
 from pretrain.config import Config as Pretraining
 from pretrain.objectives import OBJECTIVES
-from probemb.cli.yaml_file import read_file
+from probemb.cli.configuration import read_file
 from probemb.data.reading import listed
 from zeroshot.imagenet import ImagenetConfig
 from zeroshot.retrieval import RetrievalConfig

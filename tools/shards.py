@@ -29,8 +29,6 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.machine import cores
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Processes
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
@@ -41,7 +39,9 @@ from probemb.data.shards.tar import salvage_tar, walk_tar
 from probemb.data.shards.writer import copy_samples
 from probemb.errors import UserError
 from probemb.files import replace_text
+from probemb.machine import cores
 from probemb.pools import process_pool
+from probemb.progress import progress
 
 SHOWN = 20  # damaged shards on the screen
 

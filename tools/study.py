@@ -47,11 +47,11 @@ from scipy.stats import t as student
 
 from probemb import __version__
 from probemb.cli.command import Parser, run_command
-from probemb.cli.machine import cores
 from probemb.cli.ranges import Processes
-from probemb.cli.results import claim_files, provenance, write_json
 from probemb.errors import UserError, nearest
 from probemb.files import replace_text
+from probemb.machine import cores
+from probemb.reports.results import claim_files, provenance, write_json
 
 GENERATOR = "probemb tools.study"
 TELL_EVERY = 60.0  # seconds

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Count, Share
 from probemb.data.boxes import PhraseDataset, find_phrases
 from probemb.data.boxes.geometry import enclosing
@@ -31,6 +30,7 @@ from probemb.data.failures import BadSample
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop, phrase_overlaps, scale_of
+from probemb.progress import progress
 from tools.write_regions import find_proposals
 
 SHARD = 1000  # crops in a tar

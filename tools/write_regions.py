@@ -26,8 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.device import choose_device, loader_workers
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Count, Workers
 from probemb.data.boxes import PhraseDataset, find_phrases
 from probemb.data.boxes.geometry import Box
@@ -41,10 +39,12 @@ from probemb.data.regions import RegionImages
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop
 from probemb.files import replace_file, replace_text
+from probemb.machine import choose_device, loader_workers
 from probemb.models.dual_encoder import channel_statistics
 from probemb.models.inputs import create_transforms
 from probemb.models.options import ModelOptions
 from probemb.models.towers.timm import TimmTower, pretrained_trunk, timm_tower
+from probemb.progress import progress
 from tools.scene_forms import FEATURES, region_features
 from zeroshot.localisation import GridOptions
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from probemb.cli.ranges import plain, wrong_value
 from probemb.errors import UserError, ended_worker, nearest, report
 
 
@@ -18,17 +19,13 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are `UserError`s, and which takes the types of probemb.cli.ranges."""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        from probemb.cli.ranges import plain, wrong_value
-
+        name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
         if action.type is Path and not arg_string.strip():  # Path would make the working directory of it
-            name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
             raise UserError(f"{name} is empty.", "Give a path; the working directory is called `.`.")
         try:
             return plain(super()._get_value(action, arg_string))
-        except argparse.ArgumentError as error:
-            if not hasattr(action.type, "_restrictions"):
-                raise
-            raise wrong_value(action.option_strings[0], action.type, arg_string, self.prog) from error
+        except argparse.ArgumentError:
+            raise wrong_value(name, arg_string, action.type) from None
 
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: (--[\w.-]+)", message)

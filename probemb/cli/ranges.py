@@ -1,11 +1,11 @@
-"""Ranges of options as jsonargparse's types, beside its own (PositiveInt, ClosedUnitInterval, …), and their errors."""
+"""Types of options with bounds, beside jsonargparse's own (PositiveInt, ClosedUnitInterval, …)."""
 
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse.typing import restricted_number_type, restricted_string_type
 
-from probemb.cli.machine import COMPUTING, WAITING, describe_cores
 from probemb.errors import UserError, nearest
+from probemb.machine import COMPUTING, WAITING
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)])
 Workers = restricted_number_type("Workers", int, [(">=", 0), ("<=", COMPUTING)])  # processes; 0 for this one alone
@@ -29,48 +29,25 @@ Distance = Literal[
 Precision = Literal["auto", "fp32", "bf16"]
 Resize = Literal["tensor", "pil"]
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
-_KINDS[list] = _KINDS[tuple]
-_UNITS = {Minutes: "a number of minutes", Gibibytes: "a number of GiB", Folder: "the name of a folder"}
-_OF_MACHINE = (Workers, Processes, Requests)
-_COMPARED = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
-
-def describe(hint: Any) -> str:
-    """Description of the values that a type takes: "a number above 0", "csd, kl or elk"."""
-    choices = [one for one in get_args(hint) if one is not type(None)]
+def takes(hint: Any) -> str:
+    """The values that a type takes, in short: "int v>=0 and v<=64", "csd or elk"."""
+    options = [one for one in get_args(hint) if one is not type(None)]
     if get_origin(hint) is Literal:
-        return f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
-    if get_origin(hint) is tuple and Ellipsis not in choices:
-        return f"a list of {len(choices)}, each {describe(choices[0])}"
-    if get_origin(hint) in (tuple, list):
-        return f"a list, each of it {describe(choices[0])}"
-    if choices:
-        return describe(choices[0])
-    bounds = []
-    for compare, limit in getattr(hint, "_restrictions", ()):
-        if hint._type is int and compare.__name__ in ("gt", "lt"):  # whole numbers have a first and a last one
-            compare, limit = ("ge", limit + 1) if compare.__name__ == "gt" else ("le", limit - 1)
-        else:
-            compare = compare.__name__
-        bounds.append(_COMPARED[compare].format(f"{limit:,}"))
-    if len(bounds) == 2 and not bounds[1].startswith("to"):
-        bounds[1] = f"to {bounds[1]}"
-    if len(bounds) == 1 and bounds[0].startswith("from"):
-        bounds.append("on")
-    if hint in _OF_MACHINE:
-        bounds.append(f"({describe_cores()})")
-    return " ".join([_UNITS.get(hint) or _KINDS.get(base_type(hint), str(hint)), *bounds])
+        return " or ".join(map(str, options))
+    if get_origin(hint) in (list, tuple):
+        kinds = " ".join(takes(one) for one in options if one is not Ellipsis)
+        return f"a list of {kinds} (1 2 on the command line, [1, 2] in a file)"
+    if options:
+        return " or ".join(map(takes, options))
+    bounds = getattr(hint, "_expression", "")
+    return f"{hint._type.__name__} {bounds}" if bounds and hint is not Folder else getattr(hint, "__name__", str(hint))
 
 
-def base_type(hint: Any) -> type:
-    """int for PositiveInt, str for `str | None`, and so on."""
-    choices = [one for one in get_args(hint) if one is not type(None)]
-    if get_origin(hint) in (tuple, list):
-        return get_origin(hint)
-    if choices and get_origin(hint) is not Literal:
-        return base_type(choices[0])
-    return getattr(hint, "_type", hint)
+def wrong_value(name: str, value: Any, hint: Any) -> UserError:
+    """The error for a value that an option does not take."""
+    choices = [str(c) for one in (hint, *get_args(hint)) if get_origin(one) is Literal for c in get_args(one)]
+    return UserError(f"{name} is '{str(value)[:100]}'.{nearest(str(value), choices)}", f"It takes {takes(hint)}.")
 
 
 def plain(value: Any) -> Any:
@@ -81,40 +58,3 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind) and not isinstance(value, bool):
             return kind(value)
     return value
-
-
-def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> UserError:
-    """The error for a `value`, as typed or read, that the type `hint` of a dotted `key` does not take."""
-    kind = base_type(hint)
-    shown = f"'{value[:100]}'" if isinstance(value, str) else str(value)[:100]
-    if Folder in (hint, *get_args(hint)) and not str(value or "").strip():
-        return UserError(f"{key} is empty.", "Name the folder that is to be written, or leave the option out.")
-    if value is None:
-        return UserError(f"{key} is empty.", f"Set it to {describe(hint)}.")
-    if get_origin(hint) is Literal or any(get_origin(one) is Literal for one in get_args(hint)):
-        choices = [str(c) for one in (hint, *get_args(hint)) if get_origin(one) is Literal for c in get_args(one)]
-        return UserError(f"{key} is {shown}.{nearest(str(value), choices)}", f"Choose {describe(hint)}.")
-    if kind in (int, float):
-        try:
-            number = kind(value)
-            if isinstance(value, bool) or (isinstance(value, float) and kind is int and not value.is_integer()):
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
-            return UserError(
-                f"{key} is {shown}, which is not {_KINDS[kind]}.", f"Set it to {describe(hint)}; see `{prog} --help`."
-            )
-        return UserError(f"{key} is {number}.", f"Set it to {describe(hint)}.")
-    remedy = f"See `{prog} --help` for what it takes."
-    if kind is tuple and not isinstance(value, list):
-        remedy = "Give several values: 1 2 on the command line, [1, 2] in a file."
-    return UserError(f"{key} is {shown}, which is not {describe(hint)}.", remedy)
-
-
-def refuse_long_warmup(key: str, warmup: float, run: float, unit: str, lr: float) -> None:
-    """Refuse a warm-up of the learning rate that is longer than the run. Raises UserError."""
-    if warmup > run:
-        raise UserError(
-            f"{key} is {warmup:,}, and the run has {run:,} {unit}: its learning rate would end at "
-            f"{lr * run / warmup:.1e}, {run / warmup:.2g} of the peak of {lr:.1e}.",
-            f"Set {key} to at most {run:,}, or train longer.",
-        )

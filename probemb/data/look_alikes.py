@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from probemb.cli.progress import silent
 from probemb.data.image_loader import ImageBatches, Images
 from probemb.errors import UserError
+from probemb.progress import silent
 
 SIDE = 8  # of a thumbnail
 ALIKE = 0.025  # largest squared distance
@@ -40,7 +40,7 @@ def seen_in(these: Images, those: Images, workers: int = 0, show: Callable = sil
     """Indices of `these` that look like one of `those`; unreadable images look like none.
 
     Args:
-        workers: processes that decode; show: as `probemb.cli.progress.progress`.
+        workers: processes that decode; show: as `probemb.progress.progress`.
     """
     known, _ = _thumbnails(those, workers, show)
     found = []

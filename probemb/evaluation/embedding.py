@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemb.cli.device import CPU, Device, loader_workers
-from probemb.cli.progress import silent
 from probemb.cross_attention import Tokens, unit_tokens
 from probemb.data.image_loader import ImageBatches, Images
 from probemb.data.scenes import ambiguity, match_matrix
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
+from probemb.machine import CPU, Device, loader_workers
 from probemb.models.inputs import check_images
+from probemb.progress import silent
 
 if TYPE_CHECKING:
     from probemb.data.captions.find import CaptionDataset
@@ -115,7 +115,7 @@ class Embedder:
         batch_size: images in a batch; text_batch_size: texts in a batch.
         workers: processes that decode images; None chooses.
         max_bad: largest share of images that may be unreadable.
-        show: context manager (title, total) -> advance, as `probemb.cli.progress.progress`.
+        show: context manager (title, total) -> advance, as `probemb.progress.progress`.
     """
 
     model: torch.nn.Module

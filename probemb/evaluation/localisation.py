@@ -21,7 +21,6 @@ from scipy.stats import hypergeom
 from torch import Tensor
 from torch.nn.functional import pad
 
-from probemb.cli.device import loader_workers
 from probemb.cross_attention import Tokens, attention_scores, unit_tokens
 from probemb.data.boxes import PhraseDataset, iou
 from probemb.data.boxes.geometry import Box, enclosing
@@ -35,6 +34,7 @@ from probemb.evaluation.embedding import Embedder, KeptTokens, TokenKeeper, enco
 from probemb.evaluation.rankings import RankingOptions, scores_of
 from probemb.evaluation.uncertainty import query_scores
 from probemb.gaussian import Gaussian
+from probemb.machine import loader_workers
 from probemb.models.match import MatchModel
 
 KS = (1, 5, 10)

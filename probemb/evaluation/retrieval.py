@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from probemb.cli.progress import silent
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.errors import UserError, nearest
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, embed_pairs, exact_match
@@ -33,6 +32,7 @@ from probemb.metrics.retrieval import (
     ranking,
     rsum,
 )
+from probemb.progress import silent
 
 BENCHMARKS = (*COCO, "pmrp")
 OWN, TRUE, CLASS = "own captions", "all true captions", "captions of the class"

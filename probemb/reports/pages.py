@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from probemb.cli.results import figures_folder, provenance
 from probemb.data.failures import BadSample
 from probemb.files import replace_file, replace_text
 from probemb.reports.figures import GREY, PALETTE, Chart
+from probemb.reports.results import figures_folder, provenance
 from probemb.reports.text import correlations, percent, printable
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from pathlib import Path
 import yaml
 from torch import nn
 
-from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.distributed import all_of, is_main
 from probemb.errors import UserError
 from probemb.files import replace_text
+from probemb.options import to_dict, with_absolute_paths
 from probemb.runs.checkpoints import find_checkpoint, free_bytes, restore_replaced
 from probemb.runs.lock import NAME as LOCK
 from probemb.runs.lock import refuse_locked

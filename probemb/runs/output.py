@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from probemb import distributed
-from probemb.cli.configuration import to_dict, to_yaml
 from probemb.distributed import agree, on_main
 from probemb.errors import UserError
 from probemb.files import replace_text
+from probemb.options import to_dict, to_yaml
 from probemb.runs.checkpoints import Snapshot, prune, set_aside_after
 from probemb.runs.folder import remove_leftovers
 from probemb.runs.lock import RunLock

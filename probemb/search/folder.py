@@ -31,9 +31,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from probemb.cli.progress import silent
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
+from probemb.progress import silent
 from probemb.search.choice import Choice, training_count
 from probemb.search.embeddings import Embeddings, Partition, read_json
 from probemb.search.index import (
@@ -75,7 +75,7 @@ def write_index(
         part_items: vectors in a FAISS file, which is in memory while it is filled; all by default.
         train_items: to train on, drawn at random with `seed`; by default as many as the factory needs.
         gpu: train on the GPU.
-        show: as `probemb.cli.progress.progress`.
+        show: as `probemb.progress.progress`.
 
     Raises UserError: no items, one that is not finite, an unknown factory or one that needs more items, no space on the
     disk, an existing `out`.

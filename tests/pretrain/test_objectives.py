@@ -10,8 +10,8 @@ from pretrain.config import Config, Model
 from pretrain.objectives import CLIP, OBJECTIVES, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.trainer import loss_and_terms
 from probemb import Gaussian, distributed
-from probemb.cli.configuration import to_dict
 from probemb.losses import clip_loss, pairwise_match_loss, ring_clip_loss, ring_match_loss
+from probemb.options import to_dict
 from tests.losses.points import pairs
 from tests.ranks import run_ranks
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from probemb.cli.device import Device
+from probemb.machine import Device
 from tests.pretended_gpu import PretendedGPU, needs_pretended_gpu
 from tests.ranks import run_ranks
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from probemb.cli.progress import progress
 from probemb.data.captions.annotations import (
     COCO_FILE,
     SPLIT_FILE,
@@ -38,6 +37,7 @@ from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.pools import process_pool
+from probemb.progress import progress
 from probemb.runs.lock import RunLock
 from tools.download.records import GOT, Paths, State, finish
 

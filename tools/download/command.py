@@ -33,14 +33,14 @@ import pyarrow as pa
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
 
 from probemb.cli.configuration import parse_config
-from probemb.cli.machine import WAITING, cores, refuse_crowd
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Processes, Requests
 from probemb.data.weblists.corpora import CORPORA, KEPT, Dropped, find_lists, read_list
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError, nearest
 from probemb.files import replace_file
+from probemb.machine import WAITING, cores, refuse_crowd
 from probemb.pools import process_pool
+from probemb.progress import progress
 from probemb.runs.folder import MAX_STARTS, count_start
 from probemb.runs.lock import RunLock, refuse_locked
 from tools.download.archives import TITLES, fetch_archives

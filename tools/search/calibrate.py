@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from probemb.cli.progress import silent
-from probemb.cli.results import write_json
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.evaluation.embedding import embed_pairs
 from probemb.metrics.uncertainty import PrecisionCurve, highest_threshold, precision_curve
+from probemb.progress import silent
+from probemb.reports.results import write_json
 from probemb.search import build_index, search
 from tools.search.query import Searcher
 
@@ -35,7 +35,7 @@ def calibrate(
     Args:
         data: images with captions, as `find_captions` takes them.
         within: K.
-        show: as `probemb.cli.progress.progress`.
+        show: as `probemb.progress.progress`.
 
     Returns:
         content of calibration.json; precisions at other thresholds.

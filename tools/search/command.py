@@ -25,13 +25,12 @@ from pathlib import Path
 from jsonargparse.typing import PositiveInt, restricted_number_type
 
 from probemb.cli.command import Parser, require_output
-from probemb.cli.device import choose_device
-from probemb.cli.machine import machine_memory
-from probemb.cli.progress import progress
 from probemb.cli.ranges import Share
-from probemb.cli.results import finite
 from probemb.errors import UserError
+from probemb.machine import choose_device, machine_memory
 from probemb.models import load_model, weights_sha256
+from probemb.progress import progress
+from probemb.reports.results import finite
 from probemb.reports.text import printable
 from probemb.search import Index, load_index, require_model, set_effort
 from tools.search.calibrate import calibrate, load_calibration, save_calibration

@@ -33,11 +33,11 @@ from waitress.channel import HTTPChannel
 from waitress.server import BaseWSGIServer
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
-from probemb.cli.results import finite
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
 from probemb.data.remote.sources import is_remote
 from probemb.errors import UserError
+from probemb.reports.results import finite
 from probemb.reports.text import printable, web_link
 from tools.search.query import (
     MAX_PARTS,

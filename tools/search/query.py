@@ -22,7 +22,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from probemb.cli.device import CPU, Device
 from probemb.compose import Product, as_query, compose
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import MAX_PIXELS as MAX_JPEG_PIXELS
@@ -32,6 +31,7 @@ from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
+from probemb.machine import CPU, Device
 from probemb.models import POINT_LOG_VAR
 from probemb.models.inputs import unknown_words
 from probemb.models.match import MatchModel

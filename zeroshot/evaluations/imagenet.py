@@ -11,10 +11,6 @@ from pathlib import Path
 
 import torch
 
-from probemb.cli.configuration import to_dict
-from probemb.cli.device import loader_workers
-from probemb.cli.named_paths import named_paths
-from probemb.cli.results import claim_files
 from probemb.data.labelled.classes import (
     SINGLE_TEMPLATE,
     Classes,
@@ -29,12 +25,15 @@ from probemb.errors import UserError
 from probemb.evaluation.classification import confidences
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
+from probemb.machine import loader_workers
 from probemb.metrics.uncertainty import rejection_curve, reliability, uncertainty_bins
 from probemb.models import DualEncoder, check_single_embeddings
 from probemb.models.inputs import check_variances
+from probemb.options import named_paths, to_dict
 from probemb.reports import pages
 from probemb.reports.figures import GREEN, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Table, picture_of, verdict
+from probemb.reports.results import claim_files
 from probemb.reports.text import number, percent, plus_minus
 from zeroshot.evaluations import filters, runner
 from zeroshot.imagenet import ImagenetConfig

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from probemb.cli.progress import progress
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.data.compositions.coco import read_objects
@@ -39,6 +38,7 @@ from probemb.metrics.retrieval import TITLES as METRICS
 from probemb.models import DualEncoder, networks_of
 from probemb.models.ensemble import Ensemble
 from probemb.models.match import MatchModel
+from probemb.progress import progress
 from probemb.reports import pages
 from probemb.reports.figures import BLUE, ORANGE, Chart
 from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, picture_of, verdict

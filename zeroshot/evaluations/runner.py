@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from probemb.cli.configuration import to_dict
-from probemb.cli.device import choose_device, loader_workers
-from probemb.cli.progress import progress
-from probemb.cli.results import claim_files, results_folder, write_json
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.image_loader import Images, describe_bad, in_both
 from probemb.data.look_alikes import leave_out
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions, fitting, ranking_names
+from probemb.machine import choose_device, loader_workers
 from probemb.models import as_one, check_images, load_model
 from probemb.models.inputs import unknown_words
+from probemb.options import to_dict
+from probemb.progress import progress
 from probemb.reports.pages import Page, Table, print_page, write_page
+from probemb.reports.results import claim_files, results_folder, write_json
 from probemb.reports.text import percent, plus_minus, printable
 from zeroshot.command import CaptionConfig, EvaluationConfig
 

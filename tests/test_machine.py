@@ -2,14 +2,13 @@
 
 import pytest
 
-from probemb.cli.device import training_precision
-from probemb.cli.machine import COMPUTING, machine_memory, memory_limits, refuse_crowd
 from probemb.errors import UserError
+from probemb.machine import COMPUTING, machine_memory, memory_limits, refuse_crowd, training_precision
 
 
 def test_ranks_of_a_machine_share_the_bound(monkeypatch):
     """Each rank's count alone is within it."""
-    from probemb.cli.device import share_cores
+    from probemb.machine import share_cores
 
     refuse_crowd(COMPUTING // 2, "data.workers", ranks=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -1,0 +1,95 @@
+"""Options as dataclasses: as plain values and YAML, and paths with names of their own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from probemb.errors import UserError
+
+
+def to_dict(config: Any) -> dict:
+    """A dataclass as plain dicts, lists and scalars: what YAML and JSON can hold."""
+
+    def storable(value):
+        if isinstance(value, dict):
+            return {k: storable(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [storable(v) for v in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return storable(dataclasses.asdict(config))
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back from any folder."""
+    return yaml.safe_dump(with_absolute_paths(to_dict(config), config), sort_keys=False, allow_unicode=True)
+
+
+def with_absolute_paths(values: dict, config: Any) -> dict:
+    """Copy a configuration (a dict), and make the paths under the keys in `config.PATHS`, if any, absolute.
+
+    Addresses, tags and hub names stay: a model's key is a path only if that path exists. Keys in `config.NAMED_PATHS`
+    may hold NAME=PATH.
+    """
+    values = copy.deepcopy(values)
+    for key in getattr(config, "PATHS", ()):
+        *groups, name = key.split(".")
+        group = values
+        for one in groups:
+            group = group.get(one) or {}
+        value, named = group.get(name), key in getattr(config, "NAMED_PATHS", ())
+        if isinstance(value, list):
+            group[name] = [_absolute(key, one, named) for one in value]
+        elif value:
+            group[name] = _absolute(key, value, named)
+    return values
+
+
+def _absolute(key: str, value: str, named: bool) -> str:
+    if named and (of := split_name(value)).name:
+        return f"{of.name}={_absolute(key, of.path, named=False)}"
+    may_be_a_name = key.startswith("model.") and not os.path.exists(value)
+    return value if may_be_a_name or re.match(r"[A-Za-z][\w+.-]+:", value) else os.path.abspath(value)
+
+
+class NamedPath(NamedTuple):
+    """A path or address; the name is empty for a single one that was given without."""
+
+    name: str
+    path: str
+
+
+def split_name(given: str) -> NamedPath:
+    """NAME=PATH in two; a path that exists and has a "=" in it is no name."""
+    found = re.fullmatch(r"([\w.-]+)=(.+)", given, re.DOTALL)
+    return NamedPath(found[1], found[2]) if found and not os.path.exists(given) else NamedPath("", given)
+
+
+def named_paths(given: list[str] | str | None, key: str) -> list[NamedPath]:
+    """The paths of an option, each with its name; of several, those without one are named as their folders or files.
+
+    Raises UserError: two have the same name, or one has no path.
+    """
+    found = [split_name(one) for one in ([given] if isinstance(given, str) else given or [])]
+    if len(found) > 1:
+        found = [NamedPath(one.name or _own_name(one.path), one.path) for one in found]
+    names = [one.name for one in found]
+    if len(set(names)) < len(names) or not all(one.path.strip() for one in found):
+        raise UserError(
+            f"Two paths of {key} have one name, or one is empty: {given}.",
+            f"Name them apart: --{key} first=PATH second=PATH.",
+        )
+    return found
+
+
+def _own_name(path: str) -> str:
+    """The last part of a path or address that is a name, without its endings; "set" if there is none."""
+    own = re.sub(r"[^\w-]+", "-", Path(path.partition("?")[0]).name.partition(".")[0]).strip("-")
+    return own or "set"
