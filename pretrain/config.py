@@ -114,7 +114,7 @@ class Data:
         resize: backend for resizing, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
             there was a choice).
         augmentation: random crops and colours, as open_clip's.
-        verify_hash: compare each shard with its index' SHA-256, in the background; the run stops at a difference.
+        verify_hash: compare each shard with its index' SHA-256 when it is opened; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
         cache_gib: its largest size, of each rank without `cache`; it holds one or two shards for each lane of the
             machine.

@@ -17,8 +17,8 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config
+from pretrain.stream.filter import select
 from pretrain.stream.order import default_lanes
-from pretrain.stream.selection import select
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share

@@ -23,9 +23,7 @@ from pretrain.engine.state import Average, count_parameters
 from pretrain.evaluate import Evaluator, make_evaluator
 from pretrain.run_folder import RunFolder, complete_finished, left_out, logged_evaluations
 from pretrain.schedules import check_schedule
-from pretrain.stream.corpora import Corpus
-from pretrain.stream.settings import Settings
-from pretrain.stream.stream import Stream
+from pretrain.stream.stream import Corpus, Settings, Stream
 from pretrain.trainer import Position, Trainer, make_optimizer
 from probemb.data.failures import describe_failures
 from probemb.data.shards.index import read_index

@@ -3,7 +3,7 @@
     python -m tools.shards index data/cc3m                        # write index.json, which training needs
     python -m tools.shards verify data/cc3m --report damage.json  # decode everything; exit code 1 if it finds damage
     python -m tools.shards repair data/cc3m data/repaired         # new shards of what can be read in damaged ones
-    python -m tools.shards measure data/cc3m --score similarity   # columns/, by which data.filter selects samples
+    python -m tools.shards measure data/cc3m --score similarity   # columns.npz, by which data.filter selects samples
 
 A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other. The index has each shard's
 samples, bytes and SHA-256; `verify` compares the shards with it and decodes them as training does. `measure` notes the
@@ -35,7 +35,7 @@ from probemb.data.images import decode_image
 from probemb.data.shards.columns import TYPES, key_hash, score_column, write_columns
 from probemb.data.shards.index import INDEX_NAME, Shard, file_sha256, read_index, read_index_file, write_index
 from probemb.data.shards.samples import SampleSpan, group_members, list_samples, parse_sample, read_sample, sort_groups
-from probemb.data.shards.tar import salvage_tar, walk_tar
+from probemb.data.shards.tar import walk_tar
 from probemb.data.shards.writer import copy_samples
 from probemb.errors import UserError
 from probemb.files import replace_text
@@ -278,7 +278,7 @@ def repair(options: Namespace) -> int:
 def repair_shard(path: Path, repaired: Path, need_caption: bool = True) -> int:
     """Write the readable samples of a shard as a new one; returns their number."""
     with open(path, "rb") as file:
-        samples, others = sort_groups(group_members(salvage_tar(file)))
+        samples, others = sort_groups(group_members(walk_tar(file, salvage=True)))
         spans = [*samples, *_together(others)]
         good = [span for span in spans if why_unusable(file.fileno(), span, need_caption) is None]
         if good:
@@ -290,36 +290,26 @@ def repair_shard(path: Path, repaired: Path, need_caption: bool = True) -> int:
 
 
 def measure(options: Namespace) -> int:
-    """Write columns/ beside the indexed shards, by which data.filter selects samples."""
+    """Write columns.npz beside the indexed shards, by which data.filter selects samples."""
     if options.scores and not options.score:
         raise UserError("--scores needs --score.", "Name the columns: --score COLUMN.")
     folder, shards = options.folder, read_index(options.folder)
     columns = options.score_key, *options.score
     table = read_scores(options.scores, columns) if options.scores else None
-    scored = dict.fromkeys(map(score_column, options.score), 0)
-
-    def parts(pool, advance) -> Iterator[dict[str, np.ndarray]]:
-        beside = columns if options.score and table is None else None
-        chunk = 8 * options.workers  # bounded, so that finished shards do not pile up
-        for first in range(0, len(shards), chunk):
-            for part in pool.map(measure_shard, shards[first : first + chunk], [beside] * chunk):
-                part |= scores_of(part["key"], table) if table is not None else {}
-                for name in scored:
-                    scored[name] += int(np.isfinite(part[name]).sum())
-                advance(1)
-                yield part
-        if empty := [name for name, count in scored.items() if not count]:
-            raise UserError(
-                f"No sample of {folder} has a score for {empty[0]}.",
-                "Name the column with the samples' keys, as they are in the tars, with --score-key.",
-            )
-
+    beside = columns if options.score and table is None else None
     processes = min(options.workers, len(shards))
+    parts: list[dict[str, np.ndarray]] = []
     with progress("Measuring samples", len(shards)) as advance, process_pool(processes, "--workers") as pool:
-        path = write_columns(folder, shards, parts(pool, advance), [*TYPES, *scored])
-    for name, count in scored.items():
-        print(f"{name}: {count:,} of {sum(shard.samples for shard in shards):,} samples have one")
-    print(f"wrote {path}")
+        for part in pool.map(measure_shard, shards, [beside] * len(shards)):
+            parts.append(part | (scores_of(part["key"], table) if table is not None else {}))
+            advance(1)
+    measured = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for name in map(score_column, options.score):
+        if not (count := np.isfinite(measured[name]).sum()):
+            remedy = "Name the column with the samples' keys, as they are in the tars, with --score-key."
+            raise UserError(f"No sample of {folder} has a score for {name}.", remedy)
+        print(f"{name}: {count:,} of {len(measured[name]):,} samples have one")
+    print(f"wrote {write_columns(folder, shards, measured)}")
     return 0
 
 

@@ -1,13 +1,27 @@
-"""The rules by which samples of a corpus are used or left out."""
+"""The rules by which samples of a corpus are used or left out, and the samples that they keep.
+
+The order is drawn over the kept samples alone, so it stays a function of the seed and the position, and nothing is read
+of a sample that is left out.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
+import numpy as np
 from jsonargparse.typing import NonNegativeInt, restricted_number_type
+
+from probemb.data.shards.columns import key_hash, read_columns, score_column
+from probemb.data.shards.index import Shard
+from probemb.errors import UserError
 
 Aspect = restricted_number_type("Aspect", float, (">=", 1))
 BOUNDS = ("min_score", "max_score")  # that may differ between corpora
+FORMS = "KEY, SHARD.tar/KEY or FOLDER/SHARD.tar/KEY"
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,7 @@ class Filter:
         keep: file with the keys of the samples to use, one a line: KEY, SHARD.tar/KEY for a shard's, or
             FOLDER/SHARD.tar/KEY where several corpora have such a shard.
         drop: file with the keys of samples to leave out, such as duplicates.
-        columns: folders with columns, one for each of `train`; empty for `columns` beside the shards.
+        columns: columns.npz of each of `train`; empty for those beside the shards.
     """
 
     min_side: NonNegativeInt | None = None
@@ -60,3 +74,185 @@ class Filter:
 
 
 NO_FILTER = Filter()
+_SIZE = ("width", "height")
+# Rule -> its columns, and from its bound and them which samples it keeps. An unreadable image has a side of 0.
+RULES: dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
+    "min_side": (_SIZE, lambda bound, w, h: np.minimum(w, h) >= bound),
+    "max_side": (_SIZE, lambda bound, w, h: (np.maximum(w, h) <= bound) & (w > 0)),
+    "max_aspect": (_SIZE, lambda bound, w, h: (np.maximum(w, h) <= bound * np.minimum(w, h)) & (w > 0)),
+    "min_words": (("fewest_words",), lambda bound, n: n >= bound),
+    "max_words": (("most_words",), lambda bound, n: n <= bound),
+    "min_chars": (("fewest_chars",), lambda bound, n: n >= bound),
+    "max_chars": (("most_chars",), lambda bound, n: n <= bound),
+    "min_score": (("score",), lambda bound, s: s >= np.float32(bound)),  # NaN is not
+    "max_score": (("score",), lambda bound, s: s <= np.float32(bound)),
+}
+LISTS = ("keep", "drop")
+
+
+class Selection:
+    """The kept samples of several corpora.
+
+    Args:
+        corpora: the shards of each.
+        filter: the rules; at least one is set.
+
+    Attributes:
+        sizes: kept samples in each shard of all corpora, (n,) int64.
+        total: samples in all, kept or not.
+        left_out: samples that each rule alone leaves out, by its name.
+
+    Raises:
+        UserError: a column, score or file of keys is missing; rules that exclude each other; nothing is kept; a list
+            has a key that is in several corpora.
+    """
+
+    def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
+        check_filter(filter, len(corpora))
+        self.filter = filter
+        samples = [shard.samples for shards in corpora for shard in shards]
+        self._stops = np.cumsum(samples, dtype=np.int64)
+        self._starts = self._stops - samples
+        self.total = int(self._stops[-1])
+        self._lists = {name: KeyList(getattr(filter, name)) for name in LISTS if getattr(filter, name)}
+        left_out, masks = dict.fromkeys([*RULES, *LISTS], 0), []
+        for number, shards in enumerate(corpora):
+            verdicts = self._judge(shards, filter.of_corpus(number), filter.columns and filter.columns[number])
+            for name, mask in verdicts.items():
+                left_out[name] += len(mask) - int(np.count_nonzero(mask))
+            every = np.ones(sum(shard.samples for shard in shards), bool)
+            masks.append(np.logical_and.reduce([every, *verdicts.values()]))
+        self._kept = np.concatenate(masks)
+        self.left_out = {name: left_out[name] for name in filter.rules if name in left_out}
+        counted = np.concatenate([[0], np.cumsum(self._kept)])
+        self.sizes = counted[self._stops] - counted[self._starts]
+        for keys in self._lists.values():
+            keys.check()
+        if not self.kept:
+            raise UserError(f"The filter leaves no sample: {self.describe()}.", "Loosen the rules of data.filter.")
+
+    def _judge(self, shards: Sequence[Shard], filter: Filter, columns: str | None) -> dict[str, np.ndarray]:
+        """By rule, the samples of a corpus that it keeps."""
+        bounds = {name: getattr(filter, name) for name in RULES if getattr(filter, name) is not None}
+        names = {column for name in bounds for column in RULES[name][0]} | ({"key"} if self._lists else set())
+        stored = {name: score_column(filter.score) if name == "score" else name for name in sorted(names)}
+        found = read_columns(shards, list(stored.values()), columns)
+        verdicts = {
+            name: RULES[name][1](bound, *(found[stored[column]] for column in RULES[name][0]))
+            for name, bound in bounds.items()
+        }
+        for name, keys in self._lists.items():
+            listed = keys.find(shards, found["key"])
+            verdicts[name] = listed if name == "keep" else ~listed
+        return verdicts
+
+    @property
+    def kept(self) -> int:
+        """Samples kept in all shards."""
+        return int(self.sizes.sum())
+
+    @property
+    def identity(self) -> str:
+        """The rules and which samples they keep, for comparison when a run is resumed."""
+        digest = hashlib.sha256(np.packbits(self._kept)).hexdigest()[:16]
+        rules = {**self.filter.rules, **{name: Path(getattr(self.filter, name)).name for name in self._lists}}
+        return f"{', '.join(f'{name} {value}' for name, value in rules.items())} ({self.kept:,} kept, {digest})"
+
+    def describe(self) -> str:
+        """The kept share, and what each rule leaves out, in one line."""
+        share = f"{self.kept:,} of {self.total:,} samples kept ({self.kept / self.total:.1%})"
+        return f"{share}; left out by {', '.join(f'{name} {count:,}' for name, count in self.left_out.items())}"
+
+    def describe_lists(self) -> dict[str, str]:
+        """For `keep` and `drop`, what of the list is in the data, in one line."""
+        return {name: keys.describe() for name, keys in self._lists.items()}
+
+    def places(self, shard: int) -> np.ndarray:
+        """Indices of the kept samples in a shard, ascending, (sizes[shard],) int32."""
+        return np.flatnonzero(self._kept[self._starts[shard] : self._stops[shard]]).astype(np.int32)
+
+
+def select(corpora: Sequence[Sequence[Shard]], filter: Filter) -> Selection | None:
+    """The selection of a filter; None if it has no rule."""
+    return Selection(corpora, filter) if filter.rules else None
+
+
+class KeyList:
+    """The samples that a file lists, as 64-bit hashes. Its lines are KEY of any shard, SHARD.tar/KEY of the shards of
+    that name, and FOLDER/SHARD.tar/KEY of those whose path or address ends so. Raises UserError: it cannot be read.
+    """
+
+    def __init__(self, path: str):
+        self.path, self.samples = path, 0
+        lines: dict[str, array] = {}  # by what they have before the key
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape") as file:
+                for line in file:
+                    where, tar, key = line.rstrip("\r\n").rpartition(".tar/")
+                    if key:
+                        lines.setdefault(where + tar[:4], array("Q")).append(int(key_hash([key])[0]))
+        except OSError as error:
+            what = f"{path} cannot be read: {error.strerror}."
+            raise UserError(what, "Name a file with one key a line.") from None
+        self.hashes = {where: np.unique(np.array(keys, np.uint64)) for where, keys in lines.items()}
+        self._corpora = {where: np.zeros(len(keys), np.int32) for where, keys in self.hashes.items()}  # that have it
+
+    def find(self, shards: Sequence[Shard], keys: np.ndarray) -> np.ndarray:
+        """Mask of the listed samples of a corpus, (n,) bool; `keys`: hashes of all its keys."""
+        found, by_name, stop = np.zeros(len(keys), bool), {}, 0
+        for shard in shards:
+            start, stop = stop, stop + shard.samples
+            for name in {shard.name, str(shard.path).rpartition("/")[2]}:  # they differ in some addresses and commands
+                by_name.setdefault(name, []).append((shard, slice(start, stop)))
+        for where, hashes in self.hashes.items():
+            rows = [slice(None)]
+            if where:
+                same = by_name.get(where.rpartition("/")[2], ())
+                rows = [row for s, row in same if where in (s.name, str(s.path)) or str(s.path).endswith(f"/{where}")]
+            if rows:
+                for row in rows:
+                    found[row] |= np.isin(keys[row], hashes)
+                self._corpora[where] += np.isin(hashes, np.concatenate([keys[row] for row in rows]))
+        self.samples += int(np.count_nonzero(found))
+        return found
+
+    def check(self) -> None:
+        """Raise UserError if no key is in the data, or one is in several corpora."""
+        corpora = np.concatenate([np.zeros(0, np.int32), *self._corpora.values()])
+        if not corpora.any():
+            what = f"Not one key of {self.path} occurs in the data."
+            raise UserError(what, f"Write one key a line as the tars have it: {FORMS}.")
+        if several := np.count_nonzero(corpora > 1):
+            raise UserError(
+                f"{several:,} of the {len(corpora):,} keys of {self.path} are in more than one corpus of data.train.",
+                "Write FOLDER/SHARD.tar/KEY, as log_samples does, with as much of the path as tells the corpora apart, "
+                "and a line for each corpus that is meant.",
+            )
+
+    def describe(self) -> str:
+        """What of the list is in the data, in one line."""
+        total, missing = (sum(map(f, self._corpora.values())) for f in (len, lambda n: np.count_nonzero(n == 0)))
+        share = f"{missing:,} of {total:,} keys are not in the data"
+        return f"{Path(self.path).name}: {share}; samples listed: {self.samples:,}"
+
+
+def check_filter(filter: Filter, corpora: int) -> None:
+    """Refuse rules that say nothing or exclude each other."""
+    bounded = filter.min_score is not None or filter.max_score is not None
+    if bounded != (filter.score is not None):
+        raise UserError(
+            "data.filter.score needs min_score or max_score, and these need it.",
+            "Set data.filter.score to the name given to `tools.shards measure --score`, and a bound.",
+        )
+    for name in (*BOUNDS, "columns"):
+        values = getattr(filter, name)
+        if isinstance(values, list) and len(values) != corpora:
+            what = f"data.filter.{name} has {len(values)} values for {corpora} training paths."
+            raise UserError(what, "Give it one value for each path.")
+    for number in range(corpora):
+        own = filter.of_corpus(number)
+        for what in ("side", "words", "chars", "score"):
+            least, most = getattr(own, f"min_{what}"), getattr(own, f"max_{what}")
+            if least is not None and most is not None and least > most:
+                problem = f"data.filter.min_{what} {least} is above max_{what} {most}."
+                raise UserError(problem, "Exchange or correct them.")

@@ -4,7 +4,10 @@ Everything is a function of the seed and the slot: the drawn caption and the tra
 the rank, the worker, or earlier samples.
 """
 
+import mmap
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
@@ -12,45 +15,36 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import Dataset, get_worker_info
 
-from pretrain.stream.jpeg_draft import CropDraft
-from pretrain.stream.open_shards import OpenShards
 from pretrain.stream.order import Order, draw
-from pretrain.stream.settings import Settings
-from pretrain.stream.workers import shared_tensors
+from pretrain.stream.shards import OpenShards
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
+from probemb.data.pixels import empty_stack
 from probemb.data.randomness import isolated_randomness, seed_all
-from probemb.data.remote.cache import ShardCache
-from probemb.data.shards.index import Shard
 from probemb.data.shards.samples import parse_sample
 from probemb.errors import UserError
 
 _CAPTION, _TRANSFORM = 11, 12  # uses of random numbers
 _SEARCH_LIMIT = 20_000  # samples tried in place of a bad one
 _LONGEST_REASON = 300
-_PIXELS = (torch.uint8, torch.float32)
+AHEAD = 2  # batches that workers prepare
 
 
-class Rows(NamedTuple):
-    """Rows of a batch, tensors that are filled in place."""
-
-    images: torch.Tensor  # (b, 3, H, W) uint8 or float32
-    tokens: torch.Tensor  # (b, L) int64
-    slots: torch.Tensor  # (b, 2) int64: shard and index of the slot
-    replaced: torch.Tensor  # (b,) bool: the slot's own sample is unusable
-
-    def part(self, start: int, stop: int) -> "Rows":
-        """Views of rows [start, stop)."""
-        return Rows(*(tensor[start:stop] for tensor in self))
+def shared_tensor(numbers: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory that processes forked from now on share; not in /dev/shm, which is small in containers."""
+    return torch.frombuffer(mmap.mmap(-1, numbers * dtype.itemsize), dtype=dtype)
 
 
-class Report(NamedTuple):
-    """Keys and failures of some rows."""
+class Part(NamedTuple):
+    """Consecutive rows of a global batch, but for the images, which lie in memory that the workers share."""
 
+    tokens: np.ndarray  # (b, L) int64
+    slots: np.ndarray  # (b, 2) int64: shard and index of the slot
+    replaced: np.ndarray  # (b,) bool: the slot's own sample is unusable
     keys: list[str]  # "shard/key" of the sample that each row shows
     failures: list[tuple[int, str]]  # shard and reason for every slot whose own sample cannot be used
-    notices: list[str]  # what is odd about shards that can be used
 
 
 class Example(NamedTuple):
@@ -61,131 +55,109 @@ class Example(NamedTuple):
     key: str
 
 
-class SampleMaker:
-    """Makes rows [start, stop) of every global batch.
+class Parts(Dataset):
+    """One rank's rows of all global batches: item n is part n % parts of batch n // parts, so that each of as many
+    workers reads its own lanes, in the order of their steps.
+
+    A worker may be at most AHEAD batches ahead of the one that is read from `images`.
 
     Args:
         order, shards: the samples and their places.
         labels: readable names of the shards.
+        rows: first row of each part, and the end of the last one.
         transform: PIL image -> (3, H, W) uint8 or float32; may use the global random numbers of torch, numpy and
             Python.
         tokenizer: list of n strings -> (n, L) int64.
-        settings: how a sample is read.
-        cache: of remote shards; None if there are none.
+        caption, draft, exif: see `Settings`.
+
+    Attributes:
+        images: of batch n in images[n % len(images)], (b, 3, H, W) as the transform gives them.
+        reading: for each worker its pid and the number of the shard that it reads, -1 for none; shared by processes.
     """
 
     def __init__(
         self,
         order: Order,
-        shards: Sequence[Shard],
+        shards: OpenShards,
         labels: Sequence[str],
-        start: int,
-        stop: int,
+        rows: Sequence[int],
         *,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
-        settings: Settings,
-        cache: ShardCache | None = None,
+        caption: str,
+        draft: bool,
+        exif: bool,
     ):
-        self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
-        self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
-        self._draft = CropDraft(transform) if settings.draft else None
-        self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
-        self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache, check=settings.verify_hash)
-        self._remote = cache is not None
-        self._epoch = -1
-        # The number of the shard that is being read, for the process that waits; -1 for none.
-        self._now = shared_tensors(((1,), torch.int64))[0].numpy()
-        self._now[0] = -1
-        self._good = np.full((stop - start, 2), -1, np.int64)  # step and row of each row's stand-in, once known
-
-    def forms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A transformed image (3, H, W) and tokens (1, L), found by trying, for their shapes and types.
-
-        Raises:
-            UserError: the transform or tokenizer returns another type or number of dimensions.
-        """
+        self.order, self.shards, self.labels, self.rows = order, shards, labels, rows
+        self.transform, self.tokenizer, self.caption, self.exif = transform, tokenizer, caption, exif
         with isolated_randomness():
             seed_all(0)
-            image = self.transform(Image.new("RGB", (256, 256)))
-        tokens = torch.as_tensor(self.tokenizer(["a"]))
-        if not isinstance(image, torch.Tensor) or image.dtype not in _PIXELS or image.ndim != 3:
-            raise UserError(
-                "The transform does not turn an image into a uint8 or float32 tensor of three dimensions.",
-                "Use the transforms that belong to the model.",
-            )
-        if tokens.dtype != torch.int64 or tokens.ndim != 2 or len(tokens) != 1:
-            raise UserError(
-                "The tokenizer does not turn n captions into an (n, L) int64 tensor.",
-                "Use the tokenizer that belongs to the model.",
-            )
-        return image, tokens
+            like = empty_stack(transform(Image.new("RGB", (256, 256))), rows[-1] - rows[0])
+        flat = [shared_tensor(like.numel(), like.dtype) for _ in range(AHEAD + 1)]
+        self.images = [memory.as_strided(like.shape, like.stride()) for memory in flat]
+        self.reading = shared_tensor(2 * len(rows) - 2, torch.int64).fill_(-1).view(-1, 2)
+        self._now = self.reading[0].numpy()
+        self._crop = find_crop(transform) if draft else None
+        self._epoch = -1
+        self._good: dict[int, tuple[int, int]] = {}  # step and row of each row's stand-in, once known
 
-    def fill(self, samples_seen: int, rows: Rows, while_waiting: Callable[[], None] | None = None) -> Report:
-        """Fill these rows of the global batch that follows after `samples_seen` samples.
+    def __getitem__(self, item: int) -> Part | UserError:
+        worker = get_worker_info()
+        self._now = self.reading[worker.id if worker else 0].numpy()
+        self._now[0] = os.getpid()
+        try:
+            with isolated_randomness():
+                return self._part(*divmod(item, len(self.rows) - 1))
+        except UserError as error:  # PyTorch rebuilds exceptions from one argument
+            return error
+        finally:
+            self._now[1] = -1
 
-        Draws from the global random numbers, see `isolated_randomness`. `while_waiting`: see `OpenShards`.
-        """
-        self._open.while_waiting = while_waiting
-        epoch, step = self.order.locate(samples_seen)
+    def fetch_ahead(self, item: int) -> list[Future]:
+        """Fetch the remote shards of a part's lanes, then the lanes' next ones; those that it needs are returned."""
+        step, part = divmod(item, len(self.rows) - 1)
+        epoch, step = divmod(step, self.order.steps)
+        lanes = range(self.rows[part] // self.order.share, (self.rows[part + 1] - 1) // self.order.share + 1)
+        ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in lanes]
+        now, following = zip(*ahead, strict=True)
+        needed = self.shards.prepare(now)
+        self.shards.prepare(following)
+        return needed
+
+    def _part(self, batch: int, part: int) -> Part:
+        self.fetch_ahead(batch * (len(self.rows) - 1) + part)
+        epoch, step = divmod(batch, self.order.steps)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._good.fill(-1)
-        if self._remote:
-            self._prepare(epoch, step)
-        report = Report([], [], [])
-        slots = self.order.rows(epoch, step, self.start, self.stop)
-        rows.slots.copy_(torch.from_numpy(np.stack([slots.shard, slots.index], axis=1)))
-        for i, (shard, index, visit) in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
+            self._good.clear()
+        start, stop = self.rows[part : part + 2]
+        images = self.images[batch % len(self.images)][start - self.rows[0] : stop - self.rows[0]]
+        slots = self.order.rows(epoch, step, start, stop)
+        tokens, keys, failures, replaced = [], [], [], np.zeros(stop - start, bool)
+        for i, slot in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
             try:
-                example = self._example(shard, index, visit)
-                rows.replaced[i] = False
-                self._good[i] = step, self.start + i
+                example = self._example(*slot)
+                self._good[start + i] = step, start + i
             except BadSample as error:
-                report.failures.append((shard, printable(str(error))))
-                example = self._stand_in(epoch, step, i)
-                rows.replaced[i] = True
-            if example.image.shape != rows.images.shape[1:]:
-                shapes = tuple(example.image.shape), tuple(rows.images.shape[1:])
-                raise UserError(
-                    f"The transform gave an image of shape {shapes[0]} where others have {shapes[1]}.",
-                    "Use a transform that crops or resizes every image to the same size.",
-                )
-            rows.images[i].copy_(example.image)
-            rows.tokens[i].copy_(example.tokens)
-            report.keys.append(example.key)
-        self._now[0] = -1
-        report.notices.extend(map(printable, self._open.notices))
-        self._open.notices.clear()
-        return report
-
-    @property
-    def reading(self) -> str:
-        """The path or address of the shard that is being read, in whichever process; "" for none."""
-        return str(self.shards[int(self._now[0])].path) if self._now[0] >= 0 else ""
-
-    def close(self) -> None:
-        """Close the shards."""
-        self._open.close()
-
-    def _prepare(self, epoch: int, step: int) -> None:
-        """Fetch the shards of all lanes, then the lanes' next ones."""
-        ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in self._lanes]
-        self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
+                failures.append((slot[0], printable(str(error))))
+                example = self._stand_in(epoch, step, start + i)
+                replaced[i] = True
+            images[i] = example.image
+            tokens.append(example.tokens)
+            keys.append(example.key)
+        places = np.stack([slots.shard, slots.index], axis=1)
+        return Part(torch.stack(tokens).numpy(), places, replaced, keys, failures)
 
     def _example(self, shard: int, index: int, visit: int) -> Example:
-        self._now[0] = shard
-        reader = self._open.get(self.shards[shard])
-        if index >= len(reader):
-            raise BadSample(f"sample {index}: the shard holds only {len(reader)} samples")
-        key, parts = reader.read(index)
+        self._now[1] = shard
+        key, parts = self.shards.get(shard).read(index)
         try:
             sample = parse_sample(parts, key)
             seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
-            draft = self._draft and partial(self._draft.needed, seed=seed)
-            image = decode_image(sample.image, draft, exif=self.settings.exif)
+            draft = self._crop and partial(draft_size, self._crop, seed=seed)
+            image = decode_image(sample.image, draft, exif=self.exif)
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
-            caption = sample.captions[which if self.settings.caption == "random" else 0]
+            caption = sample.captions[which if self.caption == "random" else 0]
             seed()
             return Example(*self._tensors(image, caption), printable(f"{self.labels[shard]}/{key}"))
         except BadSample as error:
@@ -199,14 +171,14 @@ class SampleMaker:
         except Exception as error:  # one bad image or caption must not stop a run
             raise BadSample(f"the transform or tokenizer failed ({type(error).__name__}: {error})") from None
 
-    def _stand_in(self, epoch: int, step: int, i: int) -> Example:
+    def _stand_in(self, epoch: int, step: int, row: int) -> Example:
         """The last good sample of the same row in this epoch, or the first good one if there is none before.
 
         Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative. It is
         read again, so that a restart gives the same sample. A row without any good sample takes the next row's.
         """
-        order, row = self.order, self.start + i
-        known = [tuple(self._good[i].tolist())] if self._good[i, 0] >= 0 else []
+        order = self.order
+        known = [self._good[row]] if row in self._good else []
         same_row = ((other, row) for other in chain(range(step - 1, -1, -1), range(step + 1, order.steps)))
         next_rows = ((s, (row + d) % order.batch_size) for d in range(1, order.batch_size) for s in range(order.steps))
         tried, last = 0, ""
@@ -217,12 +189,35 @@ class SampleMaker:
             except BadSample as error:
                 tried, last = tried + 1, f"{self.labels[shard]}: {error}"
                 continue
-            self._good[i] = other
+            self._good[row] = other
             return example
         raise UserError(
             f"Not one of the {tried} samples tried in place of a bad one can be used (the last: {printable(last)}).",
             "Check the shards: most of their samples are damaged or have no captions.",
         )
+
+
+def find_crop(transform: Callable) -> Callable | None:
+    """The random crop (torchvision's or `RandomCrop`) with which a transform starts; None if it starts otherwise."""
+    first = next(iter(getattr(transform, "transforms", [transform])), None)
+    return first if hasattr(first, "get_params") and len(getattr(first, "size", ())) == 2 else None
+
+
+def draft_size(crop: Callable, width: int, height: int, seed: Callable[[], None]) -> tuple[int, int] | None:
+    """Width and height at which a JPEG is decoded for a crop, or None for all of it; `seed` sets the random state.
+
+    A JPEG can be decoded at 1/8, 1/4 or 1/2 of its size, at a fraction of the cost. The crop is drawn as it will be
+    drawn; the smallest size is taken at which it has at least as many pixels in both directions as its result.
+    """
+    for factor in (8, 4, 2):
+        if width < factor * crop.size[1] or height < factor * crop.size[0]:
+            continue
+        small = torch.empty(1, 1, 1).expand(1, -(-height // factor), -(-width // factor))  # no memory, only a size
+        seed()
+        _, _, crop_height, crop_width = crop.get_params(small, crop.scale, crop.ratio)
+        if crop_height >= crop.size[0] and crop_width >= crop.size[1]:
+            return width // factor, height // factor
+    return None
 
 
 def printable(text: str) -> str:

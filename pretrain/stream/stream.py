@@ -10,28 +10,89 @@ size that divides the lanes and for any number of workers, and the position is o
 """
 
 import hashlib
-import logging
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
-from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 
-from pretrain.stream.batches import Batches
-from pretrain.stream.corpora import Corpus, labels_of, make_order, refuse_repeats, refuse_uneven_shares
-from pretrain.stream.samples import Report, SampleMaker
-from pretrain.stream.selection import select
-from pretrain.stream.settings import Settings
+from pretrain.stream.filter import NO_FILTER, Filter, select
+from pretrain.stream.order import Order
+from pretrain.stream.samples import AHEAD, Part, Parts
+from pretrain.stream.shards import OpenShards
 from probemb.data.failures import Failure, Tally, worst_places
-from probemb.data.remote.cache import GIB, ShardCache, TemporaryCache
-from probemb.data.remote.sources import Remote
-from probemb.data.shards.index import Shard
+from probemb.data.pixels import empty_stack
+from probemb.data.remote.cache import GIB, ShardCache, temporary_folder
+from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote
+from probemb.data.shards.index import Shard, refuse_repeats
+from probemb.data.workers import (
+    LOOK_UP_SECONDS,
+    describe_process,
+    end_workers,
+    make_loader,
+    next_item,
+    starting_workers,
+)
 from probemb.errors import UserError
 
-_log = logging.getLogger(__name__)
+_SPARE = 16  # shards that stay open beside those of the lanes
+
+
+class Corpus(NamedTuple):
+    """Shards that belong together in a mixture, and how often an epoch goes through them (see `Order`)."""
+
+    shards: Sequence[Shard]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of how a `Stream` orders and loads its samples.
+
+    Args:
+        batch_size: the global batch, over all ranks.
+        lanes, window, seed: see `Order`. A run keeps them.
+        caption: which of a sample's captions: "random" draws one per epoch, "first" takes the first.
+        workers: processes that prepare batches, two ahead; 0 prepares them in this one. Each batch ahead, and one more,
+            has rows · 3·H·W bytes of shared memory, or four times that of float32.
+        pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
+        draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
+            enough pixels even then: faster, but not bit-identical where it applies.
+        failure_share: the run stops when more than this share of all ranks' samples cannot be used,
+        failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
+        exif: turn images as their EXIF orientation says.
+        verify_hash: compare the SHA-256 of each shard with its index when it is opened; the run stops at a difference.
+        cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
+            temporary one that ends with the stream.
+        cache_gib: its largest size.
+        filter: rules that a sample must meet; none by default.
+        fetch: retries and timeouts of remote shards.
+    """
+
+    batch_size: int
+    seed: int = 0
+    lanes: int | None = None
+    window: int = 4096
+    caption: str = "random"
+    workers: int = 0
+    pin_memory: bool = False
+    draft: bool = False
+    failure_share: float = 0.05
+    failure_minimum: int = 1000
+    exif: bool = False
+    verify_hash: bool = False
+    cache: str | None = None
+    cache_gib: float = 100.0
+    filter: Filter = NO_FILTER
+    fetch: FetchPolicy = DEFAULT_POLICY
 
 
 @dataclass(frozen=True)
@@ -90,57 +151,79 @@ class Stream:
         start_samples: int = 0,
         steps: int | None = None,
     ):
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
         corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
         self.shards = [shard for corpus in corpora for shard in corpus.shards]
-        self.settings = settings
+        self.settings, batch_size = settings, settings.batch_size
         refuse_repeats(self.shards)
+        if settings.verify_hash and (unknown := sum(shard.sha256 is None for shard in self.shards)):
+            what = f"data.verify_hash needs hashes, which {unknown} of {len(self.shards)} shards lack in their index."
+            raise UserError(what, "Write them with `python -m tools.shards index`.")
         self.selection = select([corpus.shards for corpus in corpora], settings.filter)
-        self.order = make_order(corpora, settings, self.selection)
-        refuse_uneven_shares(self.order.lanes, world_size)
-        self.order.locate(start_samples)  # refuses a position inside a batch
-        batch_size = settings.batch_size
-        self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
-        self._end = None if steps is None else start_samples + steps * batch_size
-        self._labels = labels_of(self.shards)
-        self._alone = world_size == 1
-        self.tally = Tally(settings.failure_share, min(settings.failure_minimum, self.order.steps * batch_size))
-        self._noticed: set[str] = set()
-        if settings.verify_hash and rank == 0 and (unknown := sum(shard.sha256 is None for shard in self.shards)):
-            _log.warning(
-                "data: %d of %d shards have no SHA-256 in their index.json and are not compared with it "
-                "(`python -m tools.shards index` writes it)",
-                unknown,
-                len(self.shards),
+        self.order = Order(
+            self.selection.sizes if self.selection else [shard.samples for shard in self.shards],
+            batch_size=batch_size,
+            lanes=settings.lanes,
+            window=settings.window,
+            seed=settings.seed,
+            corpus=[number for number, corpus in enumerate(corpora) for _ in corpus.shards],
+            weights=[corpus.weight for corpus in corpora],
+            places=self.selection.places if self.selection else None,
+        )
+        if self.order.lanes % world_size:
+            fits = " or ".join(str(n) for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0)
+            raise UserError(
+                f"{world_size} processes cannot share the data's {self.order.lanes} lanes evenly.",
+                f"Start {fits} processes, or start a new run with lanes that {world_size} divides.",
             )
-        maker_of = partial(
-            SampleMaker, self.order, self.shards, self._labels,
-            transform=transform, tokenizer=tokenizer, settings=settings, cache=self._make_cache(),
+        self.order.locate(start_samples)  # refuses a position inside a batch
+        self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
+        self._alone, self._closed = world_size == 1, False
+        self.tally = Tally(settings.failure_share, min(settings.failure_minimum, self.order.steps * batch_size))
+        counts = Counter(shard.name for shard in self.shards)
+        self._labels = [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in self.shards]
+
+        workers = min(settings.workers, self.rows)
+        self._parts = parts = max(1, workers)
+        lanes = -(-self.order.lanes // world_size // parts) + 1  # of a part; their borders may share one
+        self._open = OpenShards(self.shards, lanes + _SPARE, self._make_cache(), settings.verify_hash)
+        self._dataset = Parts(
+            self.order, self._open, self._labels,
+            [rank * self.rows + self.rows * i // parts for i in range(parts + 1)],
+            transform=transform, tokenizer=tokenizer,
+            caption=settings.caption, draft=settings.draft, exif=settings.exif,
         )  # fmt: skip
-        self._batches = Batches(maker_of, rank * self.rows, (rank + 1) * self.rows, start_samples, settings)
-        self._closed = False
+        first = start_samples // batch_size * parts
+        self._item, end = first, None if steps is None else first + steps * parts
+        self._loader = make_loader(
+            self._dataset,
+            workers,
+            batch_size=None,
+            sampler=itertools.count(first) if end is None else range(first, end),
+            collate_fn=_identity,
+            multiprocessing_context="fork" if workers else None,
+            prefetch_factor=AHEAD if workers else None,
+            timeout=LOOK_UP_SECONDS if workers else 0,
+            generator=torch.Generator(),  # otherwise it would draw from the global random numbers
+        )
+        self._batches = None
+        self._end_workers: Callable[[], object] | None = None
 
     def _make_cache(self) -> ShardCache | None:
         """The cache of remote shards, None if all are local."""
-        self._temporary_cache: TemporaryCache | None = None
-        remote = [shard for shard in self.shards if isinstance(shard.place, Remote)]
+        self._remove_cache: Callable[[], object] | None = None
+        remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
         if not remote:
             return None
-        settings = self.settings
-        if settings.cache:
-            folder = Path(settings.cache)
-        else:
-            self._temporary_cache = TemporaryCache()
-            folder = self._temporary_cache.folder
-        cache = ShardCache(folder, int(settings.cache_gib * GIB), settings.fetch)
+        folder, limit = self.settings.cache, int(self.settings.cache_gib * GIB)
         largest = max(remote, key=lambda shard: shard.bytes)
-        if largest.bytes > cache.limit:
+        if largest.bytes > limit:
             raise UserError(
-                f"{largest.path} has {largest.bytes / GIB:.2f} GiB, more than the cache of {settings.cache_gib:g} GiB.",
+                f"{largest.path} has {largest.bytes / GIB:.2f} GiB, more than the cache of {limit / GIB:g} GiB.",
                 "Raise data.cache_gib to several times that, as each lane reads a shard of its own.",
             )
-        return cache
+        if not folder:
+            folder, self._remove_cache = temporary_folder()
+        return ShardCache(Path(folder), limit, self.settings.fetch)
 
     @property
     def epoch(self) -> int:
@@ -162,22 +245,25 @@ class Stream:
             "window": order.window,
             "seed": order.seed,
             "caption": self.settings.caption,
-            # Runs before there was a choice have no such keys.
             **({"exif": True} if self.settings.exif else {}),
             **({"filter": self.selection.identity} if self.selection else {}),
         }
 
     def start(self) -> None:
         """Start the workers now, not with the first batch: forking is safest before a GPU or network is in use."""
-        if not self._closed:
-            self._batches.start()
+        if self._batches is None and not self._closed:
+            with starting_workers():
+                self._batches = iter(self._loader)
+            self._end_workers = Finalize(self, end_workers, args=(self._batches,), exitpriority=10)
 
     def close(self) -> None:
         """End the workers and close the shards; dropping the stream does the same."""
         self._closed = True
-        self._batches.close()
-        if self._temporary_cache is not None:
-            self._temporary_cache.close()
+        if self._end_workers:
+            self._end_workers()
+        self._open.close()
+        if self._remove_cache:
+            self._remove_cache()
 
     def __enter__(self) -> "Stream":
         return self
@@ -191,35 +277,54 @@ class Stream:
     def __next__(self) -> Batch:
         return self.load()
 
-    def load(self, while_waiting: Callable[[], None] | None = None) -> Batch:
+    def load(self, while_waiting: Callable[[], object] = lambda: None) -> Batch:
         """The next batch; `while_waiting` is called about every half second until it is ready.
 
         An error, of `while_waiting` too, closes the stream; `samples_seen` then is the position before that batch.
-        Raises StopIteration after the last batch, and what `Team.collect` and the reader raise.
+        Raises StopIteration after the last batch.
         """
-        if self._closed or self.samples_seen == self._end:
-            self.close()
+        if self._closed:
             raise StopIteration
-        began = time.perf_counter()
+        began, parts = time.perf_counter(), []
         try:
             self.start()
-            rows, reports = self._batches.make(self.samples_seen, while_waiting)
-            self._count(reports)
+            for _ in range(self._parts):
+                if not self._loader.num_workers:
+                    fetches = self._dataset.fetch_ahead(self._item)
+                    while wait(fetches, LOOK_UP_SECONDS).not_done:
+                        while_waiting()
+                part = next_item(self._batches, while_waiting)
+                if isinstance(part, UserError):
+                    raise part
+                parts.append(part)
+                self._item += 1
+            failures = ((self._labels[number], reason) for part in parts for number, reason in part.failures)
+            self.tally.add(self.rows, failures)
+            if self._alone:
+                self.judge(self.tally.read, self.tally.failed, lambda: [self.failures])
         except BaseException:
             self.close()
             raise
         self.samples_seen += self.order.batch_size
+        ready = self._dataset.images[(self.samples_seen // self.order.batch_size - 1) % len(self._dataset.images)]
+        images = empty_stack(ready[0], self.rows, self.settings.pin_memory).copy_(ready)
+        tokens, slots, replaced = (torch.from_numpy(np.concatenate(arrays)) for arrays in list(zip(*parts))[:3])
+        tokens = tokens.pin_memory() if self.settings.pin_memory else tokens
         self.wait_seconds += time.perf_counter() - began
-        keys = [key for report in reports for key in report.keys]
-        return Batch(rows.images, rows.tokens, rows.slots, rows.replaced, keys, self.samples_seen)
+        return Batch(images, tokens, slots, replaced, [key for part in parts for key in part.keys], self.samples_seen)
 
     def waiting_for(self) -> str:
-        """Description of what `load` waits for: workers and the shards they read; for another thread."""
-        return self._batches.waiting_for()
+        """Description of what `load` waits for: a worker and the shard that it reads; for another thread."""
+        worker = self._item % self._parts
+        pid, shard = self._dataset.reading[worker].tolist()
+        reads = str(self.shards[shard].path) if shard >= 0 else "no shard at present"
+        if not self._loader.num_workers:
+            return f"reading {reads}"
+        return f"waiting for data-worker-{worker} ({describe_process(pid)}), which reads {reads}"
 
     @property
     def failures(self) -> dict[str, Failure]:
-        """By label of the shard (see `labels_of`), what this rank could not use since the process started."""
+        """What this rank could not use so far, by name of the shard, or its path where others bear the name."""
         return self.tally.failures
 
     def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
@@ -231,12 +336,6 @@ class Stream:
                 "Repair these shards or leave them out, or allow a larger failure share.",
             )
 
-    def _count(self, reports: list[Report]) -> None:
-        for notice in (notice for report in reports for notice in report.notices):
-            if notice not in self._noticed:  # by another worker
-                self._noticed.add(notice)
-                _log.warning("data: %s", notice)
-        failures = ((self._labels[number], reason) for report in reports for number, reason in report.failures)
-        self.tally.add(self.rows, failures)
-        if self._alone:
-            self.judge(self.tally.read, self.tally.failed, lambda: [self.failures])
+
+def _identity(part: Part) -> Part:
+    return part

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
-from probemb.data.shards.index import read_index
-from probemb.data.shards.patterns import expand_braces
+from probemb.data.shards.index import expand_braces, read_index
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.data.shards.tar import Member, walk_tar
 from probemb.data.workers import make_loader, read

@@ -26,12 +26,12 @@ def as_pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(array).permute(2, 0, 1)
 
 
-def empty_stack(image: Tensor, count: int) -> Tensor:
-    """Memory for so many tensors like this one, pixels in the order of (H, W, 3)."""
-    if not _channels_last(image):
-        return image.new_empty(count, *image.shape)
-    channels, height, width = image.shape
-    return image.new_empty(count, height, width, channels).permute(0, 3, 1, 2)
+def empty_stack(one: Tensor, count: int, pinned: bool = False) -> Tensor:
+    """Memory for so many tensors like this one, pixels in the order of (H, W, 3); `pinned`: in page-locked memory."""
+    if not _channels_last(one):
+        return torch.empty(count, *one.shape, dtype=one.dtype, pin_memory=pinned)
+    channels, height, width = one.shape
+    return torch.empty(count, height, width, channels, dtype=one.dtype, pin_memory=pinned).permute(0, 3, 1, 2)
 
 
 def stack(images: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,7 @@
-"""Worker processes of a DataLoader; their failures surface instead of hanging."""
+"""Worker processes of a DataLoader; their failures surface instead of hanging.
+
+Everything private of torch and multiprocessing that this needs is here.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import multiprocessing.util
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from probemb.errors import UserError, ended_worker, worker_ended
+from probemb.errors import ended_worker, worker_ended
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LOOK_UP_SECONDS = 0.5  # how often a process that waits for data looks at what else there is
 _LONGEST = 71  # bytes of a folder that leave room for a socket's /pymp-xxxxxxxx/listener-xxxxxxxx
 
 
@@ -38,12 +42,39 @@ def read(loader: DataLoader) -> Iterator:
     """All batches, once; the workers end with the iteration. Raises UserError."""
     with starting_workers():
         batches = iter(loader)
-    end = Finalize(None, _end, args=(batches,), exitpriority=10)  # before multiprocessing joins its children
+    end = Finalize(None, end_workers, args=(batches,), exitpriority=10)  # before multiprocessing joins its children
     try:
         with naming_ended_workers(loader.num_workers):
             yield from batches
     finally:
         end()
+
+
+def next_item(batches: Iterator, while_waiting: Callable[[], object]) -> Any:
+    """The next item of a DataLoader whose `timeout` is LOOK_UP_SECONDS; `while_waiting` is called at each.
+
+    Raises UserError: a worker was ended.
+    """
+    while True:
+        try:
+            with naming_ended_workers(getattr(batches, "_num_workers", 0)):
+                return next(batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+        while_waiting()
+
+
+def end_workers(batches: Iterator) -> None:
+    """Kill the workers of a DataLoader's iterator, any of which may wait for a disk or a server for minutes."""
+    from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
+    if getattr(batches, "_worker_pids_set", False):
+        _remove_worker_pids(id(batches))  # their end is no error
+        batches._worker_pids_set = False
+        for worker in batches._workers:
+            worker.kill()
+        batches._shutdown_workers()
 
 
 @contextmanager
@@ -74,27 +105,14 @@ def naming_ended_workers(workers: int) -> Iterator[None]:
 
 
 def shorten_sockets() -> None:
-    """Use a short folder for the sockets between processes if TMPDIR's name is too long for them.
-
-    A socket's path has at most 107 bytes (103 on macOS). Python 3.14 does the same by itself. Raises UserError.
-    """
+    """Use /tmp for the sockets between processes if TMPDIR's name is too long; their paths have at most 107 bytes."""
     wanted = tempfile.gettempdir()
-    if len(os.fsencode(wanted)) <= _LONGEST:
-        return
-    for short in ("/tmp", "/var/tmp"):
-        tempfile.tempdir = short
+    if len(os.fsencode(wanted)) > _LONGEST:
         try:
-            made = multiprocessing.util.get_temp_dir()  # at the first call; inherited by children, removed at the end
-            if len(os.fsencode(os.path.dirname(made))) <= _LONGEST:
-                return
-        except OSError:
-            continue
+            tempfile.tempdir = "/tmp"
+            multiprocessing.util.get_temp_dir()  # made at the first call; children inherit it
         finally:
             tempfile.tempdir = wanted
-    raise UserError(
-        f"The name of the folder for temporary files, {wanted}, is too long for sockets between processes.",
-        "Set TMPDIR to a shorter one, or use 0 workers.",
-    )
 
 
 def describe_process(pid: int) -> str:
@@ -112,13 +130,6 @@ def _begin(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
-
-
-def _end(batches: Iterator) -> None:
-    # PyTorch does this with the last reference, which a traceback may keep alive.
-    shut_down = getattr(batches, "_shutdown_workers", None)
-    if shut_down is not None:
-        shut_down()
 
 
 def _end_worker(error: BaseException, _batch: object) -> None:

@@ -23,8 +23,7 @@ import webdataset as wds
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
-from pretrain.stream.settings import Settings
-from pretrain.stream.stream import Stream
+from pretrain.stream.stream import Settings, Stream
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Workers
 from probemb.data.shards.index import Shard, read_index, write_index

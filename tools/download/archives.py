@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from probemb.data.captions.annotations import (
     COCO_FILE,
@@ -184,8 +183,11 @@ def local(source: str, folder: Path, patience: float) -> Path:
     try:
         with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             file.seek(0, os.SEEK_END)
-            policy = FetchPolicy(timeout=patience)
-            file.truncate(fetch(remote, file, None, policy, MAX_ARCHIVE_BYTES, _SavedTransfer(version)))
+            state = TransferState(version.read_text(encoding="utf-8") if version.exists() else None)
+            try:
+                fetch(remote, file, None, FetchPolicy(timeout=patience), MAX_ARCHIVE_BYTES, state)
+            finally:
+                replace_text(version, state.version) if state.version else version.unlink(missing_ok=True)
     except BadShard as error:
         remedy = "The same command resumes where this one stopped; or fetch it by other means and name the file."
         raise UserError(f"{error}.", remedy) from None
@@ -195,25 +197,6 @@ def local(source: str, folder: Path, patience: float) -> Path:
         raise UserError(f"What {remote} sends is not a zip archive.", "Correct the address, or name a file.")
     part.replace(path)
     return path
-
-
-class _SavedTransfer(TransferState):
-    """The state of a transfer in a file, from which the next command resumes it."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    @property
-    def version(self) -> str | None:
-        return self._path.read_text(encoding="utf-8") if self._path.exists() else None
-
-    @version.setter
-    def version(self, version: str | None) -> None:
-        replace_text(self._path, version) if version else self._path.unlink(missing_ok=True)
-
-    def begin(self, file: BinaryIO, position: int) -> None:
-        file.seek(position)
-        file.truncate()  # the next command resumes at the end, so no bytes of another version may follow
 
 
 def write_split(paths: Paths, pictures: list[Picture], images: dict[str, Place], options) -> None:

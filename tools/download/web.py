@@ -21,8 +21,6 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 
-from probemb.data.remote.deadline import Answer, Deadline, WebHandler
-
 CHUNK = 1 << 18
 CAUSES = {  # the first that fits names an error
     socket.gaierror: "host not found",
@@ -58,20 +56,21 @@ class Refused(OSError):
     """The reason why there is no image, as "cause|detail"; causes are counted."""
 
 
-class _Budget(Deadline):
-    """The remaining time for one address, and the hosts that may be contacted."""
+class _Budget:
+    """The remaining time for one address, and the hosts that may be contacted. urllib takes it for a time-out."""
 
     def __init__(self, limits: Limits):
-        super().__init__(limits.seconds)
-        self.limits = limits
+        self.limits, self.end = limits, time.monotonic() + limits.seconds
 
     def left(self) -> float:
-        return min(super().left(), self.limits.patience)
-
-    def share(self, addresses: int) -> float:
-        return self.left()
+        """Seconds for the next wait. Raises TimeoutError."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return min(left, self.limits.patience)
 
     def check(self, address: str, server: tuple[str, int]) -> None:
+        """Raises Refused for a private address of a server (host, port)."""
         is_global = ipaddress.ip_address(address.partition("%")[0]).is_global
         if not (self.limits.private or is_global or (server[0].lower(), server[1]) in _proxies()):
             raise Refused(f"private address|{address}")
@@ -88,12 +87,92 @@ def _proxies() -> set[tuple[str, int]]:
     return servers
 
 
-class _Answer(Answer):
+class _Timed:
+    """Mixin: a socket's reads and writes end with the budget."""
+
+    budget: _Budget
+
+    def read(self, *args):  # of TLS
+        self.settimeout(self.budget.left())
+        return super().read(*args)
+
+    def recv_into(self, *args):
+        self.settimeout(self.budget.left())
+        return super().recv_into(*args)
+
+    def sendall(self, *args):
+        self.settimeout(self.budget.left())
+        return super().sendall(*args)
+
+
+class _Socket(_Timed, socket.socket):
+    pass
+
+
+class _TLSSocket(_Timed, ssl.SSLSocket):
+    pass
+
+
+def _connect(server: tuple[str, int], budget: _Budget, *_) -> _Socket:
+    """A connection to the first address of the host that is allowed and answers."""
+    problem = OSError("the host has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(*server, type=socket.SOCK_STREAM):
+        try:
+            budget.check(place[0], server)
+            connection = _Socket(family, kind, protocol)
+        except OSError as error:
+            problem = error
+            continue
+        try:
+            connection.budget = budget
+            connection.settimeout(budget.left())
+            connection.connect(place)
+            return connection
+        except OSError as error:
+            connection.close()
+            problem = error
+    raise problem
+
+
+class _HTTP(http.client.HTTPConnection):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self._create_connection, self.response_class = _connect, _Answer
+
+    def connect(self):
+        super().connect()
+        self.sock.settimeout(self.timeout.left())  # for the whole TLS handshake
+
+
+class _HTTPS(http.client.HTTPSConnection, _HTTP):  # in this order: its connect() starts with that of _HTTP
+    def connect(self):
+        super().connect()
+        self.sock.budget = self.timeout
+
+
+class _Web(urllib.request.AbstractHTTPHandler):
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+    def http_open(self, request):
+        return self.do_open(_HTTP, request)
+
+    def https_open(self, request):
+        tls = ssl.create_default_context()
+        tls.sslsocket_class = _TLSSocket
+        tls.set_alpn_protocols(["http/1.1"])
+        return self.do_open(_HTTPS, request, context=tls)
+
+
+class _Answer(http.client.HTTPResponse):
+    def __init__(self, sock: _Socket | _TLSSocket, *args, **more):
+        super().__init__(sock, *args, **more)
+        self.budget = sock.budget
+
     def read(self, amt: int | None = None) -> bytes:
         """The body, or at most `amt` bytes of it. Raises Refused."""
         if amt is not None:
             return super().read(amt)
-        size, parts, count = self.deadline.limits.size, [], 0
+        size, parts, count = self.budget.limits.size, [], 0
         try:
             if (self.length or 0) > size:
                 raise Refused(f"too many bytes|{self.length:,}")
@@ -103,7 +182,7 @@ class _Answer(Answer):
                 if count > size:
                     raise Refused(f"too many bytes|more than {size:,}")
         except Exception as error:
-            raise explain(error, self.deadline) from None
+            raise explain(error, self.budget) from None
         if self.length:
             raise Refused(f"cut off|{self.length:,} bytes missing")
         return b"".join(parts)
@@ -137,7 +216,7 @@ class BoundedOpener(urllib.request.OpenerDirector):
             urllib.request.HTTPDefaultErrorHandler(),
             urllib.request.HTTPErrorProcessor(),
             _Redirects(limits.redirects),
-            WebHandler(_Answer),
+            _Web(),
         ):
             self.add_handler(handler)
 

@@ -1,12 +1,9 @@
 """A bounded folder of fetched shards that many processes share; any of them may be killed at any moment.
 
-    HASH.tar    a whole shard; its readers hold a shared lock on it
-    HASH.part   one being fetched, with its final size (sparse), which reserves its space; its fetcher holds an
-                exclusive lock. Renamed when it is complete. Without a lock it was left by a killed process
-    lock        held exclusively while space is made
-
-The locks are flock's, which the kernel releases with the process. The least recently opened shard is removed first,
-never one that is being read.
+HASH.tar    a whole shard; an open one may be removed, as its readers keep its bytes
+HASH.part   one being fetched, with its final size (sparse), which reserves its space
+XX.lock     held while a shard whose HASH begins so is fetched; flock's, so the kernel releases it with the process
+lock        held while space is made
 """
 
 import fcntl
@@ -21,16 +18,12 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import BinaryIO
 
-from probemb.data.failures import BadShard
 from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote, fetch
 from probemb.errors import UserError
 
 GIB = 1 << 30
-_TEMPORARY_PREFIX = "probemb-shards-"
-
-
-class CacheFull(UserError):
-    """No space for a shard: all others are being read."""
+_PREFIX = "probemb-shards-"
+_YOUNG = 60.0  # seconds in which a temporary folder may not yet be locked
 
 
 class ShardCache:
@@ -48,7 +41,7 @@ class ShardCache:
         self.folder, self.limit, self.policy = folder, limit, policy
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with self._making_room():
+            with self._locked("lock"):
                 pass
         except OSError as error:
             raise UserError(
@@ -56,189 +49,93 @@ class ShardCache:
                 "Name a writable folder on a local disk with data.cache.",
             ) from None
 
-    def open(self, remote: Remote, size: int, wait: bool = True) -> BinaryIO:
-        """The shard (`size` bytes), open for reading; fetched first if needed, and kept in the cache while it is open.
-
-        `wait`: without space, wait for other fetches to end, since their shards can then be removed. Raises BadShard:
-        it cannot be fetched; CacheFull.
-        """
-        if size > self.limit:
-            raise CacheFull(
-                f"{remote} has {size / GIB:.2f} GiB, more than the {self.limit / GIB:.2f} GiB of the cache of shards.",
-                "Raise data.cache_gib.",
-            )
-        path, began = self.path(remote, size), time.time()
-        part = path.with_suffix(".part")
-        while True:
-            file = _open_whole(path, size)
-            if file is not None:
+    def open(self, remote: Remote, size: int) -> BinaryIO:
+        """The shard (`size` bytes), open for reading, fetched first if needed. Raises BadShard: it cannot be."""
+        path = self.folder / (hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32] + ".tar")
+        if (file := self._open(path, size)) is not None:
+            return file
+        with self._locked(f"{path.name[:2]}.lock"):
+            if (file := self._open(path, size)) is not None:  # another process has fetched it
                 return file
-            file = _lock_part(part)
-            if file is None:  # another process has just finished or failed
-                self._raise_failure(part, began)
-                continue
+            part = path.with_suffix(".part")
+            file = open(part, "w+b", buffering=0)  # noqa: SIM115  stays open
             try:
-                if path.exists():
-                    part.unlink()
-                    file.close()
-                    continue
-                while not self._make_room(file, part, size, wait):
-                    time.sleep(0.05)
+                self._make_room(file, size)
                 fetch(remote, file, size, self.policy)
                 os.fsync(file.fileno())
-                _mark_used(file)
-                with self._making_room():  # which lists the names, and removes what nobody has locked
-                    part.rename(path)
-                    fcntl.flock(file, fcntl.LOCK_SH)
-            except BaseException as error:
-                if isinstance(error, BadShard):
-                    part.with_suffix(".failed").write_text(str(error), errors="replace")
-                with suppress(OSError):
-                    part.unlink()
+                part.rename(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
                 file.close()
                 raise
-            part.with_suffix(".failed").unlink(missing_ok=True)
             return file
 
-    def path(self, remote: Remote, size: int) -> Path:
-        name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
-        return self.folder / f"{name}.tar"
-
-    def _raise_failure(self, part: Path, began: float) -> None:
-        """Share the failure of a fetch with the processes that waited for it, instead of retrying in each."""
-        failed = part.with_suffix(".failed")
-        with suppress(OSError):
-            if failed.stat().st_mtime >= began:
-                raise BadShard(failed.read_text())
+    def _open(self, path: Path, size: int) -> BinaryIO | None:
+        try:
+            file = open(path, "rb", buffering=0)  # noqa: SIM115  stays open
+        except FileNotFoundError:
+            return None
+        if os.fstat(file.fileno()).st_size != size:  # modified from outside
+            path.unlink(missing_ok=True)
+            file.close()
+            return None
+        now = time.time_ns()  # the kernel's own timestamps are milliseconds apart, too coarse for the order
+        os.utime(file.fileno(), ns=(now, now))
+        return file
 
     @contextmanager
-    def _making_room(self) -> Iterator[None]:
-        with open(self.folder / "lock", "ab") as lock:
+    def _locked(self, name: str) -> Iterator[None]:
+        with open(self.folder / name, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _make_room(self, file: BinaryIO, part: Path, size: int, wait: bool) -> bool:
-        """Reserve `size` bytes for `part`; False if there may be space later. Raises CacheFull if there will not."""
-        with self._making_room():
-            others = {}
+    def _make_room(self, part: BinaryIO, size: int) -> None:
+        """Reserve `size` bytes; the least recently opened shards go."""
+        with self._locked("lock"):
+            known = {}
             for path in self.folder.iterdir():
-                if path.suffix in (".tar", ".part") and path != part:
+                if path.suffix in (".tar", ".part"):
                     with suppress(FileNotFoundError):
-                        others[path] = path.stat()
-            total, used = sum(stat.st_size for stat in others.values()), []
-            for path, stat in sorted(others.items(), key=lambda item: item[1].st_mtime_ns):
-                if total + size <= self.limit:
-                    break
-                if _remove_unused(path):
-                    total -= stat.st_size
-                else:
-                    used.append((path.suffix, stat.st_size))
-            if total + size <= self.limit:
-                os.ftruncate(file.fileno(), size)
-                return True
-        if wait and any(suffix == ".part" and taken for suffix, taken in used):
-            return False
-        raise CacheFull(
-            f"The cache of shards ({self.limit / GIB:.2f} GiB) is full of {len(used)} shards being read.",
-            "Raise data.cache_gib, or use fewer workers or lanes: each worker reads a shard for each of its lanes.",
-        )
+                        known[path] = path.stat()
+            total = size + sum(about.st_size for about in known.values())
+            for path, about in sorted(known.items(), key=lambda item: item[1].st_mtime_ns):
+                if total > self.limit and (path.suffix == ".tar" or self._is_left(path)):
+                    path.unlink(missing_ok=True)
+                    total -= about.st_size
+            os.ftruncate(part.fileno(), size)
 
-
-def _open_whole(path: Path, size: int) -> BinaryIO | None:
-    try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115  stays open
-    except FileNotFoundError:
-        return None
-    fcntl.flock(file, fcntl.LOCK_SH)
-    if not _is_at(file, path):  # removed before it was locked
-        file.close()
-        return None
-    if os.fstat(file.fileno()).st_size != size:  # modified from outside; the name states the size
-        path.unlink(missing_ok=True)
-        file.close()
-        return None
-    _mark_used(file)
-    return file
-
-
-def _mark_used(file: BinaryIO) -> None:
-    now = time.time_ns()  # the kernel's own timestamps are milliseconds apart, too coarse for the order
-    os.utime(file.fileno(), ns=(now, now))
-
-
-def _lock_part(part: Path) -> BinaryIO | None:
-    """The file to fetch into, locked exclusively; None after another process' fetch has ended.
-
-    A process that has fetched keeps the file open with a shared lock, for as long as it reads the shard: whoever waits
-    for it asks for a shared one, too.
-    """
-    file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(file, part):
-            return file
-    except BlockingIOError:
-        fcntl.flock(file, fcntl.LOCK_SH)
-    file.close()
-    return None
-
-
-def _remove_unused(path: Path) -> bool:
-    try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115  closed below, with its lock
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(file, path):
-            path.unlink()
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        file.close()
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+    def _is_left(self, part: Path) -> bool:
+        """True if the process that fetched it was killed."""
+        with open(self.folder / f"{part.name[:2]}.lock", "ab") as lock, suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         return False
 
 
-class TemporaryCache:
-    """A folder for fetched shards that is removed when this process ends, or by `close`.
+def temporary_folder() -> tuple[Path, Finalize]:
+    """A folder for fetched shards, and what removes it; the end of this process does, too.
 
-    The folder of a killed process, whose `owner` file is no longer locked, is removed by the next process.
+    Those of killed processes, which are no longer locked, are removed first.
     """
-
-    def __init__(self, parent: Path | None = None):
-        parent = parent or Path(tempfile.gettempdir())
-        _sweep(parent)
-        self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=parent))
-        self._owner = open(self.folder / ".owner", "ab")  # noqa: SIM115  its lock marks the folder as in use
-        fcntl.flock(self._owner, fcntl.LOCK_EX)
-        (self.folder / ".owner").rename(self.folder / "owner")
-        # Finalize does nothing in forked workers.
-        self.close = Finalize(self, _remove_temporary, args=(self.folder, self._owner), exitpriority=5)
+    parent = Path(tempfile.gettempdir())
+    for old in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or in use
+            if not old.is_symlink() and old.stat().st_uid == os.getuid() and time.time() - old.stat().st_ctime > _YOUNG:
+                _remove(old, _lock_folder(old))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    return folder, Finalize(None, _remove, args=(folder, _lock_folder(folder)), exitpriority=5)  # not in forked workers
 
 
-def _remove_temporary(folder: Path, owner: BinaryIO) -> None:
-    ended = folder.with_name(f"{folder.name}-ended")
-    with suppress(OSError):
-        folder.rename(ended)  # a fetch still in progress finds no folder to write into
-        for path in ended.iterdir():
-            if path.name != "owner":  # removed last: it marks the folder as a leftover
-                path.unlink()
-    shutil.rmtree(ended, ignore_errors=True)
-    owner.close()
+def _lock_folder(folder: Path) -> int:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
-def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_TEMPORARY_PREFIX}*"):
-        with suppress(OSError):  # another user's, one being made, or one in use
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            with open(folder / "owner", "rb") as owner:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_temporary(folder, owner)
+def _remove(folder: Path, handle: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(handle)

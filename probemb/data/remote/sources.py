@@ -1,47 +1,51 @@
 """Remote shards, fetched whole from a web server, an object store, or the output of a command.
 
-    https://host/cc3m/00000.tar        Python's own HTTP client: a time-out for every read, and a broken transfer
-                                       resumes where it stopped if the server supports ranges
+    https://host/cc3m/00000.tar        requests; a broken transfer resumes where it stopped, if the server can do so
     s3://bucket/cc3m/00000.tar         any other scheme: fsspec with the scheme's package (s3fs, gcsfs, adlfs, …)
     pipe:ssh host cat cc3m/00000.tar   the output of a shell command
 
-fsspec runs in a process of its own, like a command: its event loop does not survive the fork of a data worker, and a
-hanging process can be killed. Only the user can name a command: the files of a corpus (index.json) can name shards
-beside themselves, and nothing else.
+Only the user can name a command: the files of a corpus (index.json) can name shards beside themselves, and nothing
+else.
 """
 
 from __future__ import annotations
 
-import http.client
+import errno
 import io
 import os
 import random
 import re
-import sys
+import signal
+import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO, TypeVar
 from urllib.parse import quote
 
+import fsspec
+import requests
+from requests.exceptions import ChunkedEncodingError, InvalidSchema, InvalidURL, TooManyRedirects
+
 from probemb.data.failures import BadShard
-from probemb.data.remote.child_process import read_output
-from probemb.data.remote.http_client import open_web, version_in
-from probemb.data.remote.transfer import CHUNK, TransferFailed, copy
 from probemb.errors import UserError, nearest
 
-Got = TypeVar("Got")
+Result = TypeVar("Result")
 WEB = ("http", "https")
+SLOWEST = 1024  # bytes per second over one time-out; slower servers would block a run
 LONGEST_PAUSE = 60.0
 LONGEST_REASON = 300  # characters of a server's or command's message
+MOST_REDIRECTS = 10
+_CHUNK = 1 << 14
+_BLOCK = 4 << 20  # of an object store
 _REMOTE = re.compile(r"(pipe):.|([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _HOST = re.compile(r"[^:]*(:\d*)?|\[.*\](:\d*)?")
-_READ = """
-import shutil, sys, fsspec
-with fsspec.open(sys.argv[1], "rb") as file:
-    shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
-"""
+_TEMPORARY = {408, 416, 425, 429}  # temporary HTTP errors, besides all from 500 on
+_INVALID = "it is or leads to no valid web address; what is not ASCII, and / ? # @ : in a password, is written as %2F …"
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,7 @@ class FetchPolicy:
     """Attempts and time limits of a fetch.
 
     attempts  in all
-    timeout   seconds after which an attempt fails without an answer (of a web server: everything before the body,
-              redirects included), without a further byte, or below 1 KiB a second
+    timeout   seconds after which an attempt fails below 1 KiB a second, redirects and everything else included
     backoff   seconds before the second attempt; doubled for every further one, up to a minute, and shortened at random
               by up to a half, so that the workers of a cluster do not all retry at once
     """
@@ -117,8 +120,6 @@ def check_scheme(remote: Remote) -> None:
     """Raises UserError for an address that cannot be read from; imports the package of its scheme."""
     if remote.scheme in ("pipe", *WEB):
         return
-    import fsspec
-
     try:
         fsspec.get_filesystem_class(remote.scheme)
     except ImportError as error:
@@ -135,6 +136,13 @@ def check_scheme(remote: Remote) -> None:
         ) from None
 
 
+@dataclass
+class TransferState:
+    """The version of the file that the bytes so far belong to: a strong ETag or a date; None if it is unknown."""
+
+    version: str | None = None
+
+
 def fetch(
     remote: Remote,
     file: BinaryIO,
@@ -149,39 +157,18 @@ def fetch(
     transfer resumes at the end of `file` if the server still has the same version. Raises BadShard, with address and
     reason, after the last attempt, or at once where another cannot help.
     """
-    attempt_one = {"pipe": _from_command, "http": _from_web, "https": _from_web}.get(remote.scheme, _from_fsspec)
-    limit = limit if size is None else size
+    transfer = {"pipe": _from_command, "http": _from_web, "https": _from_web}.get(remote.scheme, _from_fsspec)
     state = state or TransferState()
 
     def attempt() -> int:
-        attempt_one(remote, file, limit, policy.timeout, state)
-        got = file.tell()
-        if size is not None and got != size:
-            raise TransferFailed(f"it has {got:,} bytes, but its index says {size:,}")
-        return got
+        start = file.tell() if state.version else 0
+        sink = _Sink(file, limit if size is None else size, trim=size is None)
+        sink.watch(lambda: transfer(remote.address, sink, start, policy.timeout, state), policy.timeout)
+        if size is not None and file.tell() != size:
+            raise TransferFailed(f"it has {file.tell():,} bytes, but its index says {size:,}")
+        return file.tell()
 
-    return retry(attempt, remote, policy)
-
-
-def retry(attempt: Callable[[], Got], remote: Remote, policy: FetchPolicy) -> Got:
-    """The result of `attempt`, which is repeated after temporary failures. Raises BadShard, as `fetch`."""
-    reason, wait = "", 0.0
-    for number in range(policy.attempts):
-        if number:
-            pause = min(LONGEST_PAUSE, policy.backoff * 2 ** (number - 1))
-            time.sleep(max(pause * random.SystemRandom().uniform(0.5, 1), min(wait, LONGEST_PAUSE)))
-        try:
-            return attempt()
-        except TransferFailed as error:
-            reason, wait = str(error), error.wait
-        except TimeoutError:
-            reason, wait = f"no answer in {policy.timeout:g} s", 0.0
-        except (OSError, http.client.HTTPException) as error:
-            reason, wait = _describe(error), 0.0
-        reason = remote.hide(" ".join(reason.split()))[:LONGEST_REASON]
-        if wait is None or policy.attempts == 1:
-            raise BadShard(f"{remote}: cannot be fetched ({reason})") from None
-    raise BadShard(f"{remote}: cannot be fetched in {policy.attempts} attempts (the last: {reason})")
+    return _retry(attempt, remote, policy)
 
 
 def fetch_bytes(remote: Remote, limit: int, policy: FetchPolicy) -> bytes:
@@ -195,70 +182,206 @@ def fetch_bytes(remote: Remote, limit: int, policy: FetchPolicy) -> bytes:
 def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> bytes:
     """`size` bytes of a file on a web server, from `offset` on.
 
-    An attempt ends after `policy.timeout` seconds, even if bytes arrive. Raises BadShard: the server cannot be reached,
-    serves no ranges, or has another one.
+    Raises BadShard: the server cannot be reached, serves no ranges, or has another one.
     """
 
-    def ask() -> bytes:
-        wanted = f"bytes {offset}-{offset + size - 1}/"
-        with open_web(remote.address, {"Range": f"bytes={offset}-{offset + size - 1}"}, policy.timeout) as response:
-            if response.status != 206:
+    def read(sink: _Sink) -> None:
+        asked = f"{offset}-{offset + size - 1}"
+        with _answer(remote.address, {"Range": f"bytes={asked}"}, policy.timeout) as response:
+            if response.status_code != 206:
                 raise TransferFailed("the server does not serve parts of files", wait=None)
-            if not response.headers.get("Content-Range", "").startswith(wanted):
+            if not response.headers.get("Content-Range", "").startswith(f"bytes {asked}/"):
                 raise TransferFailed("the server answers with another range than it was asked for", wait=None)
-            got = io.BytesIO()
-            copy(lambda: response.read1(CHUNK), got, size, policy.timeout)
-        if got.tell() != size:
+            sink.write(response.iter_content(_CHUNK))
+
+    def attempt() -> bytes:
+        sink = _Sink(io.BytesIO(), size)
+        sink.watch(lambda: read(sink), policy.timeout)
+        if sink.file.tell() != size:
             raise TransferFailed("the connection broke off")
-        return got.getvalue()
+        return sink.file.getvalue()
 
-    return retry(ask, remote, policy)
-
-
-@dataclass
-class TransferState:
-    """State of a transfer between attempts: the version of the file that the bytes so far belong to."""
-
-    version: str | None = None
-
-    def begin(self, file: BinaryIO, position: int) -> None:
-        """Seek to where an attempt writes. The file keeps its size, with which the cache has reserved its space."""
-        file.seek(position)
+    return _retry(attempt, remote, policy)
 
 
-def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, state: TransferState) -> None:
-    start = file.tell() if state.version else 0
+class TransferFailed(Exception):
+    """A failed attempt; `wait`: seconds that the server asks to wait, or None if no attempt can succeed."""
+
+    def __init__(self, reason: str, wait: float | None = 0.0, code: int | None = None):
+        super().__init__(reason)
+        self.wait, self.code = wait, code
+
+
+class _Sink:
+    """The file that an attempt writes to, from a thread that is left behind once it stalls: any of its calls may hang.
+
+    Attributes:
+        process: a command, which is ended with its children when the attempt is given up.
+        trim: no byte may follow those of an attempt. A file of known size keeps it, which reserves its space.
+    """
+
+    def __init__(self, file: BinaryIO, limit: int, trim: bool = False):
+        self.file, self.limit, self.trim, self.count = file, limit, trim, 0
+        self.process: subprocess.Popen | None = None
+        self._lock, self._given_up = threading.Lock(), False
+
+    def watch(self, work: Callable[[], None], timeout: float) -> None:
+        """Run `work`. Raises what it raises, and TimeoutError: it writes less than `SLOWEST`."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="fetch").start()
+        try:
+            before = 0
+            while not wait([done], timeout).done and self.count - before >= SLOWEST * timeout:
+                before = self.count
+        finally:
+            with self._lock:
+                self._given_up = not done.done()
+            if self._given_up and self.process:
+                end_group(self.process)
+        if self._given_up:
+            raise TimeoutError
+        done.result()
+
+    def begin(self, position: int) -> None:
+        """Go to where an attempt writes; what follows is of another version."""
+        with self._lock:
+            if not self._given_up:
+                self.file.seek(position)
+                if self.trim:
+                    self.file.truncate()
+
+    def write(self, chunks: Iterable[bytes]) -> None:
+        """Append. Raises TransferFailed, UserError: the disk is full."""
+        for data in chunks:
+            with self._lock:
+                if self._given_up:
+                    raise TransferFailed("given up")
+                if self.file.tell() + len(data) > self.limit:
+                    raise TransferFailed(f"it has more than the expected {self.limit:,} bytes", wait=None)
+                try:
+                    view = memoryview(data)
+                    while view:
+                        view = view[self.file.write(view) :]
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                        raise
+                    raise UserError(
+                        f"There is no space left for fetched shards: {error.strerror}.",
+                        "Free some space, lower data.cache_gib, or name another folder with data.cache (TMPDIR).",
+                    ) from None
+                self.count += len(data)
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Kill a process that leads a session of its own, and its children."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _retry(attempt: Callable[[], Result], remote: Remote, policy: FetchPolicy) -> Result:
+    reason, pause = "", 0.0
+    for number in range(policy.attempts):
+        if number:
+            backoff = min(LONGEST_PAUSE, policy.backoff * 2 ** (number - 1)) * random.SystemRandom().uniform(0.5, 1)
+            time.sleep(max(backoff, min(pause, LONGEST_PAUSE)))
+        try:
+            return attempt()
+        except TransferFailed as error:
+            reason, pause = str(error), error.wait
+        except TimeoutError:
+            reason, pause = f"no answer in {policy.timeout:g} s", 0.0
+        except OSError as error:  # also of requests
+            reason, pause = _describe(error), 0.0
+        reason = remote.hide(" ".join(reason.split()))[:LONGEST_REASON]
+        if pause is None or policy.attempts == 1:
+            raise BadShard(f"{remote}: cannot be fetched ({reason})") from None
+    raise BadShard(f"{remote}: cannot be fetched in {policy.attempts} attempts (the last: {reason})")
+
+
+@contextmanager
+def _answer(address: str, headers: dict[str, str], timeout: float) -> Iterator[requests.Response]:
+    """The response of a web server. Raises TransferFailed, OSError."""
+    headers = {"User-Agent": "probemb", "Accept-Encoding": "identity", **headers}
+    with requests.Session() as session:
+        session.max_redirects = MOST_REDIRECTS
+        try:
+            response = session.get(address, headers=headers, stream=True, timeout=timeout)
+        except (InvalidURL, InvalidSchema, ValueError):  # whose messages may hold a password
+            raise TransferFailed(_INVALID, wait=None) from None
+        except TooManyRedirects:
+            raise TransferFailed(f"more than {MOST_REDIRECTS} redirects", wait=None) from None
+        except requests.Timeout:
+            raise TimeoutError from None
+        if not response.ok:
+            asked = response.headers.get("Retry-After", "")
+            pause = float(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0.0
+            passing = response.status_code >= 500 or response.status_code in _TEMPORARY
+            reason = f"HTTP {response.status_code} {response.reason}"
+            raise TransferFailed(reason, pause if passing else None, response.status_code)
+        try:
+            yield response
+        except ChunkedEncodingError:
+            raise TransferFailed("the connection broke off") from None
+
+
+def _from_web(address: str, sink: _Sink, start: int, timeout: float, state: TransferState) -> None:
     resume = {"Range": f"bytes={start}-", "If-Range": state.version} if start else {}
     try:
-        response = open_web(remote.address, resume, timeout)
+        with _answer(address, resume, timeout) as response:
+            resumed = response.status_code == 206
+            if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                raise TransferFailed("the server answers with another range than it was asked for", code=416)
+            sink.begin(start if resumed else 0)
+            tag = response.headers.get("ETag", "")
+            state.version = tag if tag.startswith('"') else response.headers.get("Last-Modified")
+            sink.write(response.iter_content(_CHUNK))
     except TransferFailed as error:
         if error.code == 416:  # the local file is longer
             state.version = None
         raise
-    with response:
-        resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
-        if response.status == 206 and not resumed:
-            state.version = None
-            raise TransferFailed("the server answers with another range than it was asked for")
-        state.begin(file, start if resumed else 0)
-        state.version = version_in(response.headers)
-
-        def read() -> bytes:
-            response.deadline.restart()
-            return response.read1(CHUNK)
-
-        copy(read, file, limit, timeout)
-        if response.length:  # bytes still missing of the stated length
-            raise TransferFailed(f"the connection broke off {response.length:,} bytes before the end")
 
 
-def _from_command(remote: Remote, file: BinaryIO, limit: int, timeout: float, state: TransferState) -> None:
-    read_output(["/bin/sh", "-c", remote.address.partition(":")[2]], file, limit, timeout)
+def _from_command(address: str, sink: _Sink, start: int, timeout: float, state: TransferState) -> None:
+    sink.begin(0)
+    with tempfile.TemporaryFile() as words:
+        command = ["/bin/sh", "-c", address.partition(":")[2]]
+        sink.process = process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, start_new_session=True
+        )
+        try:
+            sink.write(iter(lambda: process.stdout.read1(_CHUNK), b""))
+            process.wait()
+        finally:
+            end_group(process)  # its children may outlive it
+            process.wait()
+            process.stdout.close()
+        if process.returncode:
+            words.seek(max(0, words.seek(0, os.SEEK_END) - 2000))
+            said = words.read().decode(errors="replace").strip().splitlines()
+            raise TransferFailed(f"exit code {process.returncode}{': ' + said[-1] if said else ''}")
 
 
-def _from_fsspec(remote: Remote, file: BinaryIO, limit: int, timeout: float, state: TransferState) -> None:
-    read_output([sys.executable, "-c", _READ, remote.address], file, limit, timeout)
+def _from_fsspec(address: str, sink: _Sink, start: int, timeout: float, state: TransferState) -> None:
+    sink.begin(0)
+    try:
+        store, path = fsspec.core.url_to_fs(address)
+        with store.open(path, "rb", block_size=_BLOCK) as file:
+            sink.write(iter(lambda: file.read(_CHUNK), b""))
+    except (TransferFailed, UserError):
+        raise
+    except Exception as error:  # each package has its own
+        raise TransferFailed(f"{type(error).__name__}: {error}") from None
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
+    """The innermost reason; the messages around it name the whole address."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
     return str(getattr(error, "strerror", None) or error) or type(error).__name__

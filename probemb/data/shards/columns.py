@@ -1,29 +1,27 @@
 """Columns of a corpus: numbers for every sample, by which training selects them without opening a tar.
 
-They lie in `columns/` beside index.json, written by `python -m tools.shards measure FOLDER`:
-
-    shards.npy   (S, 4) uint64: hash of the shard's name, its samples, its bytes, the start of its SHA-256 (0: unknown)
-    NAME.npy     one number for each sample, shard after shard in the order of shards.npy
-
-The files are untrusted: types and lengths are checked, and never are objects unpickled.
+They lie in columns.npz beside index.json, written by `python -m tools.shards measure FOLDER`: NAME and size of each
+shard in `shards`, the start of its hash in `sha256`, and one number for each sample, shard after shard, in every other
+array.
 """
 
 import hashlib
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import shlex
+import zipfile
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from probemb.data.npy import read_npy
+from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
 from probemb.errors import UserError
+from probemb.files import replace_file
 
-FOLDER_NAME = "columns"
+COLUMNS_NAME = "columns.npz"
 TYPES = {
     "key": "<u8",  # see `key_hash`
     "width": "<u4",  # pixels, before EXIF turns the image; 0 for an image whose header cannot be read
@@ -34,154 +32,81 @@ TYPES = {
     "most_chars": "<u2",
 }
 SCORE = "score."  # scores are float32 under this and their name; NaN where a sample has none
-_SCORE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def key_hash(keys: Iterable[str]) -> np.ndarray:
-    """64-bit hashes of keys or names, (n,) uint64."""
+    """64-bit hashes of keys, (n,) uint64."""
     digests = (hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys)
     return np.frombuffer(b"".join(digests), "<u8")
 
 
 def score_column(name: str) -> str:
-    """The column of a score. Raises UserError: a name that makes no file name."""
-    if not _SCORE_NAME.fullmatch(name):
-        raise UserError(
-            f"'{name}' cannot name a column of scores.", "Use at most 64 letters, digits, underscores and hyphens."
-        )
+    """The column of a score. Raises UserError: a name that does not suit."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        what = f"'{name}' cannot name a column of scores."
+        raise UserError(what, "Use at most 64 letters, digits, underscores and hyphens.")
     return SCORE + name
 
 
-class Columns:
-    """Columns of one folder, read piece by piece.
+def write_columns(folder: Path, shards: Sequence[Shard], columns: dict[str, np.ndarray]) -> Path:
+    """Write `folder/columns.npz`, atomically. Returns its path. Raises OSError."""
+    path = folder / COLUMNS_NAME
+    numbers = {name: column.astype(TYPES.get(name, "<f4")) for name, column in columns.items()}
 
-    Args:
-        folder: the folder `columns`.
-        command: what makes them, for messages.
+    def write(aside: Path) -> None:
+        with open(aside, "wb") as file:
+            np.savez(file, shards=list(map(_version, shards)), sha256=list(map(_hash, shards)), **numbers)
 
-    Raises:
-        UserError: there are none, or `shards.npy` is not such a file.
+    replace_file(path, write)
+    return path
+
+
+def read_columns(shards: Sequence[Shard], names: Sequence[str], given: str | None = None) -> dict[str, np.ndarray]:
+    """Numbers of all samples of the shards, in their order; `given`: path of the columns, by default beside the shards.
+
+    Raises UserError: there are none, not these, or of other shards.
     """
-
-    def __init__(self, folder: Path, command: str):
-        self.folder, self.command = folder, command
-        if not (folder / "shards.npy").is_file():
-            raise UserError(
-                f"{folder} holds no columns, by which data.filter selects samples.", f"Make them with `{command}`."
-            )
-        table = self._map("shards", "<u8", (None, 4))
-        self._table = np.array(table)
-        counts = self._table[:, 1]
-        if counts.max(initial=0) >= 2**40 or len(counts) >= 2**22:
-            raise self._damaged("shards")
-        self.stops = np.cumsum(counts.astype(np.int64))
-        self._order = np.argsort(self._table[:, 0])
-        self._files: dict[str, tuple[Path, np.dtype, int]] = {}
-
-    def rows_of(self, shards: Sequence[Shard]) -> np.ndarray:
-        """Offset of each shard's numbers, (n,) int64. Raises UserError: the columns are of other shards."""
-        wanted = describe_shards(shards)
-        names = wanted[:, 0]
-        hashes = self._table[self._order, 0]
-        place = np.minimum(np.searchsorted(hashes, names), max(len(hashes) - 1, 0))
-        found = self._order[place] if len(hashes) else np.zeros(len(names), np.int64)
-        held = self._table[found] if len(hashes) else np.zeros_like(wanted)
-        fits = (held[:, :3] == wanted[:, :3]).all(1)
-        fits &= (held[:, 3] == wanted[:, 3]) | (held[:, 3] == 0) | (wanted[:, 3] == 0)
-        if not fits.all():
-            other = shards[int(np.flatnonzero(~fits)[0])].name
-            raise UserError(
-                f"The columns in {self.folder} do not describe {other} as it is now.",
-                f"Bring them up to date with `{self.command}`.",
-            )
-        return self.stops[found] - self._table[found, 1].astype(np.int64)
-
-    def need(self, name: str) -> None:
-        """Raise UserError if there is no such column."""
-        if name not in self._files:
-            wanted = f"{self.command} --score {name.removeprefix(SCORE)}" if name.startswith(SCORE) else self.command
-            path = self.folder / f"{name}.npy"
-            if not path.is_file():
-                raise UserError(f"{self.folder} has no column {name}.", f"Make it with `{wanted}`.")
-            numbers = self._map(name, TYPES.get(name, "<f4"), (int(self.stops[-1]) if len(self.stops) else 0,))
-            self._files[name] = path, numbers.dtype, numbers.offset
-
-    def versions(self, names: Sequence[str]) -> list[list]:
-        """[name, bytes, times of change, inode] of `shards.npy` and these columns, to tell if they have changed."""
-        found = []
-        for name in ("shards", *names):
-            try:
-                status = (self.folder / f"{name}.npy").stat()
-            except OSError:
-                raise self._damaged(name) from None
-            found.append([name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
-        return found
-
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Numbers [start, stop) of a column. Not mapped, so that a pass over them takes no memory."""
-        self.need(name)
-        path, dtype, offset = self._files[name]
-        numbers = np.fromfile(path, dtype, stop - start, offset=offset + start * dtype.itemsize)
-        if len(numbers) != stop - start:
-            raise self._damaged(name)
-        return numbers
-
-    def _map(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> np.memmap:
-        try:
-            array = read_npy(self.folder / f"{name}.npy", mapped=True)
-        except (OSError, ValueError):
-            raise self._damaged(name) from None
-        fits = array.dtype == dtype and array.ndim == len(shape)
-        if not fits or any(want not in (None, have) for want, have in zip(shape, array.shape)):
-            raise self._damaged(name)
-        return array
-
-    def _damaged(self, name: str) -> UserError:
-        return UserError(
-            f"{self.folder / name}.npy is damaged or not of these shards.", f"Make it again with `{self.command}`."
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    if given is None and (remote := [shard for shard in shards if isinstance(shard.path, Remote)]):
+        raise UserError(
+            f"{remote[0].path} is remote, and data.filter needs columns on this machine.",
+            f"Copy {COLUMNS_NAME} from beside the shards, and name it in data.filter.columns.",
         )
+    for path, group in groupby(shards, lambda shard: Path(given) if given else shard.path.parent):
+        for name, numbers in _read(path, list(group), names).items():
+            parts[name].append(numbers)
+    return {name: np.concatenate(numbers) for name, numbers in parts.items()}
 
 
-def describe_shards(shards: Sequence[Shard]) -> np.ndarray:
-    """Rows of `shards.npy`."""
-    rows = np.empty((len(shards), 4), "<u8")
-    rows[:, 0] = key_hash(shard.name for shard in shards)
-    rows[:, 1] = [shard.samples for shard in shards]
-    rows[:, 2] = [shard.bytes for shard in shards]
-    rows[:, 3] = [int(shard.sha256[:16], 16) if shard.sha256 else 0 for shard in shards]
-    return rows
-
-
-def write_columns(
-    folder: str | os.PathLike, shards: Sequence[Shard], parts: Iterable[Mapping[str, np.ndarray]], names: Sequence[str]
-) -> Path:
-    """Write `folder/columns`, in place of an older one. Returns its path. Raises OSError.
-
-    Args:
-        parts: the columns of each shard, in the order of `shards`; they are written as they come.
-        names: of the columns; each part has them all.
-    """
-    final = Path(folder) / FOLDER_NAME
-    types = {name: np.dtype(TYPES.get(name, "<f4")) for name in names}
-    total = sum(shard.samples for shard in shards)
-    new = Path(tempfile.mkdtemp(prefix=f".{FOLDER_NAME}.", dir=folder))
+def _read(path: Path, shards: Sequence[Shard], names: Sequence[str]) -> dict[str, np.ndarray]:
+    path = path / COLUMNS_NAME if path.is_dir() else path
+    folder = "FOLDER" if isinstance(shards[0].path, Remote) else shlex.quote(os.fspath(shards[0].path.parent))
+    remedy = f"Make them with `python -m tools.shards measure {folder}`."
     try:
-        new.chmod(0o755)
-        with ExitStack() as stack:
-            files = {name: stack.enter_context(open(new / f"{name}.npy", "wb")) for name in types}
-            for name, dtype in types.items():
-                header = {"descr": dtype.str, "fortran_order": False, "shape": (total,)}
-                np.lib.format.write_array_header_1_0(files[name], header)
-            for shard, part in zip(shards, parts, strict=True):
-                for name, dtype in types.items():
-                    if part[name].shape != (shard.samples,):
-                        raise ValueError(f"{shard.name} has {len(part[name])} numbers for {shard.samples} samples")
-                    files[name].write(part[name].astype(dtype).tobytes())
-        np.save(new / "shards.npy", describe_shards(shards))
-        if final.exists():
-            shutil.rmtree(final)
-        new.rename(final)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    return final
+        with np.load(path, allow_pickle=False) as file:
+            for name in names:
+                if name not in file:
+                    option = f" --score {name.removeprefix(SCORE)}" if name.startswith(SCORE) else ""
+                    raise UserError(f"{path} has no column {name}.", f"{remedy[:-2]}{option}`.")
+            known, hashes, columns = file["shards"].tolist(), file["sha256"].tolist(), {n: file[n] for n in names}
+    except FileNotFoundError:
+        raise UserError(f"There is no {path}, by which data.filter selects samples.", remedy) from None
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}).", remedy) from None
+    rows = {version: i for i, version in enumerate(known)}
+    stops = np.cumsum([int(version.rpartition("\n")[2]) for version in known], dtype=np.int64)
+    pieces = []
+    for shard in shards:
+        i = rows.get(_version(shard))
+        if i is None or ("" not in (hashes[i], _hash(shard)) and hashes[i] != _hash(shard)):
+            raise UserError(f"{path} does not describe {shard.name} as it is now.", remedy)
+        pieces.append(slice(stops[i] - shard.samples, stops[i]))
+    return {name: np.concatenate([column[piece] for piece in pieces]) for name, column in columns.items()}
+
+
+def _version(shard: Shard) -> str:
+    return f"{shard.name}\n{shard.bytes}\n{shard.samples}"
+
+
+def _hash(shard: Shard) -> str:
+    return (shard.sha256 or "")[:16]

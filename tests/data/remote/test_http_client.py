@@ -126,7 +126,7 @@ def test_redirects_to_what_is_not_the_web(location, tmp_path):
             lambda: got(address, tmp_path, FetchPolicy(attempts=3, timeout=20, backoff=0.01)),
             lambda: fetch_range(Remote(address), 0, 4, AMPLE),
         ):
-            with pytest.raises(BadShard, match=r"HTTP 302 Found, a redirect to .* not allowed") as refused:
+            with pytest.raises(BadShard, match="no valid web address") as refused:
                 ask()
             assert "secret" not in str(refused.value)
         assert len(server.heads) == 2  # another attempt would not help

@@ -41,8 +41,9 @@ def test_troubles_that_pass(folder, tmp_path, trouble, ranges):
         assert got(Remote(f"{site.address}/a.tar"), tmp_path) == DATA
         assert len(site.requests) == len(trouble) + 1
         if trouble == ["cut", "cut"] and ranges:  # it went on where it had stopped
-            assert [asked for _, asked in site.requests] == [None, "bytes=256000-", "bytes=384000-"]
-            assert site.sent == len(DATA)
+            starts = [int(asked[6:-1]) for _, asked in site.requests[1:]]
+            assert 230_000 < starts[0] <= 256_000 < 350_000 < starts[1] <= 384_000
+            assert site.sent < len(DATA) + 40_000
 
 
 def test_commands(folder, tmp_path):

@@ -6,7 +6,7 @@ import tarfile
 import pytest
 
 from probemb.data.failures import BadShard
-from probemb.data.shards.tar import salvage_tar, walk_tar
+from probemb.data.shards.tar import walk_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -60,31 +60,18 @@ def test_base_256_size(tmp_path):
 
 HOSTILE = {
     "empty": (b"", "empty"),
-    "text": (b"hello world\n" * 100, "not a tar"),
-    "gzip": (b"\x1f\x8b\x08" + bytes(range(256)) * 8, "compressed"),
+    "text": (b"hello world\n" * 100, "not an uncompressed tar"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(range(256)) * 8, "not an uncompressed tar"),
     "cut inside a member": (header() + b"123", "cut off"),
     "cut between members": (header() + b"12345".ljust(512, b"\0"), "cut off"),
-    "size beyond the file": (header(size=b"77777777777\0") + END, "more bytes"),
-    "negative size": (header(size=b"\xff" * 12) + END, "no valid size"),
-    "wrong checksum": (header() + b"5".ljust(512, b"\0") + header(checksum=b"000000\0 ") + END, "damaged"),
-    "old sparse": (header(kind=b"S") + b"".ljust(512, b"\0") + END, "not supported"),
-    "link with a size": (header(kind=b"1") + END, "states a size"),
-    "long name of 2 MiB": (header(kind=b"L", size=b"%011o\0" % (2 << 20)) + b"a" * (2 << 20) + END, "extended"),
-}
-for name, record, reason in [
-    ("pax record", b"999 a=b\n", "malformed pax"),
-    ("pax record of no end", b"99999999999999999999999 a=b\n", "malformed pax"),
-    ("pax size", b"11 size=-5\n", "no valid size"),
-]:
-    HOSTILE[name] = (
-        header(kind=b"x", size=b"%011o\0" % len(record)) + record.ljust(512, b"\0") + header() + END,
-        reason,
-    )
-SPARSE = b"22 GNU.sparse.major=1\n"
-HOSTILE["pax sparse"] = (
-    header(kind=b"x", size=b"%011o\0" % len(SPARSE)) + SPARSE.ljust(512, b"\0") + header() + END,
-    "sparse",
-)
+    "size beyond the file": (header(size=b"77777777777\0") + END, "cut off"),
+    "negative size": (header(size=b"\xff" * 12) + END, "damaged"),
+    "wrong checksum": (header() + b"5".ljust(512, b"\0") + header(checksum=b"000000\0 ") + END, "no valid header"),
+    "sparse": (header(kind=b"S") + b"".ljust(512, b"\0") + END, "damaged"),
+    "pax size": (
+        header(kind=b"x", size=b"00000000013\0") + b"11 size=-5\n".ljust(512, b"\0") + header() + END, "damaged",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -111,7 +98,7 @@ def test_data_after_the_end_marker_is_damage(write_tar, tmp_path):
         with pytest.raises(BadShard, match="data follows the end marker"):
             members(path)
         with open(path, "rb") as file:
-            found = [tuple(member) for member in salvage_tar(file)]
+            found = [tuple(member) for member in walk_tar(file, salvage=True)]
         if name == "zeros":
             assert found == whole[:20] + whole[22:]  # the two members under the zeros are lost
         elif name == "joined":

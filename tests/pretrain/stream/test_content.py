@@ -1,7 +1,6 @@
 """Shards of another content than when they were indexed."""
 
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 
@@ -20,9 +19,9 @@ def shards(tmp_path):
 def test_another_content_of_the_same_size_stops_the_run(shards):
     data = shards[3].path.read_bytes()  # a letter of a caption: the tar and the image stay sound
     shards[3].path.write_bytes(data.replace(b"caption a", b"caption b", 1))
-    with make(shards, steps=5, workers=2) as stream:
+    with make(shards, steps=5) as stream:
         list(stream)  # not asked for
         assert not stream.failures
     told = pytest.raises(UserError, match="has other content than when it was indexed")
     with make(shards, verify_hash=True, workers=2) as stream, told:
-        list(islice(stream, 10**5))  # the check runs beside the batches
+        next(stream)

@@ -9,7 +9,7 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
-from pretrain.stream.jpeg_draft import CropDraft
+from pretrain.stream.samples import draft_size, find_crop
 from probemb.data.images import decode_image
 from probemb.data.pixels import normalize
 from probemb.models.inputs import Augmentation, create_transforms
@@ -63,14 +63,14 @@ def jpeg(image, **options) -> bytes:
 )
 def test_the_crop_keeps_the_resolution_of_the_result(scale, size):
     crop = transform(scale)
-    draft, data, reduced, away = CropDraft(crop), jpeg(photograph(*size)), 0, []
-    first = crop.transforms[0]
+    data, reduced, away = jpeg(photograph(*size)), 0, []
+    first = find_crop(crop)
     for number in range(50):
 
         def seed(number=number):
             torch.manual_seed(number)
 
-        image = decode_image(data, lambda width, height, seed=seed: draft.needed(width, height, seed))
+        image = decode_image(data, lambda width, height, seed=seed: draft_size(first, width, height, seed))
         if image.size == size:
             continue
         reduced += 1
@@ -91,8 +91,8 @@ def test_the_crop_keeps_the_resolution_of_the_result(scale, size):
 
 
 def test_images_that_are_not_reduced_stay_the_same_to_the_last_bit():
-    needed = CropDraft(transform()).needed
+    crop = find_crop(transform())
     for seed in range(8):
         data = jpeg(photograph(60 + seed, 95 - seed, seed))
-        draft = partial(needed, seed=partial(torch.manual_seed, seed))
+        draft = partial(draft_size, crop, seed=partial(torch.manual_seed, seed))
         assert decode_image(data, draft).tobytes() == decode_image(data).tobytes()

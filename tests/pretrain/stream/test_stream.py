@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.stream.settings import Settings
-from pretrain.stream.stream import Stream
+from pretrain.stream.stream import Settings, Stream
 from probemb.data.shards.index import Shard
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
@@ -239,7 +238,7 @@ def test_damaged_samples_are_replaced_by_their_rows_last_good_one(damaged, unint
 def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
     """More shards than may be open at once, so that this one is opened anew after it is lost."""
     shards = write_corpus(tmp_path / "data", sizes=(10,) * 30)
-    with make(shards, steps=74, failure_share=1, workers=workers, prefetch=1) as stream:
+    with make(shards, steps=74, failure_share=1, workers=workers) as stream:
         before = take(stream, 10)
         for shard in shards:
             if shard.name != "00004.tar":
@@ -285,7 +284,7 @@ def die(image: Image.Image) -> torch.Tensor:
 
 @pytest.mark.chaos
 def test_a_killed_worker_is_noticed(corpus):
-    with make(corpus, transform=die, workers=2) as stream, pytest.raises(UserError, match="exit code -9"):
+    with make(corpus, transform=die, workers=2) as stream, pytest.raises(UserError, match="ended from outside"):
         take(stream, 20)
 
 
