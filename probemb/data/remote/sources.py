@@ -29,7 +29,8 @@ from urllib.parse import quote
 
 import fsspec
 import requests
-from requests.exceptions import ChunkedEncodingError, InvalidSchema, InvalidURL, TooManyRedirects
+import urllib3
+from requests.exceptions import InvalidSchema, InvalidURL, TooManyRedirects
 
 from probemb.data.failures import BadShard
 from probemb.errors import UserError, nearest
@@ -40,7 +41,7 @@ SLOWEST = 1024  # bytes per second over one time-out; slower servers would block
 LONGEST_PAUSE = 60.0
 LONGEST_REASON = 300  # characters of a server's or command's message
 MOST_REDIRECTS = 10
-_CHUNK = 1 << 14
+_CHUNK = 1 << 20
 _BLOCK = 4 << 20  # of an object store
 _REMOTE = re.compile(r"(pipe):.|([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _HOST = re.compile(r"[^:]*(:\d*)?|\[.*\](:\d*)?")
@@ -192,7 +193,7 @@ def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> 
                 raise TransferFailed("the server does not serve parts of files", wait=None)
             if not response.headers.get("Content-Range", "").startswith(f"bytes {asked}/"):
                 raise TransferFailed("the server answers with another range than it was asked for", wait=None)
-            sink.write(response.iter_content(_CHUNK))
+            sink.write(_chunks(response.raw))
 
     def attempt() -> bytes:
         sink = _Sink(io.BytesIO(), size)
@@ -327,8 +328,16 @@ def _answer(address: str, headers: dict[str, str], timeout: float) -> Iterator[r
             raise TransferFailed(reason, pause if passing else None, response.status_code)
         try:
             yield response
-        except ChunkedEncodingError:
+        except urllib3.exceptions.TimeoutError:
+            raise TimeoutError from None
+        except urllib3.exceptions.HTTPError:
             raise TransferFailed("the connection broke off") from None
+
+
+def _chunks(source) -> Iterator[bytes]:
+    """What has come so far, again and again."""
+    while data := source.read1(_CHUNK):
+        yield data
 
 
 def _from_web(address: str, sink: _Sink, start: int, timeout: float, state: TransferState) -> None:
@@ -341,7 +350,7 @@ def _from_web(address: str, sink: _Sink, start: int, timeout: float, state: Tran
             sink.begin(start if resumed else 0)
             tag = response.headers.get("ETag", "")
             state.version = tag if tag.startswith('"') else response.headers.get("Last-Modified")
-            sink.write(response.iter_content(_CHUNK))
+            sink.write(_chunks(response.raw))
     except TransferFailed as error:
         if error.code == 416:  # the local file is longer
             state.version = None
@@ -356,7 +365,7 @@ def _from_command(address: str, sink: _Sink, start: int, timeout: float, state: 
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, start_new_session=True
         )
         try:
-            sink.write(iter(lambda: process.stdout.read1(_CHUNK), b""))
+            sink.write(_chunks(process.stdout))
             process.wait()
         finally:
             end_group(process)  # its children may outlive it
