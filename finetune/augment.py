@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finetune.config import Mix as MixOptions
 from probemb.models.architectures import reads_words
 from probemb.models.towers.words import FIRST_WORD, UNKNOWN
 
 START_TOKEN, END_TOKEN = 49406, 49407  # of CLIP's vocabulary; all tokens below are words or parts of words
 # CLIP has no mask token. This one is a capital M, which its lower-casing tokenizer never produces; as in PCME++'s code.
 MASK_TOKEN = 44
+MASKED, REPLACED = 0.5, 0.1  # of the tokens that SizeAugment chooses
 
 
 class TextIds(NamedTuple):
@@ -42,6 +44,9 @@ class TextIds(NamedTuple):
         return (tokens_BL < self.stop) & ~after_end_BL
 
 
+CLIP_IDS = TextIds()
+
+
 class Mix(NamedTuple):
     """Mixing of a batch of images: image i becomes lam_i of itself and 1 − lam_i of image partner_i."""
 
@@ -52,16 +57,7 @@ class Mix(NamedTuple):
 
 
 def draw_mix(
-    batch: int,
-    height: int,
-    width: int,
-    rng: np.random.Generator | np.random.RandomState,
-    ratio: float = 0.25,
-    mixup_alpha: float = 2.0,
-    cutmix_alpha: float = 2.0,
-    switch: float = 0.5,
-    prob: float = 1.0,
-    mode: str = "element",
+    batch: int, height: int, width: int, rng: np.random.Generator | np.random.RandomState, o: MixOptions
 ) -> Mix:
     """Mixup and CutMix for a batch of images. Source: PCME++ §2.4, §B.2, Table C.4.
 
@@ -72,8 +68,8 @@ def draw_mix(
     With a RandomState the draws and their order are those of PCME++'s public code, except that it ignores the ratio if
     only one kind is on.
     """
-    draw = _draw_batch if mode == "batch" else _draw_elements
-    lam, use_cutmix = draw(batch, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob)
+    both = o.mixup > 0 and o.cutmix > 0
+    lam, use_cutmix = (_draw_batch if o.mode == "batch" else _draw_elements)(batch, rng, o, both)
     boxes = np.zeros((len(lam), 4), dtype=np.int64)
     for i in np.flatnonzero(use_cutmix & (lam != 1)):
         boxes[i] = top, bottom, left, right = _draw_box(lam[i], height, width, rng)
@@ -84,28 +80,26 @@ def draw_mix(
     return Mix(*map(torch.from_numpy, every), torch.arange(batch - 1, -1, -1))
 
 
-def _draw_elements(n, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob) -> tuple[np.ndarray, np.ndarray]:
+def _draw_elements(n: int, rng, o: MixOptions, both: bool) -> tuple[np.ndarray, np.ndarray]:
     """λ (n,) float32 and CutMix or not (n,), image by image."""
-    if mixup_alpha > 0 and cutmix_alpha > 0:
-        use_cutmix = rng.random(n) < switch
-        lam_cutmix = rng.beta(cutmix_alpha, cutmix_alpha, n)
-        lam = np.where(use_cutmix, lam_cutmix, rng.beta(mixup_alpha, mixup_alpha, n))
+    if both:
+        use_cutmix = rng.random(n) < o.switch
+        lam_cutmix = rng.beta(o.cutmix, o.cutmix, n)
+        lam = np.where(use_cutmix, lam_cutmix, rng.beta(o.mixup, o.mixup, n))
     else:
-        use_cutmix = np.full(n, mixup_alpha <= 0)
-        alpha = cutmix_alpha if mixup_alpha <= 0 else mixup_alpha
-        lam = rng.beta(alpha, alpha, n)
-    if ratio < 1:
-        lam = np.where(rng.random(n) < ratio, lam, 1.0)
-    return np.where(rng.random(n) < prob, lam.astype(np.float32), np.float32(1)), use_cutmix
+        use_cutmix = np.full(n, o.mixup <= 0)
+        lam = rng.beta(o.mixup or o.cutmix, o.mixup or o.cutmix, n)
+    if o.ratio < 1:
+        lam = np.where(rng.random(n) < o.ratio, lam, 1.0)
+    return np.where(rng.random(n) < o.prob, lam.astype(np.float32), np.float32(1)), use_cutmix
 
 
-def _draw_batch(n, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob) -> tuple[np.ndarray, np.ndarray]:
+def _draw_batch(n: int, rng, o: MixOptions, both: bool) -> tuple[np.ndarray, np.ndarray]:
     """λ and CutMix or not for a whole batch, (1,) float64 and (1,)."""
-    if rng.random() >= prob:
+    if rng.random() >= o.prob:
         return np.ones(1), np.zeros(1, dtype=bool)
-    both = mixup_alpha > 0 and cutmix_alpha > 0
-    use_cutmix = rng.random() < switch if both else mixup_alpha <= 0
-    alpha = cutmix_alpha if use_cutmix else mixup_alpha
+    use_cutmix = rng.random() < o.switch if both else o.mixup <= 0
+    alpha = o.cutmix if use_cutmix else o.mixup
     return np.array([rng.beta(alpha, alpha)]), np.array([use_cutmix])
 
 
@@ -160,31 +154,25 @@ def cut_out(images: Tensor, share: float, place_B2: Tensor) -> Tensor:
 
 
 def size_augment_text(
-    tokens_BL: Tensor,
-    ratio: float = 0.2,
-    masking: float = 0.5,
-    replacing: float = 0.1,
-    *,
-    generator: torch.Generator | None = None,
-    ids: TextIds = TextIds(),  # noqa: B008 - frozen
+    tokens_BL: Tensor, ratio: float, generator: torch.Generator | None = None, ids: TextIds = CLIP_IDS
 ) -> Tensor:
     """SizeAugment of texts, (B, L) int64 -> (B, L) int64, on the CPU.
 
-    A token is chosen with probability `ratio`; a chosen one is masked with probability `masking`, replaced by a random
-    one with probability `replacing`, and otherwise removed. Start and end token stay.
+    A token is chosen with probability `ratio`; a chosen one is MASKED, REPLACED by a random one, or else removed. Start
+    and end token stay.
     Source: VSE∞ and PCME++'s public code, which replaces with one of BERT's first 30,522 ids; here any of CLIP's words.
     """
     draw_BL = torch.rand(tokens_BL.shape, generator=generator)
     random_BL = torch.randint(1, ids.stop, tokens_BL.shape, generator=generator)
     share_BL = torch.where(ids.are_words(tokens_BL), draw_BL / ratio if ratio else torch.inf, torch.inf)
-    result = torch.where(share_BL < masking + replacing, random_BL, tokens_BL)
-    result = torch.where(share_BL < masking, ids.mask, result)
-    out_BL = (share_BL >= masking + replacing) & (share_BL < 1)
+    result = torch.where(share_BL < MASKED + REPLACED, random_BL, tokens_BL)
+    result = torch.where(share_BL < MASKED, ids.mask, result)
+    out_BL = (share_BL >= MASKED + REPLACED) & (share_BL < 1)
     order_BL = out_BL.int().argsort(dim=1, stable=True)  # removed tokens become padding at the end
     return result.masked_fill(out_BL, 0).gather(1, order_BL)
 
 
-def drop_words(tokens_BL: Tensor, draw_BL: Tensor, probability: float, ids: TextIds = TextIds()) -> Tensor:  # noqa: B008 - frozen
+def drop_words(tokens_BL: Tensor, draw_BL: Tensor, probability: float, ids: TextIds = CLIP_IDS) -> Tensor:
     """Words become the unknown word with a probability, (B, L) int64 -> (B, L) int64; `draw_BL` is uniform in [0, 1).
 
     CLIP has no unknown word; its parts of words become MASK_TOKEN. Source: Bowman et al. 2016; PCME §4.1 (0.1).

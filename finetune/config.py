@@ -310,9 +310,7 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
         heads = " or ".join(method.heads)
         yield UserError(f"The method {config.method} works with head {heads} alone.", f"Set model.head to {heads}.")
     if mix.ratio and not mix.mixup and not mix.cutmix:
-        yield UserError(
-            "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
-        )
+        yield UserError("mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set mix.ratio to 0.")
     for name, size in (("batch_size", config.batch_size), ("data.unpaired_batch", config.data.unpaired_batch)):
         if size % world_size and (name == "batch_size" or config.data.unpaired):
             yield UserError(
@@ -329,13 +327,6 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
                 f"optimizer.{name} is {epochs} of {config.epochs} epochs: {what}.",
                 f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
             )
-    room = config.epochs - optimizer.freeze_epochs
-    if 0 < room < optimizer.warmup_epochs:
-        yield UserError(
-            f"The warm-up of {optimizer.warmup_epochs:g} epochs is longer than the {room} that follow the frozen ones: "
-            f"the learning rate would end at {room / optimizer.warmup_epochs:.0%} of its peak.",
-            f"Set --optimizer.warmup-epochs to at most {room}.",
-        )
     if config.data.cache_features is not None and not config.model.lock_image:
         yield UserError(
             "data.cache_features keeps what the image tower computes, and the tower is trained.",
@@ -344,16 +335,14 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
 
 
 PIXELS = "mix.ratio augment.scale augment.hflip augment.cutout"  # options that change them
-COMPOSED = "noise_ratio size_augment data.positives data.cache_features ranking"
-OFF = {"size_augment": 0.0, "epochs": 0, "swa_epochs": 0}  # where the default is not
+OF_PAIRS = "noise_ratio size_augment data.positives data.cache_features ranking"
 
 
 def _without_effect(config: Config) -> Iterator[UserError]:
     method, name, head = METHODS[config.method], config.method, config.model.head
     queries = " ".join(f"compose.{field.name}" for field in fields(Compose))
     for condition, because, names in (
-        (not method.trained, f"{name} trains nothing", "epochs noise_ratio swa_epochs"),
-        (method.composes, f"{name} trains on composed queries", COMPOSED),
+        (method.composes, f"{name} trains on composed queries", OF_PAIRS),
         (not method.composes, f"{name} trains on pairs", queries),
         (not method.soft_labels, f"{name} needs pairs that match or do not", "mix.ratio mix.smoothing"),
         (not method.probabilistic, f"{name} predicts no variances", "ranking model.n_unc_layers compose.ranking"),
@@ -369,9 +358,8 @@ def _without_effect(config: Config) -> Iterator[UserError]:
 def unused(config: Config, because: str, names: str) -> Iterator[UserError]:
     """Errors for these options, dotted names between spaces, that are set although nothing reads them."""
     for name in names.split():
-        value, default = (reduce(getattr, name.split("."), of) for of in (config, Config()))
-        off = OFF.get(name, default)
+        value, off = (reduce(getattr, name.split("."), of) for of in (config, Config(size_augment=0.0)))
         if value and value != off:
-            value, off = (list(one) if isinstance(one, tuple) else one for one in (value, off))
-            remedy = f"Leave {name} out." if off == default else f"Set {name} to {off}."
+            value, off = (list(x) if isinstance(x, tuple) else x for x in (value, off))
+            remedy = f"Set {name} to {off}." if off == 0 else f"Leave {name} out."
             yield UserError(f"{name} is {value} and would have no effect: {because}.", remedy)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.util import Finalize
@@ -22,7 +21,7 @@ from probemb.data.boxes.geometry import Box
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample, Failure, Tally
-from probemb.data.pixels import empty_stack
+from probemb.data.pixels import stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
 from probemb.data.workers import describe_process, make_loader, naming_ended_workers, starting_workers
 from probemb.errors import UserError
@@ -30,9 +29,13 @@ from probemb.errors import UserError
 JUDGED_FROM = 1000  # rows
 
 
-class Rows(ABC):
+class Rows:
     """Data set: (epoch, step) -> this rank's rows of that global batch, collated, or the error, and (name, reason) of
-    images that could not be used.
+    images that could not be used. A subclass has
+
+    read(epoch, number)   one row, a function of the seed and the arguments; raises if an image cannot be used
+    collate(rows)         a batch
+    digest                of the data that batches are made of; a run must be resumed with the same
 
     Args:
         number: rows of an epoch. An incomplete last batch is left out of its epoch.
@@ -56,18 +59,6 @@ class Rows(ABC):
         self.share = range(rank * each, (rank + 1) * each)
         self._epoch, self._order = -1, np.empty((0, 0), np.int64)
         self.reading = 0  # the image that is being read, or whose text
-
-    @abstractmethod
-    def read(self, epoch: int, number: int) -> Any:
-        """One row, a function of the seed and the arguments. Raises if an image cannot be used: that of `reading`."""
-
-    @abstractmethod
-    def collate(self, rows: list) -> NamedTuple: ...
-
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """A digest of the data that batches are made of; a run must be resumed with the same."""
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[NamedTuple | UserError, list[tuple[str, str]]]:
         failures: list[tuple[str, str]] = []
@@ -122,17 +113,6 @@ def epoch_order(number: int, batch_size: int, seed: int, epoch: int) -> np.ndarr
     return permutation[: steps * batch_size].reshape(steps, batch_size)
 
 
-def stacked(images: list[Tensor]) -> Tensor:
-    """Images of one shape as one tensor, in the first's memory order; the list is emptied, so that both do not fill the
-    memory at once."""
-    whole = empty_stack(images[0], len(images))
-    for i in range(len(images)):
-        whole[i] = images[i]
-        images[i] = images[i].new_empty(0)
-    images.clear()
-    return whole
-
-
 # ------------------------------------------------------------------------------------------------------------- pairs
 
 
@@ -160,9 +140,8 @@ class Pairs(Rows):
 
     def collate(self, rows: list) -> PairBatch:
         images, tokens, pairs = map(list, zip(*rows))
-        rows.clear()
         owner = torch.tensor([self.owner[pair] for pair in pairs])
-        return PairBatch(stacked(images), torch.stack(tokens), owner, torch.tensor(pairs))
+        return PairBatch(stack(images), torch.stack(tokens), owner, torch.tensor(pairs))
 
     def batch(self, epoch: int, step: int, failures: list) -> PairBatch:
         pairs = super().batch(epoch, step, failures)
@@ -228,7 +207,7 @@ class Tuples(Rows):
     `repeats`: rows of an epoch for each combination, with other targets and parts each time.
     """
 
-    what = "examples"
+    what = "queries"
 
     def __init__(self, data: Compositions, *settings, repeats: int = 1, **more):
         super().__init__(data, data.n_examples * repeats, *settings, **more)
@@ -260,9 +239,8 @@ class Tuples(Rows):
         if not texts:
             used[0] = False
             texts.append(self.tokens(self.data.concepts[examples[0].concepts[0]], examples[0].target))
-        rows.clear()
         return TupleBatch(
-            stacked(targets + images),
+            stack(targets + images),
             torch.stack(texts),
             torch.tensor(places),
             used,
@@ -292,17 +270,12 @@ class Loader:
         self._places: list[tuple[int, int]] = []  # (epoch, step) of the batches to read
         self._batches: Iterator | None = None
         self._end: Finalize | None = None  # of the workers
+        options = {"persistent_workers": True, "multiprocessing_context": "fork"}  # once, before a thread writes
+        # A generator of its own: otherwise each epoch would draw from the global random numbers.
         self._loader = make_loader(
-            rows,
-            workers,
-            batch_size=None,
-            sampler=self._places,
-            collate_fn=tuple,
-            persistent_workers=workers > 0,  # forked once, before a thread writes a checkpoint
-            multiprocessing_context="fork" if workers else None,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # otherwise each epoch would draw from the global random numbers
-        )
+            rows, workers, batch_size=None, sampler=self._places, collate_fn=tuple, pin_memory=pin_memory,
+            generator=torch.Generator(), **(options if workers else {}),
+        )  # fmt: skip
 
     def epoch(self, n: int, start_step: int = 0) -> Iterator[NamedTuple]:
         """The batches of epoch n from a step on; nothing before it is read. One epoch is read at a time."""
@@ -318,20 +291,17 @@ class Loader:
             self.waited += time.perf_counter() - began
             if batch is None:
                 return
-            self._count(failures)
+            tally = self._tally
+            if tally.add(len(self.rows.share), failures):
+                named = "; ".join(f"{name}: {failure.reason}" for name, failure in tally.worst())
+                raise UserError(
+                    f"The images of {tally.failed} of {tally.read} {self.rows.what} cannot be used "
+                    f"({tally.failed / tally.read:.1%}, allowed are {tally.share:.1%}): {named}.",
+                    "Repair these images or leave them out, or allow a larger failure share.",
+                )
             if isinstance(batch, UserError):
                 raise batch
             yield batch
-
-    def _count(self, failures: list[tuple[str, str]]) -> None:
-        t = self._tally
-        if t.add(len(self.rows.share), failures):
-            named = "; ".join(f"{name}: {failure.reason}" for name, failure in t.worst())
-            raise UserError(
-                f"The images of {t.failed} of {t.read} {self.rows.what} cannot be used ({t.failed / t.read:.1%}, "
-                f"allowed are {t.share:.1%}): {named}.",
-                "Repair these images or leave them out, or allow a larger failure share.",
-            )
 
     @property
     def failures(self) -> dict[str, Failure]:
@@ -341,8 +311,9 @@ class Loader:
     def waiting_for(self) -> str:
         """The workers that prepare batches, with what keeps them from it."""
         workers = enumerate(getattr(self._batches, "_workers", ()))
-        named = (f"data-worker-{i} ({describe_process(worker.pid)})" for i, worker in workers)
-        return ", ".join(["waiting for data", *named])
+        return ", ".join(
+            ["waiting for data", *(f"data-worker-{i} ({describe_process(worker.pid)})" for i, worker in workers)]
+        )
 
     def close(self) -> None:
         """End the workers; dropping the loader or ending the interpreter does the same."""

@@ -21,9 +21,8 @@ from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
 from probemb.options import to_dict, with_absolute_paths
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
-from probemb.runs.lock import RunLock
 from probemb.runs.log import composed_words, rsum_words, step_of
-from probemb.runs.output import RunOutput
+from probemb.runs.output import RunOutput, take_lock
 
 FREE_TO_CHANGE = (
     *("out", "resume", "stop_after_epochs", "save_every", "keep_checkpoints", "log_every", "wandb", "engine"),
@@ -37,11 +36,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RunFolder(RunOutput):
-    """Files of a finetuning run: those of `RunOutput`, and the models. `identity` is of the training pairs."""
+    """Files of a finetuning run: those of `RunOutput`, its lock, and the models. `identity` is of the training pairs.
 
-    def __init__(self, config: Config, identity: dict, step: int, steps: int, lock: RunLock | None = None):
+    Raises UserError on all ranks: another job holds the folder, or it cannot be written.
+    """
+
+    def __init__(self, config: Config, identity: dict, step: int = 0, steps: int = 0):
         self.identity = identity
-        super().__init__(config, step, steps, lock)
+        super().__init__(config, step, steps, take_lock(config.out))
+
+    def close(self) -> None:
+        super().close()
+        if self.lock:
+            self.lock.release()
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
@@ -69,13 +76,13 @@ def take_snapshot(state: State, step: int, content: dict, window: dict) -> Snaps
     weights = {name: _copy(tensor) for name, tensor in state.joint.state_dict().items()}
     if state.average:
         weights |= {f"average.{name}": _copy(tensor) for name, tensor in state.average.state_dict().items()}
-    moments, counts = {}, {}
-    for name, optimizer, parameter in _parameters(state):
-        if held := optimizer.state.get(parameter):
-            moments |= {f"{moment}.{name}": _copy(held[moment]) for moment in MOMENTS}
-            counts[name] = int(held["step"])
+    moments = {
+        f"{key}.{name}": _copy(torch.as_tensor(value))
+        for name, optimizer, parameter in _parameters(state)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
     sums = {f"window.{name}": value for name, value in window["sums"].items()}
-    header = {"step": step, "adam_steps": counts, "state": content, "window": window["counts"]}
+    header = {"step": step, "state": content, "window": window["counts"]}
     return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: sums}, header)
 
 
@@ -108,11 +115,10 @@ def load_checkpoint(path: Path, state: State) -> dict:
             f"{path} is a checkpoint of another model: {' '.join(str(error).split())[:300].rstrip('.')}.",
             "Resume with the settings in config.yaml of its folder, or start a new run.",
         ) from error
-    counts = content["adam_steps"]
     for name, optimizer, parameter in _parameters(state):
-        if name in counts:
-            held = {moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
-            step = counts[name] if isinstance(optimizer, AdamP) else torch.tensor(float(counts[name]))
-            optimizer.state[parameter] = {"step": step, **held}
+        if f"step.{name}" in moments:
+            step, whole = moments[f"step.{name}"], isinstance(optimizer, AdamP)  # its steps are Python's
+            held = {key: moments[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
+            optimizer.state[parameter] = {"step": int(step) if whole else step, **held}
     sums = load_file(path / RANDOM)
     return {"sums": {name: sums[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}

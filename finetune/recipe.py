@@ -7,7 +7,7 @@ of COCO. Epochs count from 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from timm.optim import AdamP
@@ -77,29 +77,26 @@ class Schedule:
     these are the paper's.
     """
 
+    optimizer: Optimizer = field(default_factory=Optimizer)
     epochs: int = 25
     epoch_samples: int = 1  # over all networks
     networks: int = 1  # trained one after the other within an epoch, with the same learning rates
-    lr_drop_epochs: tuple[int, ...] = (15,)  # from each of them on all learning rates are a tenth
-    cosine: bool = False  # instead, all learning rates follow half a cosine from 1 to 0
-    freeze_epochs: int = 2  # first epochs, in which the image backbone is frozen
-    locked: bool = False  # it is frozen in all epochs
-    warmup_epochs: float = 1  # after these, learning rates rise linearly from 0 for that long
+    locked: bool = False  # the image backbone is frozen in all epochs
     average_epochs: int = 10  # last epochs, the weights at whose ends are averaged
 
     def factor(self, samples: int, image_backbone: bool = False) -> float:
         """Multiplier of a group's initial learning rate in the step that ends at `samples` samples seen, from 1 on."""
-        epoch, turn = self.epoch(samples - 1), self.epoch_samples // self.networks
-        if self.cosine:
+        o, epoch, turn = self.optimizer, self.epoch(samples - 1), self.epoch_samples // self.networks
+        if o.schedule == "cosine":
             share = (epoch + (samples - 1) % turn / turn) / self.epochs  # of the network's own steps
             factor = 0.5 * (1 + math.cos(math.pi * share))
         else:
-            factor = 0.1 ** sum(epoch >= drop for drop in self.lr_drop_epochs)
-        if epoch < self.freeze_epochs:
+            factor = 0.1 ** sum(epoch >= self.epochs - last for last in o.decays)
+        if epoch < o.freeze_epochs:
             return 0.0 if image_backbone else factor
-        if self.warmup_epochs:
+        if o.warmup_epochs:
             done = ((samples - 1) % turn + 1) / turn  # share of the network's epoch
-            factor *= min(1.0, (epoch - self.freeze_epochs + done) / self.warmup_epochs)
+            factor *= min(1.0, (epoch - o.freeze_epochs + done) / o.warmup_epochs)
         return factor
 
     def epoch(self, samples: int) -> int:
@@ -108,7 +105,7 @@ class Schedule:
 
     def frozen(self, samples: int) -> bool:
         """True if the image backbone is frozen after `samples` samples."""
-        return self.locked or self.epoch(samples) < self.freeze_epochs
+        return self.locked or self.epoch(samples) < self.optimizer.freeze_epochs
 
     def averages(self, samples: int) -> bool:
         """True if the weights go into the average at the end of an epoch, after `samples` samples."""
@@ -117,18 +114,8 @@ class Schedule:
 
 def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
     """The configured schedule, for epochs of `steps` batches of each network."""
-    o = config.optimizer
-    return Schedule(
-        epochs=config.epochs,
-        epoch_samples=networks * steps * config.batch_size,
-        networks=networks,
-        lr_drop_epochs=tuple(max(0, config.epochs - last) for last in o.decays),
-        cosine=o.schedule == "cosine",
-        freeze_epochs=o.freeze_epochs,
-        locked=config.model.lock_image,
-        warmup_epochs=o.warmup_epochs,
-        average_epochs=config.swa_epochs,
-    )
+    samples = networks * steps * config.batch_size
+    return Schedule(config.optimizer, config.epochs, samples, networks, config.model.lock_image, config.swa_epochs)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> None:

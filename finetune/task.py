@@ -6,11 +6,8 @@ A task finds its data, reads rows, augments a batch on the device, gathers what 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +15,7 @@ from torch import Tensor
 
 from finetune.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
 from finetune.config import Config
-from finetune.data import PairBatch, Pairs, Rows, TupleBatch, Tuples, refuse_unusable, shuffle_captions
+from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, refuse_unusable, shuffle_captions
 from finetune.feature_cache import cache_features, unchanged
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
@@ -47,84 +44,55 @@ from probemb.models.heads import size_augment_mask
 Embedded = tuple[dict[str, Tensor], dict[str, Tensor]]  # the tensors of both towers' `Encoded`
 
 
-class Moment(NamedTuple):
-    """Position of a run: epoch from 0, steps since the start of the run, which of the networks is trained."""
+class Task:
+    """One kind of training examples. `train` is None for a method that trains nothing, `validation` without any.
 
-    epoch: int
-    step: int
-    network: int = 0
+    A subclass has
 
-
-class Task(ABC):
-    """One kind of training examples. `train` is None for a method that trains nothing, `validation` without any."""
+    find(split)                        the data
+    texts                              of the training split
+    rows()                             the training rows; raises UserError: settings that do not fit the data
+    inputs(batch, model, step)         augmented images, tokens and the mask of image tokens, on the device, and how the
+                                       whole batch is mixed
+    gather(embedded, batch, mix, **now)   the examples of all ranks, with gradient; `embedded` are the tensors of both
+                                       towers' `Encoded`, `now` epoch, step and network of the `Batch`
+    measure(model)                     validation, in percent
+    """
 
     metric: ClassVar[str]  # of the validation, which selects the epoch
     unpaired = None  # a split without pairing
 
     def __init__(self, config: Config):
-        """Find the data. Raises UserError: a split is missing, or too much of the validation split is unusable."""
+        """Find the data. Raises UserError: a split is missing."""
         self.config, self.method = config, METHODS[config.method]
         self.validation = self.find(config.data.validation) if config.data.validation else None
-        if self.validation is not None:
-            refuse_unusable(self.validation, config.data.failure_share)
         self.train = self.find(config.data.train) if self.method.trained else None
 
-    @abstractmethod
-    def find(self, split: str | None): ...
-
-    @property
-    @abstractmethod
-    def texts(self) -> list[str]:
-        """Of the training split."""
-
     def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
-        """Fit the data to the models. Raises UserError."""
+        """Fit the data to the models. Raises UserError: they do not fit, or too much of a split is unusable."""
         for split in filter(None, (self.train, self.validation, self.unpaired)):
+            refuse_unusable(split, self.config.data.failure_share)
             check_images(networks[0], split.images)
         augmentation = Augmentation(self.config.augment.scale, self.config.augment.hflip)
         self.transforms = create_transforms(networks[0], augmentation, self.config.data.resize)
         self.tokenizer = create_tokenizer(networks[0])
         self.device, self.evaluated_by = device, Device(str(device), "bf16" if bf16 else "fp32")
 
-    @abstractmethod
-    def rows(self) -> Rows:
-        """The training rows. Raises UserError: settings that do not fit the data."""
-
-    @abstractmethod
-    def inputs(self, batch, model: DualEncoder, step: int) -> tuple[tuple[Tensor, Tensor, Tensor | None], Mix | None]:
-        """Augmented images, tokens and the mask of image tokens, on the device, and how the whole batch is mixed."""
-
-    @abstractmethod
-    def gather(self, embedded: Embedded, batch, mix: Mix | None, now: Moment) -> Batch:
-        """The examples of all ranks, with gradient. `embedded` are the tensors of both towers' `Encoded`."""
-
     def generator(self, step: int, what: int, device: torch.device | str = "cpu") -> torch.Generator:
         """Random numbers of one use in one step, the same on all ranks: drawn for the whole batch."""
         numbers = np.random.SeedSequence([self.config.seed, step, 0, what]).generate_state(2, np.uint32)
         return torch.Generator(device).manual_seed(int(numbers[0]) << 31 | int(numbers[1]) >> 1)
 
-    @abstractmethod
-    def measure(self, model: DualEncoder) -> dict[str, float]:
-        """Validation, in percent."""
-
-    @contextmanager
-    def embedding(self, model: DualEncoder) -> Iterator[Embedder]:
-        """An embedder of the model, which is in evaluation mode meanwhile."""
-        config, training = self.config, model.training
-        model.eval()
-        try:
-            yield Embedder(
-                model, self.tokenizer, self.transforms.evaluate, self.evaluated_by, config.engine.eval_batch_size,
-                workers=config.data.workers, max_bad=config.data.failure_share,
-            )  # fmt: skip
-        finally:
-            model.train(training)
+    def embedder(self, model: DualEncoder) -> Embedder:
+        """Of a model in evaluation mode."""
+        data, batch_size = self.config.data, self.config.engine.eval_batch_size
+        more = {"workers": data.workers, "max_bad": data.failure_share}
+        return Embedder(model, self.tokenizer, self.transforms.evaluate, self.evaluated_by, batch_size, **more)
 
 
 def of_all_ranks(embedded: Embedded) -> tuple[Encoded, Encoded]:
     """Both towers' tensors of every rank -> images and texts of all ranks, in at least float32."""
-    image, text = (Encoded.of(side).float() for side in embedded)
-    return distributed.gather_encoded(image, text)
+    return distributed.gather_encoded(*(Encoded.of(side).float() for side in embedded))
 
 
 class PairTask(Task):
@@ -171,8 +139,6 @@ class PairTask(Task):
     def rows(self) -> Pairs:
         config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None
         place = distributed.rank(), distributed.world_size()
-        for captions in filter(None, (self.train, self.unpaired)):
-            refuse_unusable(captions, config.data.failure_share)
         if self.unpaired is not None:  # another seed: in another order, even where the data are the same
             unpaired = Pairs(self.unpaired, *inputs, config.data.unpaired_batch, config.seed + 1, *place)
         by_class = config.data.positives == "class"
@@ -181,11 +147,9 @@ class PairTask(Task):
         return Pairs(self.train, *inputs, config.batch_size, config.seed, *place, unpaired=unpaired)
 
     def inputs(self, pairs: PairBatch, model, step):
-        config = self.config
+        config, tokens, mask, mix, ids = self.config, pairs.tokens, None, None, TextIds.of(model.config)
         images = pairs.images.to(self.device, non_blocking=True)
-        tokens, mask, mix = pairs.tokens, None, None
         rows, whole = _places(pairs, distributed.rank()), len(images) * distributed.world_size()
-        ids = TextIds.of(model.config)
         if config.augment.cutout or config.mix.ratio:
             images = model.normalized(images)  # where grey is 0 and a mix of uint8 is not rounded
         if config.augment.cutout:
@@ -199,29 +163,26 @@ class PairTask(Task):
         if config.size_augment:
             everyone = tokens.new_zeros(whole, tokens.shape[1])
             everyone[rows] = tokens
-            generator = self.generator(step, self.TEXT)
-            tokens = size_augment_text(everyone, config.size_augment, generator=generator, ids=ids)[rows]
-            generator = self.generator(step, self.IMAGE)
-            mask = size_augment_mask(whole, model.image_tower.n_tokens, config.size_augment, generator)
+            text, image = (self.generator(step, what) for what in (self.TEXT, self.IMAGE))
+            tokens = size_augment_text(everyone, config.size_augment, text, ids)[rows]
+            mask = size_augment_mask(whole, model.image_tower.n_tokens, config.size_augment, image)
             mask = mask[rows].to(self.device, non_blocking=True)
         return (images, model.cut_padding(tokens, self.device), mask), mix
 
     def _mixed(self, images: Tensor, step: int) -> tuple[Tensor, Mix]:
         """This rank's images, mixed, and how the whole batch is. Rank r has the partners of rank W − 1 − r."""
-        o, rank, world = self.config.mix, distributed.rank(), distributed.world_size()
+        rank, world = distributed.rank(), distributed.world_size()
         rng = np.random.default_rng([self.config.seed, step, 0, self.MIX])
-        size = self.config.batch_size, *images.shape[-2:]
-        mix = draw_mix(*size, rng, o.ratio, o.mixup, o.cutmix, o.switch, o.prob, mode=o.mode)
+        mix = draw_mix(self.config.batch_size, *images.shape[-2:], rng, self.config.mix)
         n, other = len(images), world - 1 - rank
         changed, theirs = (torch.nonzero(mix.lam[r * n : (r + 1) * n] != 1).flatten() for r in (rank, other))
         asked = images.index_select(0, (n - 1 - theirs).to(images.device, non_blocking=True))
         partners = distributed.swap(asked, other, len(changed))
         return mix_images(images, Mix(*(x[rank * n : (rank + 1) * n] for x in mix)), partners), mix
 
-    def gather(self, embedded, pairs: PairBatch, mix, now) -> Batch:
+    def gather(self, embedded, pairs: PairBatch, mix, *, step, **now) -> Batch:
         """Labels are those of image numbers and mixing partners."""
-        n, world = len(pairs.image_index), distributed.world_size()
-        every = of_all_ranks(embedded)
+        n, world, every = len(pairs.image_index), distributed.world_size(), of_all_ranks(embedded)
         words = distributed.gather(pairs.tokens.to(self.device)) if self.method.wants_words else None
         images, texts = every
         if unpaired := len(pairs.images) > n:
@@ -236,17 +197,16 @@ class PairTask(Task):
         if mix is not None:
             match = labels.mixed(match, *(x.to(self.device, non_blocking=True) for x in (mix.lam, mix.partner)))
         match = labels.smooth(match, self.config.mix.smoothing)
-        generator = self.generator(now.step, self.LOSS, self.device)
-        batch = Batch(images, texts, match, image, pair, now.epoch, now.step, generator, now.network, words=words)
+        generator = self.generator(step, self.LOSS, self.device)
+        batch = Batch(images, texts, match, image, pair, step=step, generator=generator, words=words, **now)
         if unpaired:
             batch.with_unpaired = replace(batch, images=every[0], texts=every[1])
         return batch
 
     def measure(self, model) -> dict[str, float]:
         """RSUM and recalls, and the weights of the ranking "tolerance", which are chosen on the split."""
-        with self.embedding(model) as embedder:
-            by_class = self.config.data.positives == "class"
-            found = evaluate_retrieval(embedder, self.validation, self.config.ranking, by_class)
+        by_class = self.config.data.positives == "class"
+        found = evaluate_retrieval(self.embedder(model), self.validation, self.config.ranking, by_class)
         ways = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
         chosen = {f"tolerance_{way}": weight for way, weight in found.get("tolerance", {}).items()}
         return {"rsum": found["rsum"]} | ways | chosen
@@ -280,7 +240,6 @@ class ComposedTask(Task):
 
     def rows(self) -> Tuples:
         config, data, place = self.config, self.train, (distributed.rank(), distributed.world_size())
-        refuse_unusable(data, config.data.failure_share)
         repeats = max(config.compose.repeats, -(-config.batch_size // data.n_examples))
         inputs = self.transforms.train, self.tokenizer, config.batch_size, config.seed
         return Tuples(data, *inputs, *place, repeats=repeats)
@@ -303,7 +262,7 @@ class ComposedTask(Task):
     def _draw(self, step: int, what: int, *shape: int) -> Tensor:
         return torch.rand(self.config.batch_size, *shape, generator=self.generator(step, what))
 
-    def gather(self, embedded, batch: TupleBatch, mix, now) -> Batch:
+    def gather(self, embedded, batch: TupleBatch, mix, *, step, **now) -> Batch:
         """Targets and parts of all ranks, and which targets are correct for which query."""
         b, k = batch.part_rows.shape
         images, texts = (Encoded.of(side).float().gaussian for side in embedded)
@@ -318,20 +277,16 @@ class ComposedTask(Task):
         mean, log_var = distributed.gather_together(both)
         numbers = torch.cat([batch.target_index[:, None], batch.example_index[:, None], batch.concepts], 1)
         numbers = distributed.gather_host(numbers)
-        positives = self.train.matches(numbers[:, 2:].numpy(), numbers[:, 0].numpy())
-        positives = torch.from_numpy(positives).to(self.device)
-        targets = Encoded(Gaussian(mean[:, 0], log_var[:, 0]))
-        generator = self.generator(now.step, self.LOSS, self.device)
-        return Batch(
-            targets, None, positives.to(mean.dtype), numbers[:, 0], numbers[:, 1], now.epoch, now.step, generator,
-            now.network, parts=Gaussian(mean[:, 1:], log_var[:, 1:]),
-        )  # fmt: skip
+        positives = torch.from_numpy(self.train.matches(numbers[:, 2:].numpy(), numbers[:, 0].numpy()))
+        match, index = positives.to(self.device).to(mean.dtype), (numbers[:, 0], numbers[:, 1])
+        targets, parts = Gaussian(mean[:, 0], log_var[:, 0]), Gaussian(mean[:, 1:], log_var[:, 1:])
+        generator = self.generator(step, self.LOSS, self.device)
+        return Batch(Encoded(targets), None, match, *index, step=step, generator=generator, parts=parts, **now)
 
     def measure(self, model) -> dict[str, float]:
         """R-Precision and recalls of all queries."""
-        data, o = self.validation, self.config.compose
-        with self.embedding(model) as embedder:
-            gallery = embedder.images(data.images)
-            queries = embed_queries(embedder, data, data.queries or data.sampled_queries(o.queries, o.seed))
-            found = measure_composed(gallery, data, queries, o.ranking or model.composed_ranking)["all"]
+        data, o, embedder = self.validation, self.config.compose, self.embedder(model)
+        gallery = embedder.images(data.images)
+        queries = embed_queries(embedder, data, data.queries or data.sampled_queries(o.queries, o.seed))
+        found = measure_composed(gallery, data, queries, o.ranking or model.composed_ranking)["all"]
         return {"r_precision": 100 * found["r_precision"], **{f"r{k}": 100 * found[f"r@{k}"] for k in COMPOSED_KS}}

@@ -7,7 +7,6 @@ run at once, and a request to stop ends a validation at once: nothing of it woul
 from __future__ import annotations
 
 import os
-import signal
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -25,7 +24,7 @@ from finetune.folder import DIGEST, FREE_TO_CHANGE, RunFolder, load_checkpoint
 from finetune.methods import METHODS
 from finetune.recipe import make_schedule
 from finetune.task import ComposedTask, PairTask, Task
-from finetune.trainer import Joint, Position, State, Trainer
+from finetune.trainer import REMEDY, Joint, Position, State, Trainer
 from probemb.data.failures import describe_failures
 from probemb.distributed import all_of, control_group, on_main, same_everywhere, settle
 from probemb.errors import UserError, raise_together
@@ -35,10 +34,7 @@ from probemb.models.architectures import reads_regions, reads_vectors
 from probemb.runs.checkpoints import read_state
 from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_endless_starts, refuse_full_disk
 from probemb.runs.log import METRICS, count, headline
-from probemb.runs.output import take_lock
-from probemb.runs.preemption import SIGNALS, Preemption
-
-REMEDY = "Make room, or make the folder writable, and continue with --resume."
+from probemb.runs.preemption import Preemption
 
 
 def train(config: Config, preemption: Preemption) -> int:
@@ -55,7 +51,7 @@ def train(config: Config, preemption: Preemption) -> int:
     objective = method(config.loss, networks[0], task.train, config.epochs)  # before features may draw random numbers
     task.prepare(networks, accelerator.device, accelerator.mixed_precision == "bf16")
     if not method.trained:
-        return measure_only(config, networks[0], task, accelerator)
+        return measure_only(config, networks[0], task, accelerator, say)
 
     rows = task.rows()
     loader = Loader(
@@ -72,22 +68,16 @@ def train(config: Config, preemption: Preemption) -> int:
         accelerator.end_training()
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
-    # The average is in the checkpoint too.
     refuse_full_disk(config.out, as_one(networks), models=4 if config.swa_epochs else 2)
     state = State.of(config, Joint(networks[0], objective, *networks[1:]).to(accelerator.device), position)
     window = load_checkpoint(earlier, state) if earlier else None
 
-    lock = take_lock(config.out)
-    folder = RunFolder(config, identity, step, steps, lock)
+    folder = RunFolder(config, identity, step, steps)
     if config.noise_ratio:
         on_main(lambda: np.save(out / "noise.npy", task.image_of), out, REMEDY)
     say(describe(config, state.joint, rows, accelerator, steps, step, earlier))
     schedule = make_schedule(config, len(networks), loader.steps)
-    trainer = Trainer(
-        accelerator, state, task, loader, schedule, config, window, report=folder.report,
-        end_epoch=partial(end_epoch, config, state, folder, task, preemption), save=partial(folder.save, state),
-        stop=lambda: preemption.asked() or folder.failed,
-    )  # fmt: skip
+    trainer = Trainer(accelerator, state, task, loader, schedule, config, folder, preemption, window)
     preemption.interrupting = ()
     try:
         stopped = trainer.fit()
@@ -98,8 +88,6 @@ def train(config: Config, preemption: Preemption) -> int:
     finally:
         loader.close()
         folder.close()
-        if lock:
-            lock.release()
     if stopped:
         say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; continue with --resume")
     for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
@@ -138,24 +126,21 @@ def start_accelerator(config: Config) -> Accelerator:
 def check_engine(accelerator: Accelerator) -> None:
     """Refuse sharded weights, which AdamP cannot project, and another number of processes than was asked for."""
     kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
+    asked, found = int(os.environ.get("WORLD_SIZE", accelerator.num_processes)), accelerator.num_processes
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        raise UserError(
-            f"AdamP needs whole weights, and {kind} cuts them into pieces.",
-            "Start with accelerate's plain data parallelism (--multi_gpu, also on CPUs) or with torchrun.",
-        )
-    asked, found = os.environ.get("WORLD_SIZE"), accelerator.num_processes
-    if asked is not None and int(asked) != found:
-        raise UserError(
-            f"The launcher started {asked} processes, but each of them takes part in a run of {found}.",
-            "Start with torchrun or `accelerate launch --multi_gpu`.",
-        )
+        what = f"AdamP needs whole weights, and {kind} cuts them into pieces."
+    elif asked != found:
+        what = f"The launcher started {asked} processes, but each of them takes part in a run of {found}."
+    else:
+        return
+    raise UserError(what, "Start with torchrun or `accelerate launch --multi_gpu`, also on CPUs.")
 
 
 def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | None = None) -> list:
     """The method's networks as they start. `texts`: whose words are the vocabulary, where no file is named; None to
     look beside the data. Raises UserError: a model that cannot be trained so."""
     torch.manual_seed(config.seed)
-    method, networks = METHODS[config.method], []
+    method, networks, name = METHODS[config.method], [], config.model.name
     for _ in range(method.networks):
         more = method.model_options(config.loss) | {"grad_checkpointing": config.engine.grad_checkpointing}
         networks.append(config.model.create([config.data.path], config.loss, texts, objective=config.method, **more))
@@ -163,7 +148,7 @@ def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | 
             say(f"words   {fill_word_vectors(networks[-1], config.model.word_vectors)}")
         elif not (earlier or config.model.pretrained) and reads_vectors(networks[-1].config["architecture"]):
             say("words   have random vectors, which do not train: name word vectors with --model.word-vectors")
-    model, name = networks[0], config.model.name
+    model, architecture = networks[0], networks[0].config["architecture"]
     composer = () if model.composer is None else model.composer.modules()
     if config.swa_epochs and (model.batch_statistics or any(isinstance(module, _BatchNorm) for module in composer)):
         raise UserError(
@@ -171,7 +156,6 @@ def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | 
             f"(swa_epochs is {config.swa_epochs}) would need other statistics.",
             "Set swa_epochs to 0, or, of towers, model.batch_norm to frozen.",
         )
-    architecture = model.config["architecture"]
     if reads_regions(architecture):
         raise_together(unused(config, f"{name} reads regions, which have no pixels", PIXELS))
     elif method.over_regions:
@@ -187,85 +171,37 @@ def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | 
     return networks
 
 
-def measure_only(config: Config, model, task: Task, accelerator: Accelerator) -> int:
+def measure_only(config: Config, model, task: Task, accelerator: Accelerator, say) -> int:
     """Validate and save the model as pretrained (clip-zs)."""
     refuse_full_disk(config.out, model)
-    model.to(accelerator.device)
+    model.to(accelerator.device).eval()
     values = task.measure(model) if task.validation is not None and accelerator.is_main_process else None
-    lock = take_lock(config.out)
-    folder = RunFolder(config, {}, 0, 0, lock)
+    folder = RunFolder(config, {})
     if values:
         folder.report(0, values)
     place = folder.path / "model"
-    on_main(lambda: save_model(model, place, overwrite=True), place, "Make room, or choose another --out.")
+    on_main(lambda: save_model(model, place, overwrite=True), place, REMEDY)
     folder.close()
-    if lock:
-        lock.release()
-    if accelerator.is_main_process:
-        print(f"model   {place}: as pretrained", flush=True)
+    say(f"model   {place}: as pretrained")
     return 0
-
-
-def end_epoch(config: Config, state: State, folder: RunFolder, task: Task, preemption: Preemption, epoch, average):
-    """Validate on the first process while the others wait; save the model of the best epoch, without validation the
-    newest one, and at the end the averaged one. Collective. Returns whether a signal has ended the validation, and
-    nothing is saved."""
-    folder.finish()  # validation forks workers: no thread may be writing
-    position, networks, metric = state.position, state.joint.networks, task.metric
-    averaged = list(average.module) if average is not None and epoch == config.epochs else None
-    step = position.samples // config.batch_size
-
-    def measure() -> tuple[dict, dict] | None:
-        if preemption.asked():  # since the last step
-            return None
-        preemption.interrupting = (*SIGNALS, signal.SIGINT)
-        try:
-            return task.measure(as_one(networks)), task.measure(as_one(averaged)) if averaged else {}
-        except KeyboardInterrupt:
-            return None
-        finally:
-            preemption.interrupting = ()
-
-    def save(values: dict, of_average: dict) -> None:
-        best = not values or position.best is None or values[metric] > position.best
-        if values:
-            folder.report(step, {"samples": position.samples, **values, "is_best": best})
-            if best:
-                position.best, position.best_epoch = values[metric], epoch
-        if best:
-            folder.save_models(networks)
-        if of_average:
-            mean = f"mean of {count(int(average.n_averaged), 'epoch')}"
-            print(f"model-swa: {mean}, validation {METRICS[metric]} {of_average[metric]:.1f}", flush=True)
-            folder.log.write(folder.steps, {f"swa_{name}": value for name, value in of_average.items()})
-        if averaged:
-            folder.save_models(averaged, "model-swa")
-
-    measured = on_main(measure, folder.path, REMEDY) if task.validation is not None else ({}, {})
-    if all_of(measured is None)[0]:
-        return True
-    on_main(lambda: save(*measured), folder.path, REMEDY)
-    return False
 
 
 def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps: int, step: int, earlier) -> str:
     """The summary printed before the first step."""
-    precision = training_precision(config.engine.precision, gpu_capability())
-    world, millions = accelerator.num_processes, sum(p.numel() for p in joint.parameters()) / 1e6
-    two = joint.second is not None
-    distance = f" ({config.loss.distance})" if hasattr(config.loss, "distance") else ""
+    gpu, world, two = gpu_capability(), accelerator.num_processes, joint.second is not None
+    precision, noise = training_precision(config.engine.precision, gpu), config.noise_ratio
+    distance = getattr(config.loss, "distance", None)
+    millions = sum(parameter.numel() for parameter in joint.parameters()) / 1e6
     return headline(
         config.out,
         f"{count(config.epochs, 'epoch')}, {count(steps, 'step')}",
         step,
         earlier,
-        method=config.method + distance,
+        method=config.method + (f" ({distance})" if distance else ""),
         model=f"{config.model.name}, {'2 networks of together ' if two else ''}{millions:.1f} M parameters, "
         f"head {config.model.head}, from {config.model.origin}",
-        data=f"{rows.number:,} {'queries' if METHODS[config.method].composes else 'pairs'} of {config.data.path} "
-        f"({config.data.train or 'all'}), {rows.steps} steps an epoch"
-        + (" of each network" if two else "")
-        + (f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""),
+        data=f"{rows.number:,} {rows.what} of {config.data.path} ({config.data.train or 'all'}), {rows.steps} steps an "
+        f"epoch{' of each network' if two else ''}{f', {noise:.0%} of the captions at wrong images' if noise else ''}",
         engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
         f"{len(rows.share)}",
     )

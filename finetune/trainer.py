@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,18 +28,24 @@ from finetune.config import Config
 from finetune.data import Loader
 from finetune.methods.base import Batch, Method
 from finetune.recipe import OPTIMIZERS, Schedule, parameter_groups, set_learning_rates
-from finetune.task import Embedded, Moment, Task, of_all_ranks
+from finetune.task import Embedded, Task, of_all_ranks
 from probemb import distributed
 from probemb.data.randomness import number_of
 from probemb.errors import UserError
 from probemb.losses import LossOutput
-from probemb.models import DualEncoder, Encoded
+from probemb.models import DualEncoder, Encoded, as_one
 from probemb.models.layers import freeze_backbones
+from probemb.runs.log import METRICS, count
+from probemb.runs.preemption import SIGNALS, Preemption
 from probemb.runs.watchdog import Progress, Watchdog
 from probemb.runs.window import Window
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from finetune.folder import RunFolder
+
+REMEDY = "Make room, or make the folder writable, and continue with --resume."
 
 
 class Joint(nn.Module):
@@ -110,24 +117,19 @@ class Network(nn.Module):
 class Trainer:
     """Trains a `State` on the accelerator's device, epoch by epoch; `window` is of a checkpoint, see `Window.state`.
 
-    report      (step, values) at every log step
-    end_epoch   (epochs that are done, the average) -> whether a signal has ended the validation
-    save        (the window's state) after `end_epoch`, every `config.save_every` steps, and when stopped
-    stop        () -> whether this process was asked to stop
+    Logs and saves to `folder`: after `end_epoch`, every `config.save_every` steps, and when stopped.
     """
 
     def __init__(
         self, accelerator: Accelerator, state: State, task: Task, loader: Loader, schedule: Schedule, config: Config,
-        window: dict | None = None, *, report=lambda *_: None, end_epoch=lambda *_: False, save=lambda *_: None,
-        stop=lambda: False,
+        folder: RunFolder, preemption: Preemption, window: dict | None = None,
     ):  # fmt: skip
-        self.report, self.end_epoch, self.save, self.stop = report, end_epoch, save, stop
-        self.accelerator, self.device = accelerator, accelerator.device
-        self.state, self.joint, self.position = state, state.joint, state.position
-        self.objective, self.networks = self.joint.objective, self.joint.networks
-        self.task, self.loader, self.schedule, self.config = task, loader, schedule, config
+        self.folder, self.preemption = folder, preemption
+        self.accelerator, self.device, self.state, self.config = accelerator, accelerator.device, state, config
+        self.task, self.loader, self.schedule = task, loader, schedule
+        self.joint, self.position, self.objective = state.joint, state.position, state.joint.objective
+        self.networks, self.network = state.joint.networks, 0  # the one that is being trained
         self.window = Window("pairs", lambda: loader.waited, self.device, window)
-        self.network = 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
         aside = set(self.joint.aside.parameters())
@@ -168,11 +170,11 @@ class Trainer:
                 self._take_turn(network)
                 for examples in self._examples():
                     # ------------------------------------------------------------------------------------------- load
-                    now = Moment(position.epoch, self.step, network)
+                    now = {"epoch": position.epoch, "step": self.step, "network": network}
                     inputs, mix = self.task.inputs(examples, self.model, self.step)
                     torch.manual_seed(number_of("dropout", config.seed, self.step, distributed.rank()))
                     # ---------------------------------------------------------------------------------------- forward
-                    batch = self.task.gather(self.wrapped(*inputs), examples, mix, now)
+                    batch = self.task.gather(self.wrapped(*inputs), examples, mix, **now)
                     batch.by_other = partial(self._embed_by_other, inputs) if len(self.networks) > 1 else None
                     # ------------------------------------------------------------------------------------------- loss
                     out: LossOutput = self.objective.loss(batch, self.model)
@@ -188,7 +190,10 @@ class Trainer:
                     # ------------------------------------------------------------------------------------------- step
                     set_learning_rates(optimizer, self.schedule, position.samples + batch_size)
                     optimizer.step()  # only this network has gradients
-                    more = self._step_aside(batch)
+                    more = {}
+                    if aside := self.objective.aside_optimizer:
+                        set_learning_rates(aside, self.schedule, position.samples + batch_size)
+                        more = self.objective.after_step(batch, self.model)
                     scalars = self._scalars(batch)
                     position.samples += batch_size
                     # -------------------------------------------------------------------------------------------- log
@@ -197,11 +202,11 @@ class Trainer:
                         self._log()
                     # ------------------------------------------------------------------------------------- maybe save
                     if stopping:  # also after the last step: the end of an epoch may take long
-                        self.save(window.state())
+                        self.folder.save(state, window.state())
                         return True
                     due = config.save_every and self.step % config.save_every == 0
                     if due and self.step_in_epoch < self.epoch_steps:
-                        self.save(window.state())
+                        self.folder.save(state, window.state())
                         window.skip_time()
             # ----------------------------------------------------------------------------- average, evaluate, and save
             average = state.average
@@ -210,10 +215,56 @@ class Trainer:
                 average.update_parameters(nn.ModuleList(self.networks))
             self.progress.doing("validating")
             if self.end_epoch(position.epoch + 1, average):
-                self.save(window.state())
+                self.folder.save(state, window.state())
                 return True
             position.epoch, state.average = position.epoch + 1, average
-            self.save(window.state())  # last: a run killed before repeats the end of the epoch
+            self.folder.save(state, window.state())  # last: a run killed before repeats the end of the epoch
+        return False
+
+    def stop(self) -> bool:
+        """True if this process was asked to stop, or cannot write."""
+        return self.preemption.asked() or self.folder.failed
+
+    def end_epoch(self, epoch: int, average: AveragedModel | None) -> bool:
+        """Validate on the first process while the others wait; save the model of the best epoch, without validation the
+        newest one, and at the end the averaged one. Collective. Returns whether a signal has ended the validation, and
+        nothing is saved."""
+        config, folder, position, task = self.config, self.folder, self.position, self.task
+        folder.finish()  # validation forks workers: no thread may be writing
+        averaged = list(average.module) if average is not None and epoch == config.epochs else None
+
+        def measure() -> tuple[dict, dict] | None:
+            if self.preemption.asked():  # since the last step
+                return None
+            self.preemption.interrupting = (*SIGNALS, signal.SIGINT)
+            whole = as_one(self.networks).eval()
+            try:
+                return task.measure(whole), task.measure(as_one(averaged)) if averaged else {}
+            except KeyboardInterrupt:
+                return None
+            finally:
+                whole.train()
+                self.preemption.interrupting = ()
+
+        def save(values: dict, of_average: dict) -> None:
+            best = not values or position.best is None or values[task.metric] > position.best
+            if values:
+                folder.report(self.step, {"samples": position.samples, **values, "is_best": best})
+                if best:
+                    position.best, position.best_epoch = values[task.metric], epoch
+            if best:
+                folder.save_models(self.networks)
+            if of_average:
+                mean, score = f"mean of {count(int(average.n_averaged), 'epoch')}", of_average[task.metric]
+                print(f"model-swa: {mean}, validation {METRICS[task.metric]} {score:.1f}", flush=True)
+                folder.log.write(folder.steps, {f"swa_{name}": value for name, value in of_average.items()})
+            if averaged:
+                folder.save_models(averaged, "model-swa")
+
+        measured = distributed.on_main(measure, folder.path, REMEDY) if task.validation is not None else ({}, {})
+        if distributed.all_of(measured is None)[0]:
+            return True
+        distributed.on_main(lambda: save(*measured), folder.path, REMEDY)
         return False
 
     def _take_turn(self, network: int) -> None:
@@ -244,13 +295,6 @@ class Trainer:
             self.progress.made(self.step)
             self.progress.doing(*waiting)
 
-    def _step_aside(self, batch: Batch) -> dict[str, Tensor]:
-        optimizer = self.objective.aside_optimizer
-        if optimizer is None:
-            return {}
-        set_learning_rates(optimizer, self.schedule, self.position.samples + self.config.batch_size)
-        return self.objective.after_step(batch, self.model)
-
     @torch.no_grad()
     def _embed_by_other(self, inputs: tuple[Tensor | None, ...]) -> tuple[Encoded, Encoded]:
         """The pairs of all ranks, embedded by the network that is not being trained, in evaluation mode."""
@@ -265,10 +309,10 @@ class Trainer:
     def _log(self) -> None:
         left = self.config.epochs * self.epoch_steps - self.step
         values = self.window.close(self.config.batch_size, left)
-        which = {"network": self.network + 1} if len(self.networks) > 1 else {}
-        at = {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
+        at = {"network": self.network + 1} if len(self.networks) > 1 else {}
+        at |= {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
         lr = max(group["lr"] for group in self.state.optimizer.param_groups if group["name"] != "scalars")  # of heads
-        self.report(self.step, {**which, **at, **values, "lr": lr})
+        self.folder.report(self.step, {**at, **values, "lr": lr})
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}
@@ -282,6 +326,6 @@ class Trainer:
     def _scalars(self, batch: Batch) -> dict[str, Tensor]:
         values = {name: x.detach().reshape(()).clone() for name, x in self.objective.scalars(self.model).items()}
         if self.objective.probabilistic:
-            other = {"u_text": batch.text} if batch.parts is None else {"u_part": batch.parts}
-            values |= {key: g.uncertainty().mean() for key, g in {"u_image": batch.image, **other}.items()}
+            other, g = ("u_text", batch.text) if batch.parts is None else ("u_part", batch.parts)
+            values |= {"u_image": batch.image.uncertainty().mean(), other: g.uncertainty().mean()}
         return values

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
 
 SAMPLES = 8  # of an item, for a match probability
 SLICE_ELEMENTS = 1 << 22  # elements of one (N, M, d) slice of a sum that does not separate: 16 MiB in float32
+RECOMPUTED = dict(use_reentrant=False, preserve_rng_state=False)
 
 
 def _full_precision(fn):
@@ -29,8 +29,6 @@ def _full_precision(fn):
 
     @wraps(fn)
     def wrapped(a: Gaussian, b: Gaussian, *args, **kwargs) -> Tensor:
-        if a.mean.dim() != 2 or b.mean.dim() != 2 or a.shape[1] != b.shape[1]:
-            raise ValueError(f"expected (N, D) and (M, D), got {tuple(a.shape)} and {tuple(b.shape)}")
         with torch.autocast(a.mean.device.type, enabled=False):
             return fn(a.float(), b.float(), *args, **kwargs)
 
@@ -72,24 +70,20 @@ def kl(a: Gaussian, b: Gaussian) -> Tensor:
     variances from b's average, so that near pairs of very small variances (below e^-10 for unit means in float32) want
     float64.
     """
-    return _kl(a, b)
+    left, right, row, col = kl_factors(a, b)
+    return 0.5 * torch.addmm(row[:, None] + col[None, :], left, right.T)
 
 
 @_full_precision
 def symmetric_kl(a: Gaussian, b: Gaussian) -> Tensor:
     """Mean of KL(a || b) and KL(b || a), "JS" in the papers, although that has no closed form for normals."""
-    return 0.5 * (_kl(a, b) + _kl(b, a).T)
+    return 0.5 * (kl(a, b) + kl(b, a).T)
 
 
 @_full_precision
 def min_kl(a: Gaussian, b: Gaussian) -> Tensor:
     """The smaller one of KL(a || b) and KL(b || a). Source: Probabilistic VSE++, similarity."""
-    return torch.minimum(_kl(a, b), _kl(b, a).T)
-
-
-def _kl(a: Gaussian, b: Gaussian) -> Tensor:
-    left, right, row, col = kl_factors(a, b)
-    return 0.5 * torch.addmm(row[:, None] + col[None, :], left, right.T)
+    return torch.minimum(kl(a, b), kl(b, a).T)
 
 
 def kl_factors(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,7 +111,8 @@ def elk(a: Gaussian, b: Gaussian) -> Tensor:
         log_sum = torch.logaddexp(log_var_a, log_var_b)
         return (mu_a - mu_b).square() * (-log_sum).exp() + log_sum
 
-    return 0.5 * _sum_over_slices(term, a, b) + 0.5 * a.shape[1] * math.log(2 * math.pi)
+    total = sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
+    return 0.5 * total + 0.5 * a.shape[1] * math.log(2 * math.pi)
 
 
 @_full_precision
@@ -129,7 +124,8 @@ def bhattacharyya(a: Gaussian, b: Gaussian) -> Tensor:
         return 0.25 * (mu_a - mu_b).square() * (-log_sum).exp() + 0.5 * log_sum
 
     separable = 0.25 * (a.log_var.sum(1)[:, None] + b.log_var.sum(1)[None, :])
-    return _sum_over_slices(term, a, b) - separable - 0.5 * a.shape[1] * math.log(2)
+    total = sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
+    return total - separable - 0.5 * a.shape[1] * math.log(2)
 
 
 @_full_precision
@@ -148,17 +144,10 @@ def inclusion(a: Gaussian, b: Gaussian) -> Tensor:
     return sum_over_slices(term, (a.mean, a.var), (b.mean, b.var)) + separable
 
 
-def _sum_over_slices(term: Callable[..., Tensor], a: Gaussian, b: Gaussian) -> Tensor:
-    """Sum over D of term(mu_a, log_var_a, mu_b, log_var_b)."""
-    return sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
-
-
 def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     """Sum over D of term(*a, *b) of every pair, (N, M), a slice of D at a time, recomputed in the backward pass.
 
-    Args:
-        term: takes a's tensors as (N, 1, d), then b's as (1, M, d), and returns (N, M, d).
-        a, b: (N, D) and (M, D) tensors.
+    `term` takes a's (N, D) tensors as (N, 1, d), then b's (M, D) as (1, M, d), and returns (N, M, d).
     """
     (n, d), m = a[0].shape, len(b[0])
     width = max(1, min(d // 2, SLICE_ELEMENTS // max(1, n * m)))  # at most half of D, so never N x M x D
@@ -168,8 +157,7 @@ def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequenc
 
     total = a[0].new_zeros(n, m)
     for start in range(0, d, width):
-        columns = [x[:, start : start + width] for x in (*a, *b)]
-        total = total + checkpoint(one_slice, *columns, use_reentrant=False, preserve_rng_state=False)
+        total = total + checkpoint(one_slice, *(x[:, start : start + width] for x in (*a, *b)), **RECOMPUTED)
     return total
 
 
@@ -233,19 +221,15 @@ def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], 
     flat_b = z_b_MKD.reshape(m * k, d)
 
     def one_sample(z_a_ND: Tensor) -> Tensor:
-        return value(_euclidean(z_a_ND, flat_b).view(n, m, k))
+        squared = squared_euclidean(*near_origin(z_a_ND, flat_b))
+        distance = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
+        return value(distance.view(n, m, k))
 
-    options = dict(use_reentrant=False, preserve_rng_state=False)
-    return (checkpoint(one_sample, z_a_ND, **options) for z_a_ND in z_a_NJD.unbind(1))
-
-
-def _euclidean(x_ND: Tensor, y_MD: Tensor) -> Tensor:
-    squared = squared_euclidean(*near_origin(x_ND, y_MD))
-    return squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
+    return (checkpoint(one_sample, z_a_ND, **RECOMPUTED) for z_a_ND in z_a_NJD.unbind(1))
 
 
 @_full_precision
-def _one_minus_match_probability(a: Gaussian, b: Gaussian, **options) -> Tensor:
+def _no_match_probability(a: Gaussian, b: Gaussian, **options) -> Tensor:
     return 1 - sampled_match_probability(a, b, **options)
 
 
@@ -258,18 +242,5 @@ DISTANCES: dict[str, Callable[..., Tensor]] = {
     "min-kl": min_kl,
     "bhattacharyya": bhattacharyya,
     "elk": elk,
-    "match-probability": _one_minus_match_probability,
+    "match-probability": _no_match_probability,
 }
-
-
-def get_distance(name: str) -> Callable[..., Tensor]:
-    """The distance of that name.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    if name not in DISTANCES:
-        raise UserError(
-            f"There is no distance '{name}'.{nearest(name, DISTANCES)}", f"Choose one of: {', '.join(DISTANCES)}."
-        )
-    return DISTANCES[name]

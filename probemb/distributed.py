@@ -63,7 +63,7 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait for all ranks; nothing in a single process."""
+    """Wait for all ranks."""
     if world_size() > 1:
         dist.barrier()
 
@@ -127,10 +127,7 @@ def launcher_has_store() -> bool:
 
 
 def connect_to_store(name: str) -> dist.Store | None:
-    """Another connection to the store at which the ranks met, for keys under `name`.
-
-    None for a single process, and for ranks that met in a file.
-    """
+    """Another connection to the store at which the ranks met, for keys under `name`; None if they met in no store."""
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -222,22 +219,17 @@ def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
     """
     if world_size() == 1:
         return image, text
-    sides = image.tensors(), _pad_tokens(text).tensors()
+    if text.tokens is not None:
+        longest = torch.tensor(text.tokens.shape[1], device=text.tokens.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        missing, pad = int(longest) - text.tokens.shape[1], torch.nn.functional.pad
+        text = replace(text, tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
+        if text.features is not None:
+            text = replace(text, features=pad(text.features, (0, 0, 0, missing)))
+    sides = image.tensors(), text.tensors()
     gathered = iter(gather_together([x for side in sides for x in side.values()]))
     image, text = (image.of({name: next(gathered) for name in side}) for side in sides)
     return image, text
-
-
-def _pad_tokens(text: Encoded) -> Encoded:
-    """Pad tokens to the longest of any rank; collective."""
-    if text.tokens is None:
-        return text
-    longest = torch.tensor(text.tokens.shape[1], device=text.tokens.device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    missing = int(longest) - text.tokens.shape[1]
-    pad = torch.nn.functional.pad
-    padded = replace(text, tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
-    return padded if text.features is None else replace(padded, features=pad(text.features, (0, 0, 0, missing)))
 
 
 def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str, float]:
@@ -305,8 +297,7 @@ def agree(failure: Exception | None) -> None:
 def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
     """Run `call` on rank 0 and return its result there, None on the others; collective.
 
-    Raises:
-        UserError: on all ranks, the one that `call` raised; for an OSError, that `path` cannot be written.
+    Raises UserError, on all ranks: the one that `call` raised; for an OSError, that `path` cannot be written.
     """
     result = failure = None
     if is_main():
@@ -321,11 +312,7 @@ def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
 
 
 def same_everywhere(what: str, mine: str, remedy: str) -> None:
-    """Refuse values that differ between ranks, as from a folder that is not shared; collective.
-
-    Raises:
-        UserError: on all ranks, with the values of rank 0 and the first differing one.
-    """
+    """Refuse values that differ between ranks, as from a folder that is not shared; collective. Raises UserError."""
     seen = all_of(mine)
     for rank, other in enumerate(seen):
         if other != seen[0]:

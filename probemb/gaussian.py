@@ -11,14 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """N(mean, diag exp(log_var)), batched over the leading dimensions.
+    """N(mean, diag exp(log_var)), batched over the leading dimensions: (..., D) float each, of one shape.
 
-    Attributes:
-        mean: (..., D) float.
-        log_var: (..., D) float, the natural log of the variance.
-
-    Raises:
-        ValueError: if the two shapes differ.
+    `log_var` is the natural log of the variance.
     """
 
     mean: Tensor
@@ -30,16 +25,12 @@ class Gaussian:
 
     def __repr__(self) -> str:
         """Shape, mean uncertainty, type and device, in one line."""
-        u = (
-            f"{self.uncertainty().float().mean().item():.4g}"
-            if self.mean.numel() and not self.mean.is_meta
-            else "unknown"
-        )
+        known = self.mean.numel() and not self.mean.is_meta
+        u = f"{self.uncertainty().float().mean().item():.4g}" if known else "unknown"
         return f"Gaussian(shape={tuple(self.shape)}, mean uncertainty={u}, {self.mean.dtype}, {self.mean.device})"
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of `mean`: (..., D)."""
         return self.mean.shape
 
     @property

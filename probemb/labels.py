@@ -8,9 +8,7 @@ from torch import Tensor
 
 def identity(n: int, m: int | None = None, offset: int = 0, device=None, dtype=torch.float32) -> Tensor:
     """Row i matches column offset + i alone, (n, m). `offset` is where this rank's rows start in the gathered batch."""
-    m = n if m is None else m
-    columns = torch.arange(m, device=device)
-    rows = torch.arange(n, device=device) + offset
+    rows, columns = torch.arange(n, device=device) + offset, torch.arange(n if m is None else m, device=device)
     return (rows[:, None] == columns[None, :]).to(dtype)
 
 
@@ -35,10 +33,8 @@ def pseudo_positives(distance_NM: Tensor, match_NM: Tensor) -> tuple[Tensor, Ten
     """Pseudo-positives of every row: columns at least as close as the row's positive get the positive's label.
 
     The positive of a row is its (first) largest label, hard or soft. Call it on transposes for the other direction.
-    Source: PCME++ §2.3.
-
-    Returns:
-        labels (N, M), and over all rows the number of columns at least as close as the positive, itself not counted.
+    Returns labels (N, M), and over all rows the number of columns at least as close as the positive, itself not
+    counted. Source: PCME++ §2.3.
     """
     match_NM = _as_float(match_NM)
     positive = match_NM.argmax(1, keepdim=True)

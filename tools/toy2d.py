@@ -28,7 +28,7 @@ from torch import Tensor
 
 from probemb import Gaussian
 from probemb.cli.command import Parser, run_command
-from probemb.distances import get_distance
+from probemb.distances import DISTANCES
 from probemb.losses import pairwise_match_loss, triplet_loss
 
 CLASSES, POINTS, CONFUSABLE = 3, 500, 150
@@ -102,14 +102,12 @@ def train(distance: str, seed: int = 0, epochs: int = 500, batch: int = 128, lr:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.toy2d", description="Uncertainty of points in a plane, by training distance.")
     known = f"a training distance, {' or '.join(TRIPLETS)} (default: csd, wasserstein2 and both triplets)"
-    parser.add_argument("--distance", action="append", help=known)
+    parser.add_argument("--distance", action="append", choices=[*DISTANCES, *TRIPLETS], help=known)
     parser.add_argument("--seeds", type=PositiveInt, default=3, help="draws of the points (default: 3)")
     parser.add_argument("--epochs", type=PositiveInt, default=500, help="passes over the points (default: 500)")
     parser.add_argument("--out", type=Path, default=Path("toy2d.png"), help="picture (default: toy2d.png)")
     options = parser.parse_args(argv)
     distances = options.distance or ["csd", "wasserstein2", *TRIPLETS]
-    for distance in set(distances) - set(TRIPLETS):
-        get_distance(distance)
     torch.set_num_threads(1)
     title = f"mean variance, and points at the right classes in percent; {options.seeds} seeds, {options.epochs} epochs"
     table = Table("distance", title=title)

@@ -7,7 +7,7 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
     "PCME++": {
         "pcmepp": pcmepp.PCMEPlusPlus,
         "pcmepp-clip": pcmepp.PCMEPlusPlus,
-        "pcmepp-mu": pcmepp.PCMEPlusPlusMean,
+        "pcmepp-mu": variant(pcmepp.PCMEPlusPlus, probabilistic=False),
     },
     "probabilistic": {
         "prolip": probabilistic.ProLIP,

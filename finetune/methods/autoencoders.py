@@ -165,12 +165,8 @@ class JWAEMSE(MSE):
         self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
 
     def parts(self, batch: Batch, model) -> Parts:
-        o, (image, text) = self.options, self.codes(batch)
-        prior = {
-            "image_prior": (o.image_prior, self.prior_loss(image)),
-            "text_prior": (o.text_prior, self.prior_loss(text)),
-        }
-        return super().parts(batch, model) | prior
+        o, (image, text) = self.options, map(self.prior_loss, self.codes(batch))
+        return super().parts(batch, model) | {"image_prior": (o.image_prior, image), "text_prior": (o.text_prior, text)}
 
     def prior_loss(self, codes: Tensor) -> Tensor:
         """Loss of the encoders, ()."""
@@ -219,14 +215,13 @@ class VAEMH(MSE):
     ranking = "mean"  # variances are those of codes, not of unit means
 
     def parts(self, batch: Batch, model) -> Parts:
-        drawn, prior, everything = [], {}, batch.everything
-        for side, encoded in (("image", everything.images), ("text", everything.texts)):
-            codes = Gaussian(encoded.codes, encoded.gaussian.log_var)
-            at = {"device": codes.mean.device, "dtype": codes.mean.dtype}
-            noise = torch.randn(codes.mean.shape, generator=batch.generator, **at)
-            drawn.append(codes.mean + (0.5 * codes.log_var).exp() * noise)
-            prior[f"{side}_prior"] = (getattr(self.options, f"{side}_prior"), jwae.vae_kl(codes))
-        triplet = hinge_of_cosines(batch, *(codes[: len(batch.images)] for codes in drawn), self.options)
+        o, everything, drawn, kl = self.options, batch.everything, [], []
+        for side in (everything.images, everything.texts):
+            codes = Gaussian(side.codes, side.gaussian.log_var)
+            drawn.append(codes.sample(1, batch.generator)[..., 0, :])
+            kl.append(jwae.vae_kl(codes))
+        prior = {"image_prior": (o.image_prior, kl[0]), "text_prior": (o.text_prior, kl[1])}
+        triplet = hinge_of_cosines(batch, *(codes[: len(batch.images)] for codes in drawn), o)
         return triplet | self.reconstruction(everything, model, *drawn) | prior
 
 

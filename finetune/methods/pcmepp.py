@@ -1,4 +1,4 @@
-"""PCME++, with or without the CLIP loss beside it, and the same between means."""
+"""PCME++, with or without the CLIP loss beside it, between normals or between means."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from probemb.cli.ranges import Distance
 from probemb.losses import LossOutput, infonce_loss, pairwise_match_loss
 
 
-class PCMEPlusPlusMean(Method):
-    """PCME++ between means: the point model's variances are practically zero, which leaves CSD the squared distance."""
+class PCMEPlusPlus(Method):
+    """Match loss over all pairs, pseudo-positives, information bottleneck; any distance.
+
+    Between means, a point model's variances are practically zero, which leaves CSD the squared distance.
+    """
 
     @dataclass(frozen=True)
     class Options:
-        """Match loss between means. Source: PCME++ §B.2, Table 1 ("mu only").
+        """Match loss. Source: PCME++ §B.2, Table B.1; with the CLIP loss §C.6 (pretraining).
 
         Args:
             scale: initial a of the match probability sigmoid(-a d + b); null for that of the run in model.pretrained,
@@ -25,13 +28,18 @@ class PCMEPlusPlusMean(Method):
             shift: initial b, or null.
             pseudo_positive: weight alpha of the pseudo-positives.
             clip: weight of the CLIP loss beside the match loss, as in pretraining.
+            vib: weight beta of the information bottleneck.
+            distance: between image and text.
         """
 
         scale: PositiveFloat | None = 5.0
         shift: NonNegativeFloat | None = 5.0
         pseudo_positive: NonNegativeFloat = 0.1
         clip: NonNegativeFloat = 0.0
+        vib: NonNegativeFloat = 1e-4
+        distance: Distance = "csd"
 
+    probabilistic = True
     soft_labels = True
     match = "distance"
 
@@ -39,48 +47,25 @@ class PCMEPlusPlusMean(Method):
     def model_options(cls, options) -> dict:
         from probemb.models.match import OF_DISTANCE
 
-        match = OF_DISTANCE.get(getattr(options, "distance", "csd"), "none")
+        match = OF_DISTANCE.get(options.distance, "none")
         return super().model_options(options) | {"match": match, "temperature_trained": bool(options.clip)}
 
     def build(self, model, data) -> None:
         self.trains = ("scale", "shift", *(["logit_scale"] if self.options.clip else []))
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        out = self.match_loss(batch, model)
-        del out.terms["vib"]  # of no weight
-        return out
-
-    def match_loss(self, batch: Batch, model, vib: float = 0.0, distance: str = "csd") -> LossOutput:
+        o = self.options
         out = pairwise_match_loss(
-            batch.image, batch.text, batch.match, scale=model.scale, shift=model.shift, distance=distance,
-            pseudo_positive=self.options.pseudo_positive, vib=vib, generator=batch.generator,
+            batch.image, batch.text, batch.match, scale=model.scale, shift=model.shift, distance=o.distance,
+            pseudo_positive=o.pseudo_positive, vib=o.vib, generator=batch.generator,
         )  # fmt: skip
-        if not self.options.clip:
+        if not self.probabilistic:
+            del out.terms["vib"]
+        if not o.clip:
             return out
         similarity = batch.image.mean @ batch.text.mean.T
         clip = infonce_loss(similarity, model.inverse_temperature(), batch.match).loss
-        return LossOutput(out.loss + self.options.clip * clip, {"clip": clip, **out.terms})
+        return LossOutput(out.loss + o.clip * clip, {"clip": clip, **out.terms})
 
     def scalars(self, model) -> dict[str, Tensor]:
         return {name: getattr(model, name) for name in ("scale", "shift")}
-
-
-class PCMEPlusPlus(PCMEPlusPlusMean):
-    """PCME++: match loss over all pairs, pseudo-positives, information bottleneck; any distance."""
-
-    @dataclass(frozen=True)
-    class Options(PCMEPlusPlusMean.Options):
-        """Match loss. Source: PCME++ §B.2, Table B.1; with the CLIP loss §C.6 (pretraining).
-
-        Args:
-            vib: weight beta of the information bottleneck.
-            distance: between image and text.
-        """
-
-        vib: NonNegativeFloat = 1e-4
-        distance: Distance = "csd"
-
-    probabilistic = True
-
-    def loss(self, batch: Batch, model) -> LossOutput:
-        return self.match_loss(batch, model, self.options.vib, self.options.distance)

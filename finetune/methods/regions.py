@@ -13,7 +13,6 @@ from finetune.methods.points import VSE
 from finetune.methods.probabilistic import ProbVSEPlusPlus
 from probemb import distributed
 from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
-from probemb.errors import UserError
 from probemb.losses import LossOutput
 from probemb.losses.triplet import scan_loss
 
@@ -134,16 +133,5 @@ def own_rows(n: int) -> slice:
 
 
 def n_words(model) -> int:
-    """Number of token ids of a model. Raises UserError: the text tower does not tell."""
-    from probemb.models.towers.words import FIRST_WORD
-
-    text = model.config["architecture"]["text_cfg"]
-    if "vocabulary" in text:
-        return FIRST_WORD + len(text["vocabulary"])
-    if text.get("hf_model_name"):
-        raise UserError(
-            f"The text tower of {model.config['name']} is from Hugging Face, and a decoder of captions needs the "
-            "number of its words.",
-            "Choose another model, such as resnet152-bigru.",
-        )
-    return text.get("vocab_size", 49408)
+    """Number of token ids: rows of the text tower's first table."""
+    return next(module.num_embeddings for module in model.text_tower.modules() if isinstance(module, nn.Embedding))

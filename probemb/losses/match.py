@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb import distributed, labels
-from probemb.distances import SAMPLES, get_distance, match_log_odds_of_samples
+from probemb.distances import DISTANCES, SAMPLES, match_log_odds_of_samples
 from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
 from probemb.losses.ring import BLOCK, number, sum_over_pairs
@@ -130,7 +130,7 @@ def match_logits(
     if distance == "match-probability":
         samples = (g.float().sample(SAMPLES, generator) for g in (a, b))
         return match_log_odds_of_samples(*samples, scale, shift)
-    fn = get_distance(distance)
+    fn = DISTANCES[distance]
     return shift - scale * (fn(b, a).T if reverse else fn(a, b))
 
 
@@ -166,7 +166,6 @@ class PairwiseMatchLoss(nn.Module):
         vib: float = 1e-4,
     ):
         super().__init__()
-        get_distance(distance)
         self.scale = nn.Parameter(torch.full((1,), float(scale)))
         self.shift = nn.Parameter(torch.full((1,), float(shift)))
         self.options = dict(distance=distance, pseudo_positive=pseudo_positive, vib=vib)

@@ -138,7 +138,7 @@ def test_selection_against_loops(ranking, monkeypatch):
     found = some()
     closeness = {
         "mean": lambda a, b: a.mean @ b.mean.T,
-        **{name: lambda a, b, name=name: -distances.get_distance(name)(a, b) for name in ("csd", "kl")},
+        **{name: lambda a, b, name=name: -distances.DISTANCES[name](a, b) for name in ("csd", "kl")},
     }[ranking]
 
     def score(crop, caption, i):

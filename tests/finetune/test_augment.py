@@ -18,6 +18,7 @@ from finetune.augment import (
     mix_images,
     size_augment_text,
 )
+from finetune.config import Mix as MixOptions
 from probemb import labels
 from probemb.models import create_model, create_tokenizer
 
@@ -45,12 +46,14 @@ def check_mixing(v, case):
     mix = draw_mix(
         *(len(images), *images.shape[2:]),
         np.random.RandomState(int(case.partition("npseed")[2])),
-        ratio=options.get("mix_batch_ratio", 1.0),
-        mixup_alpha=options["mixup_alpha"],
-        cutmix_alpha=options["cutmix_alpha"],
-        switch=options["switch_prob"],
-        prob=options["prob"],
-        mode={"elem": "element"}.get(options["mode"], options["mode"]),
+        MixOptions(
+            ratio=options.get("mix_batch_ratio", 1.0),
+            mixup=options["mixup_alpha"],
+            cutmix=options["cutmix_alpha"],
+            switch=options["switch_prob"],
+            prob=options["prob"],
+            mode={"elem": "element"}.get(options["mode"], options["mode"]),
+        ),
     )
     tolerance = {"rtol": 0, "atol": 1e-6}
     torch.testing.assert_close(mix_images(images, mix), torch.tensor(v[f"{case}__images"]), **tolerance)
@@ -95,7 +98,7 @@ def test_mixing_equals_a_loop(options, batch):
     images = torch.randn(batch, 3, 12, 20, dtype=torch.float64)
     before = images.clone()
     for _ in range(4):
-        mix = draw_mix(batch, 12, 20, generator, **options)
+        mix = draw_mix(batch, 12, 20, generator, MixOptions(**{"ratio": 0.25, **options}))
         torch.testing.assert_close(mix_images(images, mix), loop(images, mix), rtol=0, atol=1e-7)
         for i in mix.use_cutmix.nonzero().flatten():
             top, bottom, left, right = mix.boxes[i].tolist()
@@ -131,24 +134,24 @@ def text_loop(tokens, draw, random, ratio, masking, replacing):
 @pytest.mark.parametrize("ratio", [0.2, 0.9])
 def test_augmented_texts_equal_a_loop(tokenizer, ratio):
     tokens = tokenizer(TEXTS * 8)
-    result = size_augment_text(tokens, ratio, 0.4, 0.3, generator=torch.Generator().manual_seed(4))
+    result = size_augment_text(tokens, ratio, torch.Generator().manual_seed(4))
     generator = torch.Generator().manual_seed(4)
     draw = torch.rand(tokens.shape, generator=generator).tolist()
     random = torch.randint(1, START_TOKEN, tokens.shape, generator=generator).tolist()
     for row, (text, d, r) in enumerate(zip(tokens.tolist(), draw, random)):
-        assert result[row].tolist() == text_loop(text, d, r, ratio, 0.4, 0.3)
+        assert result[row].tolist() == text_loop(text, d, r, ratio, 0.5, 0.1)
 
 
 def test_texts_of_whole_words_are_augmented_within_their_vocabulary():
     vocabulary = [f"word{i}" for i in range(6)]
     ids = TextIds.of({"architecture": {"text_cfg": {"tower": "word_gru", "vocabulary": vocabulary}, "vision_cfg": {}}})
     tokens = torch.tensor([[2, 3, 4, 5, 6, 7, 0, 0]]).repeat(4000, 1)
-    result = size_augment_text(tokens, 0.5, 0.4, 0.3, generator=torch.Generator().manual_seed(0), ids=ids)
+    result = size_augment_text(tokens, 0.5, torch.Generator().manual_seed(0), ids)
     assert result.min() == 0
     assert result.max() == 7
-    assert (result == 1).sum().item() / (6 * 4000) == pytest.approx(0.5 * (0.4 + 0.3 / 7), abs=0.01)
+    assert (result == 1).sum().item() / (6 * 4000) == pytest.approx(0.5 * (0.5 + 0.1 / 7), abs=0.01)
     words = (result != 0).sum(1)
-    assert words.sum().item() / (6 * 4000) == pytest.approx(1 - 0.5 * 0.3, abs=0.01)
+    assert words.sum().item() / (6 * 4000) == pytest.approx(1 - 0.5 * 0.4, abs=0.01)
     assert torch.equal(words, (result != 0).int().cumprod(1).sum(1))  # padding stays behind the words
 
 

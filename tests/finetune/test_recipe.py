@@ -77,12 +77,16 @@ def test_authors_parameter_groups(parity, case):
         assert ours[name]["weight_decay"] == decay, name
 
 
+def schedule_of(samples, epochs=25, networks=1, average_epochs=10, **options) -> Schedule:
+    return Schedule(Optimizer(**options), epochs, samples, networks, average_epochs=average_epochs)
+
+
 def test_authors_learning_rate_by_epoch(parity):
     v = parity("12_pcmepp_param_groups")
     expected = v["published__lr_by_epoch_of_head_params"]
     n = 4000
-    ends = [5e-4 * Schedule(epoch_samples=n).factor((epoch + 1) * n) for epoch in range(25)]
-    starts = [5e-4 * Schedule(epoch_samples=n, warmup_epochs=0).factor(epoch * n + 1) for epoch in range(25)]
+    ends = [5e-4 * schedule_of(n).factor((epoch + 1) * n) for epoch in range(25)]
+    starts = [5e-4 * schedule_of(n, warmup_epochs=0).factor(epoch * n + 1) for epoch in range(25)]
     assert ends == pytest.approx(expected[:25], rel=1e-12)  # behind the 25th epoch theirs jumps back up
     assert starts == pytest.approx(expected[:25], rel=1e-12)
 
@@ -127,7 +131,7 @@ def test_authors_adamp(parity, case):
 
 def test_schedule_of_the_paper():
     n = 400
-    s = Schedule(epoch_samples=n)
+    s = schedule_of(n)
 
     def factors(schedule, epochs, share, **more):
         return [schedule.factor(int((epoch + share) * n), **more) for epoch in epochs]
@@ -138,10 +142,10 @@ def test_schedule_of_the_paper():
     assert factors(s, (1, 2, 14), 1) == [1, 1, 1]  # the last step of an epoch belongs to it
     assert [e for e in range(25) if s.frozen(e * n)] == [0, 1]
     assert [e for e in range(25) if s.averages((e + 1) * n)] == list(range(15, 25))
-    longer = Schedule(epoch_samples=n, freeze_epochs=1, warmup_epochs=2)
+    longer = schedule_of(n, freeze_epochs=1, warmup_epochs=2)
     assert factors(longer, range(4), 0.5) == [1, 0.25, 0.75, 1]
-    assert factors(Schedule(epoch_samples=n, freeze_epochs=0), (0,), 0.1) == [0.1]
-    assert not any(Schedule(epoch_samples=n, average_epochs=0).averages((e + 1) * n) for e in range(25))
+    assert factors(schedule_of(n, freeze_epochs=0), (0,), 0.1) == [0.1]
+    assert not any(schedule_of(n, average_epochs=0).averages((e + 1) * n) for e in range(25))
 
 
 def configured(*words):
@@ -158,16 +162,16 @@ def test_a_rate_that_falls_twice():
 
 
 def test_cosine():
-    s = Schedule(epochs=4, epoch_samples=100, freeze_epochs=0, warmup_epochs=0.5, cosine=True)
+    s = schedule_of(100, 4, freeze_epochs=0, warmup_epochs=0.5, schedule="cosine")
     assert [s.factor(n + 1) for n in (100, 200, 300)] == pytest.approx([0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
     assert s.factor(25) == pytest.approx(0.5, rel=0.02)  # half of the warm-up
     assert 0 < s.factor(400) < 1e-4
 
 
-@pytest.mark.parametrize("cosine", [False, True])
-def test_networks_that_take_turns_learn_alike(cosine):
-    one = Schedule(epochs=2, epoch_samples=400, freeze_epochs=0, cosine=cosine)
-    two = Schedule(epochs=2, epoch_samples=800, networks=2, freeze_epochs=0, cosine=cosine)
+@pytest.mark.parametrize("kind", ["step", "cosine"])
+def test_networks_that_take_turns_learn_alike(kind):
+    one = schedule_of(400, 2, freeze_epochs=0, decay_epochs=1, schedule=kind)
+    two = schedule_of(800, 2, networks=2, freeze_epochs=0, decay_epochs=1, schedule=kind)
     for turn in (0, 400):
         assert [two.factor(turn + n) for n in range(1, 401)] == [one.factor(n) for n in range(1, 401)]
 

@@ -343,7 +343,7 @@ WRONG = {  # options, on scenes or (with damage) on regions; what is said, and t
     "pixels for regions": ({"method": "vsrn", "size-augment": 0, "model.head": "clip", "model.embed_dim": "null"},
                            None, "vsrn reasons over an image's regions, and ViT-Micro-32 reads none", "vsrn-regions"),
     "another shape": ({**SCAN, "model.name": "scan-regions-gru"}, lambda _: None, "36 regions of 2048 numbers", ""),
-    "cutout of regions": ({**SCAN, "augment.cutout": 0.2}, lambda _: None, "augment.cutout is 0.2", "Leave"),
+    "cutout of regions": ({**SCAN, "augment.cutout": 0.2}, lambda _: None, "augment.cutout is 0.2", "Set"),
     "cache of regions": ({**SCAN, "model.lock_image": "true", "data.cache_features": "x", "optimizer.freeze-epochs": 0},
                          lambda _: None, "need no cache", "data.cache_features"),
 }  # fmt: skip

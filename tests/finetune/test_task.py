@@ -9,7 +9,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from finetune.augment import draw_mix
 from finetune.data import Loader, Pairs
-from finetune.task import Moment, PairTask
+from finetune.task import PairTask
 from probemb.data.captions.find import find_captions
 from probemb.models import Encoded, create_model, create_tokenizer, create_transforms
 from tests.finetune.trainers import BATCH, configured, make_trainer
@@ -26,7 +26,7 @@ def mixed(rank, world, few, words):
     (images, _, _), mix = trainer.task.inputs(pairs, trainer.model, 0)
     zeros = torch.zeros(len(images), 8, dtype=torch.float64)
     embedded = [{"mean": zeros, "log_var": zeros}] * 2
-    batch = trainer.task.gather(embedded, pairs, mix, Moment(0, 0))
+    batch = trainer.task.gather(embedded, pairs, mix, epoch=0, step=0)
     return images.numpy(), batch.image_index.numpy(), batch.match.numpy(), [x.numpy() for x in mix]
 
 
@@ -60,7 +60,7 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
     assert not torch.equal(first[2], later[2])
     assert not torch.equal(mix.lam, other.lam)
     rng = np.random.default_rng([0, 1, 0, 2])
-    torch.testing.assert_close(other.lam, draw_mix(BATCH, 32, 32, rng, 1.0).lam)
+    torch.testing.assert_close(other.lam, draw_mix(BATCH, 32, 32, rng, trainer.config.mix).lam)
 
 
 @pytest.mark.parametrize("positives", ["class", "image"])
@@ -70,9 +70,8 @@ def test_captions_of_the_class_match(positives, birds):
     data = trainer.task.train
     trainer.task.train = replace(data, classes=["red circle", "blue square"] * (len(data) // 2))
     pairs = next(Loader(trainer.task.rows()).epoch(0))
-    batch = trainer.task.gather(
-        [{"mean": torch.zeros(24, 4), "log_var": torch.zeros(24, 4)}] * 2, pairs, None, Moment(0, 0)
-    )
+    embedded = [{"mean": torch.zeros(24, 4), "log_var": torch.zeros(24, 4)}] * 2
+    batch = trainer.task.gather(embedded, pairs, None, epoch=0, step=0)
     key = pairs.image_index % 2 if positives == "class" else pairs.image_index
     assert torch.equal(batch.match, (key[:, None] == key[None, :]).float())
     assert 24 < (pairs.image_index[:, None] % 2 == pairs.image_index[None, :] % 2).sum() < 24 * 24
@@ -153,7 +152,7 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(queries):
     with torch.no_grad():
         image, text = model.encode_image(images), model.encode_text(tokens)
         embedded = [Encoded(image).tensors(), Encoded(text).tensors()]
-        batch = trainer.task.gather(embedded, given, None, Moment(0, 0))
+        batch = trainer.task.gather(embedded, given, None, epoch=0, step=0)
     n = len(given.part_rows)
     assert batch.texts is None
     assert batch.parts.shape == (n, 2, model.embed_dim)
@@ -182,7 +181,7 @@ def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):
     (images, tokens, _), _ = trainer.task.inputs(given, trainer.model, 0)
     image, text = trainer.model.encode_image(images), trainer.model.encode_text(tokens)
     embedded = [Encoded(image).tensors(), Encoded(text).tensors()]
-    trainer.objective.loss(trainer.task.gather(embedded, given, None, Moment(0, 0)), trainer.model).loss.backward()
+    trainer.objective.loss(trainer.task.gather(embedded, given, None, epoch=0, step=0), trainer.model).loss.backward()
     grads = [p.grad for name, p in trainer.model.text.named_parameters() if p.requires_grad]
     assert all(grad is not None and not grad.any() for grad in grads)
 
