@@ -53,9 +53,8 @@ def coverage(inner: Gaussian, outer: Gaussian, central: float = CENTRAL) -> Tens
 def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
     """Does the embedding of a mixed input cover the intersection of the two that it was mixed from?
 
-    Args:
-        mixed, first, second: Gaussians (N, D), row by row, N of at least 4. Row i of second may be row i - 1 of first:
-            pairs two rows apart have no input in common.
+    (N, D), row by row, N of at least 4. Row i of second may be row i - 1 of first: pairs two rows apart have no input
+    in common.
 
     Returns:
         "covers": `coverage` of the own intersection by the mixed input, "covers_other": of the pair two rows before;
@@ -79,10 +78,7 @@ def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
 
 
 def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]) -> list[dict]:
-    """Does an input lie in the same input with a part erased?
-
-    Args:
-        whole: Gaussian (N, D); erased: one for each of the `shares`, row by row.
+    """Does an input (N, D) lie in the same input with a part erased, for each of the shares?
 
     Returns:
         for each share "sigma": mean of the geometric mean of σ (PCME Fig. 7); "wider": the share of items for which
@@ -118,12 +114,7 @@ def _means(values: dict[str, Tensor]) -> dict[str, float | None]:
 
 
 class Plane(NamedTuple):
-    """A plane in the embedding space.
-
-    Attributes:
-        origin: (D,); axes: (D, 2), orthonormal columns.
-        share: of the variance of the means that it was made from, in [0, 1]; 1 for D = 2.
-    """
+    """A plane: origin (D,), axes (D, 2) with orthonormal columns, and its share of the variance of the means."""
 
     origin: Tensor
     axes: Tensor
@@ -132,11 +123,7 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True)
 class Ellipses:
-    """N ellipses.
-
-    Attributes:
-        centre: (N, 2); radii: (N, 2) half axes, the longer one first; angle: (N,) of the longer one, in radians.
-    """
+    """N ellipses: centre (N, 2); radii (N, 2), half axes, the longer one first; its angle (N,) in radians."""
 
     centre: Tensor
     radii: Tensor
@@ -196,11 +183,8 @@ def embed_triplets(
 ) -> tuple[dict[float, EmbeddedTriplets], list[tuple[str, str]]]:
     """Embed the triplets of every area threshold; each crop and each caption once.
 
-    Returns:
-        by threshold, and (name, reason) of images that could not be read. A threshold without triplets is left out.
-
-    Raises:
-        UserError: no image has two regions below any threshold; too many images that cannot be read.
+    Returns these by threshold, unless it has none, and (name, reason) of images that could not be read. Raises
+    UserError: no image has two regions below any threshold; too many images that cannot be read.
     """
     found = {threshold: crop_triplets(data, threshold) for threshold in thresholds}
     every = list(chain.from_iterable(found.values()))
@@ -255,8 +239,7 @@ def _one_side(items: dict[str, Gaussian], measure: Callable[[Gaussian], Tensor])
 def binary_selection(found: EmbeddedTriplets, ranking: str, options: RankingOptions) -> dict:
     """Share of the triplets in which a query scores its own item above the other one of A and C; equal ones are half.
 
-    Returns:
-        task (of TASKS) -> {"value", "se"}, and "mean" of the four.
+    Of each task and "mean", of the four.
     """
 
     def scores(crop: str, caption: str) -> Tensor:  # (n,) of crop i with caption i
@@ -292,10 +275,9 @@ class Score(NamedTuple):
 def hierarchy_walk(
     images_ND: Tensor, texts_TD: Tensor, numbers_T: Tensor, roots_ND: Tensor, steps: int = STEPS
 ) -> list[Tensor]:
-    """Numbers of the captions closest to points on the way from an image's closest caption towards a root.
+    """Numbers of the captions closest to points on the way from an image's closest caption towards its root.
 
-    Args:
-        images_ND, texts_TD: unit length; roots_ND: one for each image, which is not reached.
+    The root is not reached. All are of unit length.
     """
     share, found = torch.arange(steps)[:, None] / steps, []
     for image, root in zip(images_ND.split(IMAGES), roots_ND.split(IMAGES)):
@@ -348,12 +330,8 @@ def level_correlation(values_NL: Tensor) -> float:
 
 
 class Walk(NamedTuple):
-    """From one image to another, S steps with both ends.
-
-    Attributes:
-        start, end: rows of the images; images, captions: (S,) rows of the nearest ones to each step's code.
-        cosines: (S,) of that image's code.
-    """
+    """From one image to another, S steps with both ends: rows of the nearest image and caption to each step's code, and
+    the cosine of that image's code."""
 
     start: int
     end: int

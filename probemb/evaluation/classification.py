@@ -16,28 +16,17 @@ def normalise(vectors: Tensor) -> Tensor:
 
 
 def class_vectors(mean: Tensor, weights: Tensor) -> Tensor:
-    """Class vectors as weighted means of the prompts' means, at unit length.
+    """Class vectors (C, D) float32, weighted means of the prompts' means (C, P, D), at unit length.
 
-    Args:
-        mean: (C, P, D), the means of the prompts.
-        weights: (C, P), not negative, each class with at least one positive weight.
-
-    Returns:
-        (C, D) float32. Summed in float64, so that equal weights give equal vectors in any order.
+    weights: (C, P), not negative. Summed in float64, so that equal weights give equal vectors in any order.
     """
     return normalise(torch.einsum("cp,cpd->cd", weights.double(), mean.double())).float()
 
 
 def prefix_vectors(mean: Tensor, uncertainty: Tensor, class_chunk: int = 64) -> Tensor:
-    """Class vectors from the K most certain prompts, for every K = 1..P at once.
+    """Class vectors (P, C, D) float32 from the K most certain prompts; row K - 1 keeps K of them.
 
-    Prompts of equal uncertainty keep the order of the templates.
-
-    Args:
-        mean: (C, P, D); uncertainty: (C, P).
-
-    Returns:
-        (P, C, D) float32, unit length; row K - 1 keeps K prompts.
+    mean: (C, P, D); uncertainty: (C, P). Prompts of equal uncertainty keep the order of the templates.
     """
     order = uncertainty.argsort(dim=1, stable=True)
     n_classes, n_prompts, dim = mean.shape
@@ -49,18 +38,10 @@ def prefix_vectors(mean: Tensor, uncertainty: Tensor, class_chunk: int = 64) -> 
 
 
 def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int = 20_000_000) -> Tensor:
-    """Number of classes that score above the true one, for one classifier or a stack of them.
+    """Number of classes that score above the true one, for one classifier (C, D), (N,), or K of them, (N, K) int32.
 
-    A class that ties with the true one counts as above if it comes first, as under argmax.
-
-    Args:
-        images: (N, D), unit length.
-        vectors: (C, D) for one classifier, (K, C, D) for K of them.
-        labels: (N,) int64 in [0, C).
-        max_scores: bound on the scores held at once; memory is about 5 bytes a score.
-
-    Returns:
-        (N,) or (N, K) int32: 0 = the true class is first.
+    A class that ties with the true one counts as above if it comes first, as under argmax. images: (N, D); labels: (N,)
+    int64; max_scores: held at once, about 5 bytes each.
     """
     stacked = vectors if vectors.dim() == 3 else vectors.unsqueeze(0)
     n_stacked, n_classes, dim = stacked.shape
@@ -100,14 +81,7 @@ def class_accuracy(ranks: Tensor, labels: Tensor, n_classes: int, k: int = 1) ->
 
 
 def confidences(images: Tensor, vectors: Tensor, scale: float, max_scores: int = 20_000_000) -> Tensor:
-    """Probability of the first class of each image under the softmax of scale * cosine.
-
-    Args:
-        images: (N, D), vectors: (C, D), both of unit length; scale: the inverse temperature.
-
-    Returns:
-        (N,) float64, CPU.
-    """
+    """Probability of each image's first class under the softmax of scale * cosine, (N,) float64, on the CPU."""
     images, parts = images.to(vectors.device), []
     with torch.autocast(vectors.device.type, enabled=False):
         for part in images.split(max(1, max_scores // len(vectors))):

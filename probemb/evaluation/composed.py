@@ -8,7 +8,6 @@ Letters: Q queries of k parts, T items of the gallery, D dimensions; A low and B
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -46,12 +45,7 @@ class ComposedQueries(NamedTuple):
 
 
 class ComposedOutcomes(NamedTuple):
-    """Results of Q queries.
-
-    Attributes:
-        per_query: "r@K", "r_precision" and "map_at_r" -> (Q,) float64; NaN where the gallery has no correct target.
-        targets: (Q,) int64, how many correct targets the gallery has.
-    """
+    """`query_metrics` of Q queries, and how many correct targets the gallery has for each, (Q,) int64."""
 
     per_query: dict[str, Tensor]
     targets: Tensor
@@ -76,8 +70,7 @@ def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -
 def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Query]) -> ComposedQueries:
     """Embed every different part once, and compose; queries with a part that cannot be read are left out.
 
-    Raises:
-        UserError: the model has no composer, or too many parts cannot be read.
+    Raises UserError: the model has no composer, or too many parts cannot be read.
     """
     composer, parts = composer_of(embedder.model), query_parts(data.images, queries)
     images = embedder.images(parts.images, "image queries") if len(parts.images) else None
@@ -120,8 +113,7 @@ def ranked_by(
 ) -> Callable[[slice], Tensor]:
     """Scores of the queries, a block at a time, against the gallery.
 
-    Args:
-        without_own: the images that a query is made of rank last, as TIRG's evaluation of Fashion200k has it.
+    without_own: the images that a query is made of rank last, as TIRG's evaluation of Fashion200k has it.
     """
     score = composed_scores(found.composed, gallery.gaussian, by)
     if not without_own:
@@ -159,11 +151,7 @@ def guessed(targets_Q: Tensor, n_gallery: int, ks: Sequence[int] = KS) -> dict[s
 def measure_composed(
     gallery: EmbeddedImages, data: Compositions, found: ComposedQueries, by: Ranking = "cosine"
 ) -> dict[str, dict[str, float]]:
-    """Mean R@K and R-Precision of the queries of every kind ("images", "mixed", "texts"), and of "all" of them.
-
-    Queries without a correct target in the gallery do not count; a kind without queries is absent. "queries" says how
-    many there are.
-    """
+    """Mean metrics of every kind of queries that occurs, and of "all"; "queries" that have a correct target."""
     per_query, targets = composed_outcomes(gallery, data, found, by)
     out = {}
     for kind in ("all", *KINDS):
@@ -188,15 +176,8 @@ def combinations_of(queries: Sequence[Query]) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- feasibility
 
 
-@dataclass(frozen=True)
-class FeasibilityScore:
-    """A score of infeasibility.
-
-    Attributes:
-        title: for tables.
-        needs: what the composer must have: "normaliser" (the product of densities), "variance", or "nothing".
-        of: parts (Q, k, D) and their compositions -> (Q,).
-    """
+class FeasibilityScore(NamedTuple):
+    """A score of infeasibility: title, what the composer must have, and parts (Q, k, D), compositions -> (Q,)."""
 
     title: str
     needs: Literal["normaliser", "variance", "nothing"]
@@ -277,12 +258,11 @@ def feasibility_strata(
 def measure_feasibility(
     composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """ROC AUC of telling infeasible queries from feasible ones: score -> kind -> {"value", "se"}.
+    """ROC AUC of telling infeasible queries from feasible ones: score -> kind -> {"value", "se"}; 0.5 is chance.
 
-    1: every infeasible query has a larger score than every feasible one; 0.5: chance. Kinds are those of KINDS that
-    both sides have, and "all": their mean, each as often as the side with fewer queries of it has them. There too only
-    queries of one kind are compared, as variances differ between images and texts, and both sides need not have the
-    same share of texts. Standard errors take the queries of one combination for dependent.
+    Kinds are those that both sides have, and "all": their mean, each as often as the side with fewer queries of it has
+    them. Only queries of one kind are compared, as variances differ between images and texts. Standard errors take the
+    queries of one combination for dependent.
     """
     strata = feasibility_strata(composer, feasible, infeasible, counts).items()
     return {

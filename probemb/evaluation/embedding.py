@@ -38,11 +38,8 @@ def encode_texts(
 ) -> Gaussian:  # fmt: skip
     """Encode tokens (T, L), padded with zeros, in batches -> Gaussian (T, D), float32, on the CPU.
 
-    Repeated texts are encoded once. Texts of similar length share a batch, whose padding is cut.
-
-    Args:
-        encode: the model's `encode_text`; cut: its `cut_padding`.
-        keeper: what `encode` keeps tokens with; it is told their order.
+    Repeated texts are encoded once. Texts of similar length share a batch, whose padding is cut (the model's
+    `cut_padding`). keeper: what `encode` keeps tokens with; it is told their order.
     """
     distinct, place = torch.unique(tokens, dim=0, return_inverse=True)
     position = torch.arange(1, tokens.shape[1] + 1)
@@ -62,12 +59,8 @@ def encode_images(
 ) -> Gaussian:  # fmt: skip
     """Encode every batch of an iterable, without gradients -> Gaussian (N, D), float32, on the CPU.
 
-    Args:
-        encode: the model's `encode_image`, or any function from a batch to a Gaussian.
-        total: items to report as done at the end, if it differs from the number of items encoded.
-
-    Raises:
-        UserError: an embedding is not finite, or there is nothing to encode.
+    total: items to report as done at the end, if it differs from the number of items encoded. Raises UserError: an
+    embedding is not finite, or there is nothing to encode.
     """
     parts, done = [], 0
     with torch.inference_mode():
@@ -92,13 +85,7 @@ def encode_images(
 
 
 class EmbeddedImages(NamedTuple):
-    """Embeddings of the images that could be read.
-
-    Attributes:
-        gaussian: (N, D).
-        kept: for each row the index of its image in the data.
-        bad: (name, reason) of images that could not be read.
-    """
+    """Embeddings (N, D) of images that could be read, each row's index in the data, (name, reason) of the others."""
 
     gaussian: Gaussian
     kept: list[int]
@@ -110,11 +97,8 @@ class Embedder:
     """A model with its tokenizer and transform, and settings to run it.
 
     Attributes:
-        model: in evaluation mode, on `device`.
-        tokenizer: list of T texts -> (T, L); transform: PIL image -> (3, H, W).
-        batch_size: images in a batch; text_batch_size: texts in a batch.
-        workers: processes that decode images; None chooses.
-        max_bad: largest share of images that may be unreadable.
+        model: in evaluation mode, on `device`; tokenizer: list of T texts -> (T, L); transform: PIL image -> (3, H, W).
+        workers: processes that decode images; None chooses. max_bad: largest share that may be unreadable.
         show: context manager (title, total) -> advance, as `probemb.progress.progress`.
     """
 
@@ -129,11 +113,7 @@ class Embedder:
     show: Callable = silent
 
     def images(self, images: Images, title: str = "images", keeper: TokenKeeper | None = None) -> EmbeddedImages:
-        """Embed all readable images; their tokens are kept with `keeper`.
-
-        Raises:
-            UserError: too many images that cannot be read, embeddings that are not finite.
-        """
+        """Embed all readable images. Raises UserError: too many cannot be read, embeddings that are not finite."""
         check_images(self.model, images)
         workers = loader_workers(self.workers, len(images), self.device.name)
         batches = ImageBatches(images, self.transform, self.batch_size, workers, self.max_bad)
@@ -186,11 +166,7 @@ class EmbeddedPairs(NamedTuple):
 
 
 def embed_pairs(embedder: Embedder, captions: CaptionDataset, with_tokens: bool = False) -> EmbeddedPairs:
-    """Embed all readable images and their captions; also their tokens, if asked for.
-
-    Raises:
-        UserError: too many images that cannot be read, embeddings that are not finite.
-    """
+    """Embed all readable images and their captions. Raises UserError: as `Embedder.images`."""
     of_images, of_texts = (TokenKeeper(), TokenKeeper()) if with_tokens else (None, None)
     images, kept, bad = embedder.images(captions.images, keeper=of_images)
     texts = embedder.texts([text for i in kept for text in captions.captions[i]], keeper=of_texts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,14 +34,9 @@ Resampled = dict[str, Tensor]  # "average_precision", "roc_auc" and "…_halves"
 
 @dataclass(frozen=True, eq=False)
 class JudgedPairs:
-    """P judged pairs of an image and a caption of another image.
+    """P judged pairs: rows, label (a majority said yes), share of yes, and half, 0 or 1, by a hash of the image's name.
 
-    Attributes:
-        image, caption: (P,) int64 rows.
-        label: (P,) bool, a majority said yes; share: (P,) float64, of yes.
-        half: (P,) int64, 0 or 1, by a hash of the image's name.
-        clusters: of images and of captions: (P,) int64, places among those judged, and the bootstrap's weights, (R + 1,
-            I) and (R + 1, C).
+    clusters: of images and of captions: (P,) places among those judged, and the bootstrap's weights, (R + 1, I or C).
     """
 
     image: Tensor
@@ -121,8 +116,7 @@ def evaluate_rankings_of_pairs(
     scores have no common scale: only the means of halves count.
 
     Returns:
-        results: "rows": {"ranking", "title", metric -> {"value", "low", "high"}, "difference": metric -> the same, to
-            "reference", by the paired bootstrap}; "tolerance": of `cross_fitted`, or None.
+        results: "rows", with differences to the "reference" by the paired bootstrap, and "tolerance" of `cross_fitted`.
         scores: ranking -> (P,).
     """
     names = [name for name in rankings if RANKINGS[name].scores] or ["mean"]  # others only search faster
@@ -150,12 +144,10 @@ def evaluate_rankings_of_pairs(
 
 
 def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float] = GRID) -> tuple[Tensor, dict]:
-    """Scores -(|mu_i - mu_c|^2 + t2i u_i + i2t u_c) whose weights were chosen by AP on the other half's images.
+    """Scores -(|mu_i - mu_c|^2 + t2i u_i + i2t u_c), (P,), whose weights were chosen by AP on the other half's images.
 
-    Returns:
-        scores: (P,); those of the two halves have no common scale.
-        found: "chosen": for each half the weights that it was scored with, from the other; "oracle": "lambda", the
-            AP over all pairs at [i2t][t2i], chosen nowhere else, and its "best".
+    Also "chosen": for each half the weights that it was scored with, from the other; "oracle": "lambda", the AP over
+    all pairs at [i2t][t2i], and its "best".
     """
     squared = torch.cat([
         (pairs.images.mean[image] - pairs.texts.mean[caption]).double().square().sum(1)
@@ -204,9 +196,8 @@ def match_calibration(
         closed: whether a and b are of the closed form, not of a model that was trained on samples.
 
     Returns:
-        "closed form" and "sampled": {"raw" and "refitted": `Reliability` as a dict, "parameters": for each half
-        {"slope", "intercept"}}; "constant": {"share", "brier"} of the mean share for every pair. "refitted" is None if
-        one half has no pairs of both labels.
+        of both forms "raw" and "refitted", `reliability`, the latter None if one half has no pairs of both labels, and
+        "parameters" for each half; "constant": {"share", "brier"} of the mean share for every pair.
     """
     logits = {}
     if closed:
@@ -220,7 +211,7 @@ def match_calibration(
 
 
 def _calibration(logit: Tensor, judged: JudgedPairs) -> dict:
-    found: dict = {"raw": asdict(reliability(logit.sigmoid(), judged.share)), "refitted": None, "parameters": None}
+    found: dict = {"raw": reliability(logit.sigmoid(), judged.share), "refitted": None, "parameters": None}
     if not judged.divisible:
         return found
     probability, parameters = torch.empty_like(logit), []
@@ -228,7 +219,7 @@ def _calibration(logit: Tensor, judged: JudgedPairs) -> dict:
         slope, intercept = fit_logistic(logit[other], judged.share[other])
         probability[here] = torch.sigmoid(slope * logit[here] + intercept)
         parameters.append({"slope": slope, "intercept": intercept})
-    return found | {"refitted": asdict(reliability(probability, judged.share)), "parameters": parameters}
+    return found | {"refitted": reliability(probability, judged.share), "parameters": parameters}
 
 
 def accepted_shares(judged: JudgedPairs, n_captions: int, least: int = LEAST) -> Tensor:

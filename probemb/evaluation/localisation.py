@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -41,17 +40,14 @@ KS = (1, 5, 10)
 THRESHOLD = 0.5  # of the IoU
 
 
-@dataclass
-class Localised:
+class Localised(NamedTuple):
     """Result of each phrase, in the order of `rows`.
 
     Attributes:
         rows: indices of the phrases in the data; image: (Q,) the image of each.
-        first: by ranking, (Q, 10) indices of the first proposals, -1 where there are fewer.
-        first_overlaps: by ranking, (Q, 10) their IoU, -1 where there are fewer.
+        first, first_overlaps: by ranking, (Q, 10) the first proposals and their IoU, -1 where there are fewer.
         best_overlap: (Q,) the highest IoU of any proposal; chance: (Q, 3) recall of guessing at each of KS.
-        u: (Q,) uncertainty of each phrase.
-        scores: name -> (Q,), what tells a doubtful phrase; see `query_scores`.
+        u: (Q,) uncertainty of each phrase; scores: name -> (Q,), see `query_scores`.
         bad: (name, reason) of images that could not be read.
     """
 
@@ -63,7 +59,7 @@ class Localised:
     chance: Tensor
     u: Tensor
     scores: dict[str, Tensor]
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad: list[tuple[str, str]]
 
 
 def localise(

@@ -48,11 +48,9 @@ ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The weights of the variances and how they were chosen.
+    """The weights of the captions' u (`i2t`) and of the images' u (`t2i`), and how they were chosen.
 
     Attributes:
-        i2t, t2i: weights of the captions' u (searched with an image) and of the images' u (searched with a caption): 1
-            is CSD, 0 the means, below 0 a tolerance.
         curve: {"lambda": weights, "i2t": metric in [0, 1] at each, "t2i": the same}; None for given weights.
         metric, positives: what the choice maximises, or None.
         chosen: "given", "oracle" (on the data that is scored), or "chosen on ..." other data, which is named.
@@ -68,15 +66,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class RankingOptions:
-    """Settings of the rankings.
-
-    Attributes:
-        scale, shift: a and b of the match probability, the model's own; samples: of each item.
-        factory: FAISS' index; candidates: how many of the means' neighbours are re-ranked.
-        device: where scores are computed; FAISS searches on the CPU.
-        tolerance: the weights of the ranking "tolerance"; by default those of CSD.
-        attention: how "attention" scores; tokens: of the images and the captions, `EmbeddedPairs.tokens`.
-    """
+    """Settings: a and b of the match probability, samples of each item, FAISS' index and how many of the means'
+    neighbours are re-ranked, where scores are computed, the weights of "tolerance", how "attention" scores and the
+    tokens of images and captions (`EmbeddedPairs.tokens`)."""
 
     scale: float = 1.0
     shift: float = 0.0
@@ -96,10 +88,8 @@ class RankingOptions:
 class Scores:
     """Scores of N rows with M columns; `scores(rows)` gives (rows, M).
 
-    Attributes:
-        left, right: tensors, Gaussians, samples or tokens of the rows' and of the columns' items.
-        block: (left, right, rows, columns) -> the scores of these slices.
-        flipped: rows are `right`'s items.
+    left, right: tensors, Gaussians, samples or tokens; block: (left, right, rows, columns) -> scores of these slices;
+    flipped: rows are `right`'s items.
     """
 
     left: Any
@@ -164,11 +154,6 @@ def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.
 def _wasserstein2(a: Gaussian, b: Gaussian) -> Scores:
     x, y = (torch.cat([g.mean, g.std], 1) for g in (a.float(), b.float()))
     return _squared_euclidean(*near_origin(x, y))
-
-
-def _means(a: Gaussian, b: Gaussian) -> Scores:
-    """Dot products of the means, cosines at unit length."""
-    return dots(at_least_float32(a.mean), at_least_float32(b.mean))
 
 
 def _kl_sides(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor]:
@@ -243,7 +228,6 @@ def sampled(a: Gaussian, b: Gaussian, score: Callable[[Tensor, Tensor], Tensor],
 
 
 def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: float, n_samples: int = 8) -> Scores:
-    """PCME's match probability in [0, 1]."""
     return sampled(a, b, partial(match_probability_of_samples, scale=float(scale), shift=float(shift)), n_samples)
 
 
@@ -281,35 +265,22 @@ def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
 # --------------------------------------------------------------------------------------------------------- the rankings
 
 
-def _one(gallery: Gaussian, options: RankingOptions) -> int:
-    return gallery.mean[0].numel()
+# Numbers that a gallery keeps of every item. Source: PCME Table 1.
+NUMBERS: dict[str, Callable[[Gaussian, RankingOptions], int]] = {
+    "mean": lambda gallery, o: gallery.mean[0].numel(),
+    "mean and u": lambda gallery, o: gallery.shape[-1] + 1,
+    "both": lambda gallery, o: 2 * gallery.shape[-1],
+    "samples": lambda gallery, o: o.samples * gallery.shape[-1],  # could be drawn again from 2 D numbers, as here
+    "tokens": lambda gallery, o: o.tokens[1].values.shape[1] * round(o.tokens[1].lengths.double().mean().item()),
+}
 
 
-def _one_and_u(gallery: Gaussian, options: RankingOptions) -> int:
-    return gallery.shape[-1] + 1
-
-
-def _both(gallery: Gaussian, options: RankingOptions) -> int:
-    return 2 * gallery.shape[-1]
-
-
-def _drawn(gallery: Gaussian, options: RankingOptions) -> int:  # could be drawn again from 2 D numbers, as here
-    return options.samples * gallery.shape[-1]
-
-
-def _tokens(gallery: Gaussian, options: RankingOptions) -> int:  # of the captions, in the mean
-    return round(options.tokens[1].lengths.double().mean().item()) * options.tokens[1].values.shape[1]
-
-
-@dataclass(frozen=True)
-class Ranking:
+class Ranking(NamedTuple):
     """A ranking.
 
     Attributes:
-        title: for tables; how: it is computed, with fields of RankingOptions.
-        numbers: (gallery, options) -> the numbers that it keeps of every item. Source: PCME Table 1.
-        scores: (images, captions, options) -> Scores; None: by a search in an index.
-        index: the form of FAISS' index, for a search.
+        title: for tables; how: it is computed, with fields of RankingOptions; keeps: one of NUMBERS.
+        scores: (images, captions, options) -> Scores; None: by a search in an index of the form `index`.
         variances: it reads them, so it is not of points; CSD is, as the squared distance of the means.
         usual: measured where no names are given.
         several: of K embeddings an item; all others are of one.
@@ -317,7 +288,7 @@ class Ranking:
 
     title: str
     how: str
-    numbers: Callable[[Gaussian, RankingOptions], int]
+    keeps: str
     scores: Callable[[Gaussian, Gaussian, RankingOptions], Scores] | None = None
     index: str = "mean"
     variances: bool = False
@@ -329,66 +300,69 @@ _VARIANCES, _USUAL = {"variances": True}, {"usual": True}
 _SAMPLES = "sampled, {samples} x {samples} samples a pair"
 
 RANKINGS: dict[str, Ranking] = {
-    "csd": Ranking("CSD", "closed form", _one_and_u, lambda a, b, o: tolerance_scores(a, b), **_USUAL),
-    "mean": Ranking("mean only", "cosine of the means", _one, lambda a, b, o: _means(a, b), **_USUAL),
+    "csd": Ranking("CSD", "closed form", "mean and u", lambda a, b, o: tolerance_scores(a, b), **_USUAL),
+    "mean": Ranking(
+        "mean only", "cosine of the means", "mean",
+        lambda a, b, o: dots(at_least_float32(a.mean), at_least_float32(b.mean)), **_USUAL,
+    ),
     "wasserstein2": Ranking(
-        "2-Wasserstein", "closed form", _both, lambda a, b, o: _wasserstein2(a, b), **_VARIANCES, **_USUAL
+        "2-Wasserstein", "closed form", "both", lambda a, b, o: _wasserstein2(a, b), **_VARIANCES, **_USUAL
     ),
     "match-probability": Ranking(
-        "match probability", _SAMPLES, _drawn,
+        "match probability", _SAMPLES, "samples",
         lambda a, b, o: match_probability_scores(a, b, o.scale, o.shift, o.samples), **_VARIANCES, **_USUAL,
     ),
     "tolerance": Ranking(
         "tolerance", "CSD with the captions' u times {tolerance.i2t:g} and the images' u times {tolerance.t2i:g}",
-        _one_and_u, lambda a, b, o: tolerance_scores(a, b, o.tolerance.i2t, o.tolerance.t2i), **_VARIANCES, **_USUAL,
+        "mean and u", lambda a, b, o: tolerance_scores(a, b, o.tolerance.i2t, o.tolerance.t2i), **_VARIANCES, **_USUAL,
     ),
-    "faiss-mean": Ranking("FAISS on the means", "{factory}, no re-ranking", _one, **_USUAL),
+    "faiss-mean": Ranking("FAISS on the means", "{factory}, no re-ranking", "mean", **_USUAL),
     "faiss-rerank": Ranking(
-        "FAISS, re-ranked", "{factory}, {candidates} candidates re-ranked by adding their uncertainty", _one_and_u,
+        "FAISS, re-ranked", "{factory}, {candidates} candidates re-ranked by adding their uncertainty", "mean and u",
         **_USUAL,
     ),
     "faiss-csd": Ranking(
-        "FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself", _one_and_u, index="csd", **_USUAL
+        "FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself", "mean and u", index="csd", **_USUAL
     ),
     "log-likelihood": Ranking(
-        "log-likelihood", "log of the expected likelihood kernel, closed form", _both,
+        "log-likelihood", "log of the expected likelihood kernel, closed form", "both",
         lambda a, b, o: pairwise(a, b, lambda x, y: -elk(x, y)), **_VARIANCES,
     ),
     "inclusion": Ranking(
-        "inclusion", "of the image in the caption, closed form", _both, lambda a, b, o: pairwise(a, b, inclusion),
+        "inclusion", "of the image in the caption, closed form", "both", lambda a, b, o: pairwise(a, b, inclusion),
         **_VARIANCES,
     ),
     "kl": Ranking(
-        "KL(image || caption)", "closed form, from the image to the caption", _both,
+        "KL(image || caption)", "closed form, from the image to the caption", "both",
         lambda a, b, o: dots(*_kl_sides(a, b)), **_VARIANCES,
     ),
     "reverse-kl": Ranking(
-        "KL(caption || image)", "closed form, from the caption to the image", _both,
+        "KL(caption || image)", "closed form, from the caption to the image", "both",
         lambda a, b, o: dots(*_kl_sides(b, a)[::-1]), **_VARIANCES,
     ),
     "min-kl": Ranking(
-        "smaller KL", "closed form, the smaller one of both directions", _both, lambda a, b, o: _min_kl(a, b),
+        "smaller KL", "closed form, the smaller one of both directions", "both", lambda a, b, o: _min_kl(a, b),
         **_VARIANCES,
     ),
     "symmetric-kl": Ranking(
-        "symmetric KL", "closed form, the mean of both directions", _both,
+        "symmetric KL", "closed form, the mean of both directions", "both",
         lambda a, b, o: dots(*_both_kl_sides(a, b, 0.5)), **_VARIANCES,
     ),
     "bhattacharyya": Ranking(
-        "Bhattacharyya", "closed form", _both, lambda a, b, o: pairwise(a, b, lambda x, y: -bhattacharyya(x, y)),
+        "Bhattacharyya", "closed form", "both", lambda a, b, o: pairwise(a, b, lambda x, y: -bhattacharyya(x, y)),
         **_VARIANCES,
     ),
     "average-l2": Ranking(
-        "average L2", _SAMPLES, _drawn,
+        "average L2", _SAMPLES, "samples",
         lambda a, b, o: sampled(a, b, lambda x, y: -mean_distance_of_samples(x, y), o.samples), **_VARIANCES,
     ),
     "multi-instance": Ranking(
-        "closest of the embeddings", "largest cosine of any of the image's embeddings with any of the caption's", _one,
-        lambda a, b, o: _multi_instance(a, b), several=True,
+        "closest of the embeddings", "largest cosine of any of the image's embeddings with any of the caption's",
+        "mean", lambda a, b, o: _multi_instance(a, b), several=True,
     ),
-    "attention": Ranking("cross attention", "tokens attend to tokens, {attention.direction}", _tokens, _attention),
+    "attention": Ranking("cross attention", "tokens attend to tokens, {attention.direction}", "tokens", _attention),
     "order": Ranking(
-        "order", "what the caption exceeds the image by, squared", _one,
+        "order", "what the caption exceeds the image by, squared", "mean",
         lambda a, b, o: pairwise(a, b, lambda x, y: order_similarity(x.mean, y.mean)),
     ),
 }  # fmt: skip
@@ -456,10 +430,7 @@ class Ranked(NamedTuple):
 
 
 class Ranker:
-    """A ranking of Gaussians (N, D) and (M, D) in both directions: `ranker(depths)`, or of some rows alone.
-
-    Scores come from one pass; without scores an index of the other side is built for every gallery.
-    """
+    """Ranks Gaussians (N, D) and (M, D) in both directions, or some rows alone; depth: of either direction's lists."""
 
     def __init__(self, name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()):
         self.name, self.images, self.captions, self.options = name, images, captions, options

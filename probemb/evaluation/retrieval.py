@@ -18,7 +18,16 @@ from torch import Tensor
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.errors import UserError, nearest
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, embed_pairs, exact_match
-from probemb.evaluation.rankings import RANKINGS, Ranker, RankingOptions, Tolerance, describe_ranking, tolerance_scores
+from probemb.evaluation.rankings import (
+    NUMBERS,
+    RANKINGS,
+    Ranker,
+    RankingOptions,
+    Scores,
+    Tolerance,
+    describe_ranking,
+    tolerance_scores,
+)
 from probemb.gaussian import Gaussian
 from probemb.metrics.coco import COCO, FOLDS, coco_positives, coco_rows
 from probemb.metrics.plausible import VARIANTS, plausible_match_r_precision
@@ -37,6 +46,7 @@ from probemb.progress import silent
 BENCHMARKS = (*COCO, "pmrp")
 OWN, TRUE, CLASS = "own captions", "all true captions", "captions of the class"
 SIDES = {"i2t": "images", "t2i": "captions"}  # the queries of each direction
+PLAUSIBLE = {"r@1": "pmr1", "r_precision": "pmrp"}
 SHOWN = 3  # closest items of each query that are kept
 MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is held at once, a byte each
 
@@ -51,12 +61,7 @@ PerQuery = dict[str, dict[str, Tensor]]  # side ("images", "captions") -> "posit
 
 
 class Fold(NamedTuple):
-    """Some images and captions that are ranked alone, and the matches among them.
-
-    Attributes:
-        rows: of the images and of the captions in the data; None: all.
-        positives: of the images, and of the captions.
-    """
+    """Rows of images and of captions that are ranked alone (None: all), and the matches of both directions."""
 
     rows: tuple[Tensor, Tensor] | None
     positives: tuple[Positives, Positives]
@@ -113,14 +118,10 @@ def _test_split(pairs: EmbeddedPairs, captions: CaptionDataset) -> tuple[Tensor,
 
 
 def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects: bool) -> list[str]:
-    """--benchmarks as a list, or by default the benchmarks that the data allows.
+    """--benchmarks, names separated by commas, as a list, or by default the benchmarks that the data allows.
 
-    Args:
-        wanted: names separated by commas, or None.
-        has_objects: whether the objects of the images are known (--instances).
-
-    Raises:
-        UserError: an unknown name; COCO's benchmarks without COCO's ids; pmrp without objects, or the reverse.
+    Raises UserError: an unknown name; COCO's benchmarks without COCO's ids; pmrp without objects (--instances), or the
+    reverse.
     """
 
     def check_ids() -> None:
@@ -197,7 +198,7 @@ def evaluate_rankings(
             about = {
                 "ranking": name, "how": describe_ranking(name, options), "ms_per_query": ranked.ms_per_query,
                 "index_seconds": ranked.build_seconds,
-                "numbers_per_item": RANKINGS[name].numbers(pairs.texts, options),
+                "numbers_per_item": NUMBERS[RANKINGS[name].keeps](pairs.texts, options),
             }  # fmt: skip
             about |= {"chosen": options.tolerance.chosen} if name == "tolerance" else {}
             if not rows:
@@ -254,40 +255,30 @@ def measure_plausible(
 ) -> tuple[dict, PerQuery]:
     """Plausible matches, of all and as means over the folds of COCO 1K (PCME Table 3).
 
-    Args:
-        objects: (N, L) multi-hot object categories; test: rows of COCO's test split, if the data are COCO's.
+    objects: (N, L) multi-hot object categories; test: rows of COCO's test split, if the data are COCO's.
     """
     found: dict[str, dict] = {}
     per_query: PerQuery = {side: {} for side in SIDES.values()}
     folds = list(zip(*(side.chunk(FOLDS) for side in test))) if test else []
+
+    def both(scores: Scores, images: Tensor, texts: Tensor, variant: str) -> dict:
+        i2t, t2i = scores.both_ways()
+        ways = {"i2t": (i2t, images, texts), "t2i": (t2i, texts, images)}
+        each = {way: plausible_match_r_precision(*one, variant=variant) for way, one in ways.items()}
+        return {way: {name: one[of] for name, of in PLAUSIBLE.items()} | one for way, one in each.items()}
+
     for variant in VARIANTS:
         title = f"plausible matches, {variant}"
-        found[title] = plausible_matches(ranker.scores, objects, objects[owner], variant)
+        found[title] = both(ranker.scores, objects, objects[owner], variant)
         for way, side in SIDES.items():
             values = found[title][way].pop("per_query")
             per_query[side] |= {f"{title}: {TITLES[m]}": values[of] for m, of in PLAUSIBLE.items()}
         if folds:
-            each = [
-                plausible_matches(ranker.scores.only(*rows), objects[rows[0]], objects[owner[rows[1]]], variant)
-                for rows in folds
-            ]
+            each = [both(ranker.scores.only(i, c), objects[i], objects[owner[c]], variant) for i, c in folds]
             found[f"plausible matches 1K, {variant}"] = {
                 way: {name: sum(one[way][name] for one in each) / FOLDS for name in PLAUSIBLE} for way in SIDES
             }
     return found, per_query
-
-
-PLAUSIBLE = {"r@1": "pmr1", "r_precision": "pmrp"}
-
-
-def plausible_matches(scores, of_images: Tensor, of_texts: Tensor, variant: str) -> dict:
-    """`plausible_match_r_precision` of both directions, with PMRP as "r_precision" and PMR@1 as "r@1"."""
-    i2t, t2i = scores.both_ways()
-    found = {
-        "i2t": plausible_match_r_precision(i2t, of_images, of_texts, variant=variant),
-        "t2i": plausible_match_r_precision(t2i, of_texts, of_images, variant=variant),
-    }
-    return {way: {name: one[of] for name, of in PLAUSIBLE.items()} | one for way, one in found.items()}
 
 
 def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: str, options: RankingOptions) -> dict:
@@ -310,11 +301,9 @@ def evaluate_retrieval(
         by_class: the captions of an image's class are its matches, not its own alone.
 
     Returns:
-        {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}, and of "tolerance"
-        its weights, "tolerance": {"i2t", "t2i"}.
+        `retrieval`, "ranking", "images": N, "captions": M, and of "tolerance" its weights, "tolerance": {"i2t", "t2i"}.
 
-    Raises:
-        UserError: too many images that cannot be read, embeddings that are not finite.
+    Raises UserError: too many images that cannot be read, embeddings that are not finite.
     """
     model = embedder.model
     ranking = ranking if ranking and model.probabilistic else model.ranking
@@ -341,13 +330,8 @@ def choose_tolerance(
 ) -> Tolerance:  # fmt: skip
     """The weight of each direction that is best on these pairs; of equally good ones the one closest to 0.
 
-    A query's own variance is a constant of its ranking, so each direction has one weight, of its gallery, and both are
-    chosen independently.
-
-    Args:
-        positives: of images, (N, M); of: their name.
-        metric: one of CHOSEN_BY.
-        chosen: the label of the choice.
+    A query's own variance is a constant of its ranking, so each direction has one weight, of its gallery. positives: of
+    images, (N, M), whose name is `of`; metric: one of CHOSEN_BY; chosen: the label of the choice.
     """
     curve = {
         "lambda": [float(weight) for weight in grid],

@@ -9,7 +9,6 @@ N images, M captions, Q queries, G gallery items, K candidates of each query, P 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 from sklearn.manifold import TSNE
@@ -62,13 +61,8 @@ def findings(
     """The uncertainty part of results.json.
 
     Args:
-        per_query, tops: of `evaluate_rankings`.
+        per_query, tops: of `evaluate_rankings`; measure: a key of MEASURES.
         erased: number of images, and of captions, to erase parts of.
-        measure: of uncertainty, a key of MEASURES.
-
-    Returns:
-        "quality"; "ambiguity_spearman" for the synthetic world; "length_spearman", of a caption's u with its number of
-        words; "erased" unless that is 0; "extremes".
     """
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
@@ -103,8 +97,8 @@ def quality(
     for side, u in (("images", measure(pairs.images)), ("captions", measure(pairs.texts))):
         found[side] = {}
         for name, values in per_query[side].items():
-            bins, curve = uncertainty_bins(u, values, cut_over_all=True), rejection_curve(u, values)
-            found[side][name] = {"bins": bins and asdict(bins), "rejection": curve and asdict(curve)}
+            bins = uncertainty_bins(u, values, cut_over_all=True)
+            found[side][name] = {"bins": bins, "rejection": rejection_curve(u, values)}
     return found
 
 
@@ -115,11 +109,7 @@ def evenly(n: int, wanted: int) -> list[int]:
 
 
 def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
-    """Means of some images and their captions in a plane, by t-SNE.
-
-    Returns:
-        "method", "images" and "captions": rows, "x", "y", "uncertainty".
-    """
+    """Means of some images and their captions in a plane, by t-SNE: "method", and of either side rows and places."""
     rows = torch.tensor(evenly(len(pairs.images), n_images))
     columns = torch.isin(pairs.owner, rows).nonzero().flatten()
     points = torch.cat([pairs.images.mean[rows], pairs.texts.mean[columns]]).float()
@@ -180,10 +170,7 @@ def erase(
     embedder: Embedder, captions: CaptionDataset, chosen: Sequence[int], shares: Sequence[float] = ERASED,
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:  # fmt: skip
-    """Uncertainty against the share of erased pixels, or regions, and words.
-
-    Args:
-        chosen: indices of the images to erase parts of, and of their first captions.
+    """Uncertainty against the share that is erased of the `chosen` images and of their first captions.
 
     Returns:
         "pixels", or "regions" of images that are precomputed regions, "words", and "ends" (the last words, which leaves
@@ -238,13 +225,12 @@ def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
 def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) -> dict:
     """Does an image lie in its caption, and a caption in a more general one (`distances.inclusion` above 0)?
 
-    Of pairs with one embedding an item. Pairs and captions beyond the limits are left out, drawn from the seed.
+    Of pairs with one embedding an item; those beyond the limits are left out, drawn from the seed.
 
     Returns:
         "own": "pairs"; "lies_in", the share of images that lie in their captions; "lies_in_other", of as many images in
-        the caption of another one (None with a single image); "nested": see `direction`, None but for the synthetic
-        world, whose captions' sets of images are known. Estimates are {"value", "low", "high"}, 95 % by bootstrap over
-        the images.
+        the caption of another one; "nested": see `direction`, None but for the synthetic world, whose captions' sets of
+        images are known. Estimates are {"value", "low", "high"}, 95 % by bootstrap over the images.
     """
     rows = _drawn(len(pairs.owner), OWN_PAIRS, seed)
     owner, texts = pairs.owner[rows], pairs.texts[rows]
@@ -260,17 +246,13 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
 
 
 def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
-    """Does inclusion tell which of two captions is true of more images?
-
-    Args:
-        texts: Gaussian (M, D); match_NM: (N, M) bool, which image each caption is true of.
+    """Does inclusion tell which of two captions is true of more images? match_NM: (N, M) bool.
 
     Returns:
-        over pairs of captions of which one is true of some of the images of the other and of no other image, None
-        without any: "captions"; "found", the pairs among them; "pairs", those that are measured; "lies_in", the share
-        in which the caption of fewer images lies in the other; "roc_auc", of the inclusion that way against the
-        reverse one. Both {"value", "low", "high"}, 95 % by bootstrap over the captions of fewer images, and 0.5 by
-        chance.
+        over `nested_pairs` of captions, None without any: "captions"; "found", the pairs among them; "pairs", those
+        that are measured; "lies_in", the share in which the caption of fewer images lies in the other; "roc_auc", of
+        the inclusion that way against the reverse one. Both 95 % by bootstrap over the captions of fewer images, and
+        0.5 by chance.
     """
     small, large = nested_pairs(match_NM)
     if not len(small):
@@ -400,16 +382,15 @@ def evaluate_predictors(
     pairs: EmbeddedPairs, captions: CaptionDataset, correct: Mapping[str, Tensor], model: MatchModel,
     device: str = "cpu", accepted_share: Tensor | None = None,
 ) -> dict:  # fmt: skip
-    """The table of both directions.
+    """`assess` of both directions, and a warning if u runs against recall.
 
     Args:
         correct: "images" -> (N,), "captions" -> (M,): whether the first answer of each query is right.
         accepted_share: (M,) as for `assess`.
 
     Returns:
-        {"match_probability": the formula, "match_of_first": {"mean", "right"}: the mean match of a caption's closest
-        image among all and the share that is right, None without match probability; "captions": rows of `assess` for
-        text -> image, "images": for image -> text, "warning": one line if u runs against recall, else None}.
+        also "match_probability", the formula, and "match_of_first": the mean match of a caption's closest image among
+        all and the share that is right, None without match probability.
     """
     images, texts = pairs.images.to(device), pairs.texts.to(device)
     ambiguity = None if captions.scenes is None else true_ambiguity(captions, pairs.kept)
@@ -434,17 +415,15 @@ def assess(
     """Measure how well each score predicts whether its queries are answered right.
 
     Args:
-        scores: name -> (Q,).
-        correct: (Q,) whether the first answer is right, as numbers.
+        scores: name -> (Q,); correct: (Q,) whether the first answer is right, as numbers.
         cluster: (Q,) queries that depend on each other, such as the captions of an image.
         ambiguity: (Q,) the share of all images that a query fits.
         accepted_share: (Q,) the share of the judged images that people accept, NaN where there are none.
 
     Returns:
-        For each score {"score", "ambiguity", "accepted_share", "r@1": Spearman's {"value", "se"}; "halves":
-        {"certain", "rest", "difference"}; "gain": of the rejection curve, 0 at random and 1 at best}; None where
-        something is unknown or constant. A score that knows something has positive correlations with ambiguity and
-        accepted_share, a negative one with r@1, and a positive difference and gain.
+        Spearman's correlation with each outcome, `halves`, and "gain" of refusing, None where something is unknown or
+        constant. A score that knows something has positive correlations with ambiguity and accepted_share, a negative
+        one with r@1, and a positive difference and gain.
     """
     outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}
     return [
@@ -466,22 +445,19 @@ def runs_against_recall(row: dict) -> bool:
 
 
 def warning(found: Mapping) -> str | None:
-    """One line if u runs against recall in a direction, and what to do; None if not, or without u.
-
-    found: "captions" and "images" as `evaluate_predictors` returns them.
-    """
+    """One line if u runs against recall in a direction of `evaluate_predictors`, and what to do; None if not."""
     told = []
     for side in ("captions", "images"):
         for row in found[side]:
             if row["score"] == "u" and runs_against_recall(row):
-                correlation, parts = row["r@1"], row["halves"]
-                text = f"{side}: Spearman with R@1 {correlation['value']:+.3f} ± {correlation['se']:.3f}"
-                if parts:
-                    text += f", R@1 {parts['certain']:.1%} in the certain half, {parts['rest']:.1%} in the other"
-                told.append(text)
-    if not told:
-        return None
+                told.append("{side}: Spearman with R@1 {value:+.3f} ± {se:.3f}".format(side=side, **row["r@1"]))
+                if row["halves"]:
+                    halves_of = "R@1 {certain:.1%} in the certain half, {rest:.1%} in the other"
+                    told[-1] += ", " + halves_of.format(**row["halves"])
     return (
-        f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
-        "finetune so that u keeps its sign (docs/concepts.md)"
-    )
+        told
+        and (
+            f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
+            "finetune so that u keeps its sign (docs/concepts.md)"
+        )
+    ) or None

@@ -64,8 +64,7 @@ def coco_test_ids() -> tuple[list[int], list[int]]:
 def coco_rows(image_ids: Iterable | None, caption_ids: Iterable | None) -> tuple[Tensor, Tensor]:
     """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data, which may hold others.
 
-    Raises:
-        UserError: the data has no ids, or some of COCO's are not among them.
+    Raises UserError: the data has no ids, or some of COCO's are not among them.
     """
     remedy = "Give the data of COCO's Karpathy test split with its ids, or leave these benchmarks out."
     found = []

@@ -166,17 +166,10 @@ def _ranked(scores_QG: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 def rank_both(
     score: Callable[[slice], Tensor], n_rows: int, n_columns: int, depth: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Ranked lists of both directions from one pass over the scores, of which about BLOCK_ELEMENTS are held at a time.
+    """`ranking` of both directions from one pass over the scores, of which about BLOCK_ELEMENTS are held at a time.
 
-    Args:
-        score: rows -> (rows, n_columns) scores.
-        depth: length of the lists of either direction; at most the gallery's size is used.
-
-    Returns:
-        (n_rows, depth) columns closest to each row, (n_columns, depth) rows closest to each column; int64, on the CPU.
-
-    Raises:
-        ValueError: a score is NaN or infinite.
+    Returns (n_rows, depth) columns closest to each row, (n_columns, depth) rows closest to each column; int64, on the
+    CPU. depth: of the lists of either direction.
     """
     of_rows, of_columns = depth[0], min(depth[1], n_rows)
     height = max(1, min(n_rows, BLOCK_ELEMENTS // max(1, n_columns)))

@@ -72,32 +72,17 @@ def mean_estimates(
 # --------------------------------------------------------------------------------------------- bins and rejection curve
 
 
-@dataclass(frozen=True)
-class Bins:
-    """Items in bins of (nearly) equal count, from certain to uncertain, with correlations.
-
-    Attributes:
-        uncertainty, accuracy: mean of each bin; counts: items in each.
-        accuracy_se: standard error of each mean accuracy over independent items; None for a bin of one item.
-        pearson: of the bins' means, as in PCME++ Fig. 3; None if one of the two is constant.
-        spearman: rank correlation over single items; None likewise.
-    """
-
-    uncertainty: list[float]
-    accuracy: list[float]
-    counts: list[int]
-    accuracy_se: list[float | None]
-    pearson: float | None
-    spearman: float | None
-
-
-def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_over_all: bool = False) -> Bins | None:
-    """Bin items by uncertainty and take the mean score of each bin. None if fewer than two items have a score.
+def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_over_all: bool = False) -> dict | None:
+    """Items in bins of (nearly) equal count, from certain to uncertain; None if fewer than two have a score.
 
     Args:
         uncertainty: (Q,); score: (Q,), NaN for an item without one.
         cut_over_all: cut the bins over items without a score too, as PCME++'s evaluation does although ECCV Caption
-            has only some queries. Counts, means and correlations are over the items with a score.
+            has only some queries. Everything else is over the items with a score.
+
+    Returns:
+        "uncertainty", "accuracy": means of each bin; "counts"; "accuracy_se", of independent items, None for a single
+        one; "pearson", of the bins' means (PCME++ Fig. 3); "spearman", over single items.
     """
     scored = torch.isfinite(score.double())
     keep = torch.isfinite(uncertainty.double()) & (scored | cut_over_all)
@@ -107,40 +92,25 @@ def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_o
     parts = [part[has[part]] for part in u.argsort(stable=True).tensor_split(min(n_bins, len(u)))]
     parts = [part for part in parts if len(part)]
     mean_u, mean_s = (torch.stack([x[part].mean() for part in parts]) for x in (u, s))
-    return Bins(
-        mean_u.tolist(), mean_s.tolist(), [len(part) for part in parts], [standard_error(s[part]) for part in parts],
-        pearson(mean_u, mean_s), spearman(u[has], s[has]),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RejectionCurve:
-    """The mean score of the queries that are answered when the most uncertain ones are refused.
-
-    Attributes:
-        refused: shares of the queries that are refused; score: mean score of the others at each share.
-        area: mean of the curve over every possible number of refused queries, from none to all but one.
-        random: the area if queries were refused at random, which is the score of all.
-        oracle: the area if the worst answers were refused first: the upper bound.
-    """
-
-    refused: list[float]
-    score: list[float]
-    area: float
-    random: float
-    oracle: float
+    return {
+        "uncertainty": mean_u.tolist(), "accuracy": mean_s.tolist(), "counts": [len(part) for part in parts],
+        "accuracy_se": [standard_error(s[part]) for part in parts], "pearson": pearson(mean_u, mean_s),
+        "spearman": spearman(u[has], s[has]),
+    }  # fmt: skip
 
 
 def rejection_curve(
     uncertainty: Tensor, score: Tensor, refused: Sequence[float] = tuple(i / 20 for i in range(20))
-) -> RejectionCurve | None:
+) -> dict | None:
     """Refuse the most uncertain queries first; queries of equal uncertainty count with their mean score.
 
     Args:
         uncertainty: (Q,); score: (Q,), items with a NaN score are left out; refused: shares in [0, 1).
 
     Returns:
-        None if no query has a score.
+        "refused"; "score", mean of the others at each share; "area", mean of the curve from none refused to all but
+        one; "random", the area if queries were refused at random, and "oracle", if the worst were first. None if no
+        query has a score.
     """
     u, s, _ = _known(uncertainty, score)
     if not len(u):
@@ -151,8 +121,8 @@ def rejection_curve(
     kept_mean = shared.repeat_interleave(counts).cumsum(0) / answered  # over the i + 1 most certain
     best = s.sort(descending=True).values.cumsum(0) / answered
     at = [max(1, len(u) - math.floor(share * len(u) + 1e-9)) for share in refused]
-    scores = [float(kept_mean[n - 1]) for n in at]
-    return RejectionCurve(list(refused), scores, *(float(x.mean()) for x in (kept_mean, s, best)))
+    areas = {name: float(x.mean()) for name, x in (("area", kept_mean), ("random", s), ("oracle", best))}
+    return {"refused": list(refused), "score": [float(kept_mean[n - 1]) for n in at]} | areas
 
 
 def _known(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,17 +171,16 @@ def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None
     """
     score, outcome, cluster = _known(score, outcome, cluster)
     curve = rejection_curve(score, outcome)
-    if curve is None or curve.oracle - curve.random <= 1e-12:
+    if curve is None or (possible := curve["oracle"] - curve["random"]) <= 1e-12:
         return None
     # The area is the mean of outcome x weight: the i-th most certain counts in every mean over i items or more.
     n = len(score)
     weight = (1 / torch.arange(1, n + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
     _, group, counts = score.unique(return_inverse=True, return_counts=True)
     of_group = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, group.sort().values, weight) / counts
-    centred = (outcome - curve.random) * (of_group[group] - 1)
-    possible = curve.oracle - curve.random
+    centred = (outcome - curve["random"]) * (of_group[group] - 1)
     se = _standard_error((centred - centred.mean()) / n, cluster)
-    return {"value": (curve.area - curve.random) / possible, "se": se / possible}
+    return {"value": (curve["area"] - curve["random"]) / possible, "se": se / possible}
 
 
 # --------------------------------------------------------------------------------------------------- promised precision
@@ -221,12 +190,7 @@ def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None
 class PrecisionCurve:
     """Coverage and precision of answering only queries with an uncertainty up to a threshold, thresholds ascending.
 
-    Attributes:
-        threshold: uncertainties.
-        coverage: share of the queries that are answered.
-        precision: share of those answered correctly.
-        at_least: lower bounds of the precision on new queries of the same kind, for all thresholds at once.
-        queries: their number.
+    `at_least` are lower bounds of the precision on new queries of the same kind, for all thresholds at once.
     """
 
     threshold: list[float]
@@ -266,25 +230,13 @@ def highest_threshold(curve: PrecisionCurve, precision: float) -> float | None:
 # ---------------------------------------------------------------------------------------------------------- calibration
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """Predicted probabilities against observed shares, in bins of equal width that hold any item.
+def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> dict:
+    """Predicted probabilities against observed shares, (P,) in [0, 1], in bins of equal width that hold any item.
 
-    Attributes:
-        predicted, observed: mean of each bin; counts: items in each.
-        ece: mean over all items of their bin's |predicted - observed|. Source: Guo et al. 2017, Eq. 3.
-        brier: mean squared difference of single items.
+    Returns:
+        "predicted", "observed": means of each bin; "counts"; "ece", mean over all items of their bin's |predicted -
+        observed| (Guo et al. 2017, Eq. 3); "brier", mean squared difference of single items.
     """
-
-    predicted: list[float]
-    observed: list[float]
-    counts: list[int]
-    ece: float
-    brier: float
-
-
-def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> Reliability:
-    """Bin items by probability; probability, share: (P,) in [0, 1]."""
     p, s = probability.double(), share.double()
     place = (p * n_bins).long().clamp_max(n_bins - 1)
     counts = torch.bincount(place, minlength=n_bins)
@@ -292,8 +244,10 @@ def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> Reliabi
     sums = [torch.zeros(n_bins, dtype=torch.float64).index_add_(0, place, x)[held] for x in (p, s)]
     predicted, observed = (x / counts[held] for x in sums)
     error = ((predicted - observed).abs() * counts[held]).sum() / len(p)
-    brier = (p - s).square().mean()
-    return Reliability(predicted.tolist(), observed.tolist(), counts[held].tolist(), float(error), float(brier))
+    return {
+        "predicted": predicted.tolist(), "observed": observed.tolist(), "counts": counts[held].tolist(),
+        "ece": float(error), "brier": float((p - s).square().mean()),
+    }  # fmt: skip
 
 
 def fit_logistic(x: Tensor, share: Tensor) -> tuple[float, float]:

@@ -79,4 +79,4 @@ def test_equal_the_authors_numbers(parity):
             u = torch.from_numpy(uncertainty[modality])
             bins = uncertainty_bins(u, single[side][f"{title}: {metric}"], 5, cut_over_all=True)
             want = ref[f"unc5__{name}__{modality}"]
-            np.testing.assert_allclose(bins.accuracy, want, atol=1e-9)
+            np.testing.assert_allclose(bins["accuracy"], want, atol=1e-9)

@@ -26,14 +26,14 @@ def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
     u = torch.rand(97, generator=generator).double().round(decimals=1)  # with ties
     score = (1 - u + 0.3 * torch.randn(97, generator=generator)).double()
     bins = uncertainty_bins(u, score)
-    assert sum(bins.counts) == 97
-    assert max(bins.counts) - min(bins.counts) <= 1
-    assert bins.uncertainty == sorted(bins.uncertainty)
+    assert sum(bins["counts"]) == 97
+    assert max(bins["counts"]) - min(bins["counts"]) <= 1
+    assert bins["uncertainty"] == sorted(bins["uncertainty"])
     parts = np.array_split(score[u.argsort(stable=True)].numpy(), 10)
-    assert bins.accuracy_se == pytest.approx([part.std(ddof=1) / len(part) ** 0.5 for part in parts])
-    assert bins.pearson == pytest.approx(np.corrcoef(bins.uncertainty, bins.accuracy)[0, 1])
+    assert bins["accuracy_se"] == pytest.approx([part.std(ddof=1) / len(part) ** 0.5 for part in parts])
+    assert bins["pearson"] == pytest.approx(np.corrcoef(bins["uncertainty"], bins["accuracy"])[0, 1])
     stats = pytest.importorskip("scipy.stats")
-    assert bins.spearman == pytest.approx(stats.spearmanr(u, score).statistic)
+    assert bins["spearman"] == pytest.approx(stats.spearmanr(u, score).statistic)
     assert average_ranks(torch.tensor([3.0, 1.0, 3.0])).tolist() == [1.5, 0.0, 1.5]
 
 
@@ -43,27 +43,27 @@ def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
     assert pearson(constant, constant) is None
     assert pearson(torch.arange(3.0).double(), constant) is None
     bins = uncertainty_bins(torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0]))
-    assert sum(bins.counts) == 3
+    assert sum(bins["counts"]) == 3
     assert uncertainty_bins(torch.ones(1), torch.ones(1)) is None
 
 
 def test_bins_may_be_cut_over_items_without_a_score():
     u, score = torch.arange(6.0), torch.tensor([1.0, torch.nan, torch.nan, torch.nan, 0.0, 1.0])
-    assert uncertainty_bins(u, score, 3).counts == [1, 1, 1]
-    assert uncertainty_bins(u, score, 3).accuracy_se == [None] * 3
+    assert uncertainty_bins(u, score, 3)["counts"] == [1, 1, 1]
+    assert uncertainty_bins(u, score, 3)["accuracy_se"] == [None] * 3
     bins = uncertainty_bins(u, score, 3, cut_over_all=True)
-    assert (bins.counts, bins.accuracy) == ([1, 2], [1.0, 0.5])  # the middle bin holds no score
+    assert (bins["counts"], bins["accuracy"]) == ([1, 2], [1.0, 0.5])  # the middle bin holds no score
 
 
 def test_refusing_the_most_uncertain_equals_its_definition():
     u = torch.tensor([0.5, 0.1, 0.9, 0.3])
     score = torch.tensor([0.0, 1.0, 0.0, 1.0])
     curve = rejection_curve(u, score, refused=(0, 0.25, 0.5, 0.9))
-    assert curve.score == pytest.approx([0.5, 2 / 3, 1, 1])
-    assert curve.area == pytest.approx((1 + 1 + 2 / 3 + 0.5) / 4)
-    assert curve.area == pytest.approx(curve.oracle)
-    assert curve.random == 0.5
-    assert rejection_curve(-u, score).area == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4)
+    assert curve["score"] == pytest.approx([0.5, 2 / 3, 1, 1])
+    assert curve["area"] == pytest.approx((1 + 1 + 2 / 3 + 0.5) / 4)
+    assert curve["area"] == pytest.approx(curve["oracle"])
+    assert curve["random"] == 0.5
+    assert rejection_curve(-u, score)["area"] == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4)
 
 
 def world(n_images=150, captions=5, effect=0.6, seed=0):
@@ -105,7 +105,7 @@ def test_values_are_scipys_and_those_of_the_definitions():
     assert rank_correlation(score, outcome)["value"] == pytest.approx(stats.spearmanr(score, outcome).statistic)
     curve = rejection_curve(score, outcome)
     gain = rejection_gain(score, outcome)
-    assert gain["value"] == pytest.approx((curve.area - curve.random) / (curve.oracle - curve.random))
+    assert gain["value"] == pytest.approx((curve["area"] - curve["random"]) / (curve["oracle"] - curve["random"]))
     parts = halves(score, outcome)
     middle = score.median()
     assert parts["certain"] > parts["rest"]
@@ -174,16 +174,16 @@ def test_bins_in_a_plain_loop():
     for x, y in zip(p.tolist(), share.tolist()):
         bins[min(int(x * 10), 9)].append((x, y))
     means = [[sum(column) / len(rows) for column in zip(*rows)] for rows in bins if rows]
-    assert found.predicted == pytest.approx([m[0] for m in means])
-    assert found.observed == pytest.approx([m[1] for m in means])
-    assert found.counts == [len(rows) for rows in bins if rows]
+    assert found["predicted"] == pytest.approx([m[0] for m in means])
+    assert found["observed"] == pytest.approx([m[1] for m in means])
+    assert found["counts"] == [len(rows) for rows in bins if rows]
     error = sum(len(rows) * abs(m[0] - m[1]) for rows, m in zip([b for b in bins if b], means)) / len(p)
-    assert found.ece == pytest.approx(error)
-    assert found.ece < 0.03  # drawn with these probabilities
-    assert reliability(p.sqrt(), share).ece > 0.1
+    assert found["ece"] == pytest.approx(error)
+    assert found["ece"] < 0.03  # drawn with these probabilities
+    assert reliability(p.sqrt(), share)["ece"] > 0.1
     label = (share > 0.5).double()
     brier = pytest.importorskip("sklearn.metrics").brier_score_loss(label, p)
-    assert reliability(p, label).brier == pytest.approx(brier)
+    assert reliability(p, label)["brier"] == pytest.approx(brier)
 
 
 def test_the_fit_has_the_least_cross_entropy():

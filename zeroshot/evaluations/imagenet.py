@@ -6,7 +6,7 @@ C classes, P prompts of a class, N images, D dimensions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -192,7 +192,7 @@ def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embe
     if scale is not None:
         confidence = confidences(e.images.mean, e.all.vectors, scale)
         scores["confidence"] = 1 - confidence
-        calibration = asdict(reliability(confidence.clamp(0, 1), right)) | {"value": scale, "source": source}
+        calibration = reliability(confidence.clamp(0, 1), right) | {"value": scale, "source": source}
     per_class |= {
         "oracle_k": e.oracle and e.oracle.kept,
         "oracle_top1_best_topk": e.oracle and e.by_class(e.oracle.ranks),
@@ -217,9 +217,9 @@ def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embe
             for name, found in e.reweighted.items()
         },
         "curve": None if e.curve(1) is None else {"top1": e.curve(1).tolist(), "top5": e.curve(5).tolist()},
-        "uncertainty": {name: found and asdict(found) for name, found in bins.items()},
+        "uncertainty": bins,
         "calibration": calibration,
-        "selective": {name: asdict(rejection_curve(score, right)) for name, score in scores.items()},
+        "selective": {name: rejection_curve(score, right) for name, score in scores.items()},
         "per_class": [
             {"name": name, "key": classes.keys[c] if classes.keys else None, **{k: x[c] for k, x in per_class.items()}}
             for c, name in enumerate(classes.names)

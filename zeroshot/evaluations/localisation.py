@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 from PIL import ImageDraw
 
@@ -63,7 +61,7 @@ def evaluate(config: LocalisationConfig) -> None:
         "proposals": {"source": proposals.source, "total": proposals.total, "dropped": proposals.dropped},
         "rows": summary(found),
         "types": by_type(found, [data.phrases[row].kind or UNTYPED for row in found.rows], first),
-        "uncertainty": asdict(bins) if bins else None,
+        "uncertainty": bins,
         "predictors": assess(found.scores, hit, found.image),
     }
     places: dict[int, int] = {}  # a phrase of each image
