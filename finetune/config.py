@@ -22,7 +22,7 @@ from probemb.cli.configuration import chosen_options, given
 from probemb.cli.ranges import BelowHalf, Count, Folder, Minutes, Precision, Resize, Seed, Threads, Workers
 from probemb.data.captions.find import FormatName
 from probemb.errors import UserError, raise_together
-from probemb.models.options import Head, Towers
+from probemb.models.options import Head, TrainedTowers
 
 CONFIGS = Path(__file__).parent / "configs"
 Parts = restricted_number_type("Parts", int, [(">=", 2), ("<=", 10)])
@@ -30,7 +30,7 @@ Pairs = restricted_number_type("Pairs", int, [(">=", 2), ("<=", 1_000_000)])
 
 
 @dataclass(frozen=True)
-class Model(Towers):
+class Model(TrainedTowers):
     """The towers."""
 
     name: str = "ViT-B-32-quickgelu"

@@ -24,7 +24,7 @@ from probemb.cli.ranges import (
     Workers,
 )
 from probemb.errors import UserError, nearest
-from probemb.models.options import Layers, Towers
+from probemb.models.options import Layers, TrainedTowers
 from probemb.options import named_paths
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Model(Towers):
+class Model(TrainedTowers):
     """The towers (see probemb.models.create_model).
 
     Args:

@@ -14,7 +14,6 @@ Processes = restricted_number_type("Processes", int, [(">=", 1), ("<=", COMPUTIN
 Requests = restricted_number_type("Requests", int, [(">=", 1), ("<=", WAITING)])  # threads that wait for the network
 Count = restricted_number_type("Count", int, [(">=", 1), ("<=", 1_000_000)])  # of a batch: more is a typing error
 Passes = restricted_number_type("Passes", float, [(">=", 0), ("<=", 1_000_000)])  # over the data
-Dimensions = restricted_number_type("Dimensions", int, [(">=", 1), ("<=", 2**20)])
 Gibibytes = restricted_number_type("Gibibytes", float, [(">", 0), ("<=", 1_000_000)])
 Minutes = restricted_number_type("Minutes", float, [(">", 0), ("<=", 60 * 24 * 365)])
 Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])

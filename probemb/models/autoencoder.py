@@ -2,7 +2,7 @@
 
 Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", §4.2. With `published` a
 module is built as in the public code, which differs. VSRN's decoder generates a caption from an image's regions.
-Shapes: N items, D code, P features, L words, V ids of words, H hidden, R regions of W numbers.
+Shapes: N items, D code, P features, L words, V ids of words (0 is padding), H hidden, R regions of W numbers.
 """
 
 from __future__ import annotations
@@ -21,43 +21,30 @@ from probemb.losses.jwae import discriminator_loss, encoder_loss, prior_samples
 class FeatureDecoder(nn.Module):
     """Fully connected layers from a code (…, D) to features (…, P), with a ReLU after all but the last.
 
-    Args:
-        code_dim: D.
-        width: P.
-        hidden: outputs of the layers before; the paper has one, the public code two of width D.
+    `hidden` are outputs of the layers before the last: the paper has one layer, the public code two of width D.
     """
 
     def __init__(self, code_dim: int, width: int, hidden: Sequence[int]):
         super().__init__()
-        sizes = [code_dim, *hidden, width]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise([code_dim, *hidden, width]))
 
     def forward(self, codes: Tensor) -> Tensor:
-        """(…, D) -> (…, P)."""
         for layer in self.layers[:-1]:
             codes = layer(codes).relu()
         return self.layers[-1](codes)
 
 
 class CaptionDecoder(nn.Module):
-    """Generates a caption word by word: p(w_m | w_0 … w_m−1, source).
+    """Generates a caption word by word: p(w_m | w_0 … w_m−1, source). A subclass has `states`.
 
-    A subclass has `embedding`, `start`, `out`, `states`.
     The first input is a learned start vector, then the words before, one by one; without a start vector
     (`published`) word m is read when word m is to be predicted, and a caption has no empty first word.
     """
 
-    embedding: nn.Embedding
     start: nn.Parameter | None
-    out: nn.Linear
 
     def states(self, source: Tensor | Tokens, seen_NL: Tensor) -> Tensor:
-        """The decoder's states before each word, (N, L, H).
-
-        Args:
-            source: what the captions are generated from.
-            seen_NL: the caption's words with the dropped ones as 0.
-        """
+        """The states before each word, (N, L, H); seen_NL: the caption's words with the dropped ones as 0."""
         raise NotImplementedError
 
     def before(self, seen_NL: Tensor) -> Tensor:
@@ -70,7 +57,7 @@ class CaptionDecoder(nn.Module):
         return self.out(self.states(source, seen_NL)).log_softmax(-1)
 
     def nll(self, source: Tensor | Tokens, words_NL: Tensor, seen_NL: Tensor) -> Tensor:
-        """−log p of each caption, summed over its words, (N,); padding (id 0) does not count."""
+        """−log p of each caption, summed over its words, (N,); padding does not count."""
         counts = words_NL != 0
         if self.start is not None:
             counts = counts | (torch.arange(words_NL.shape[1], device=words_NL.device) == 0)  # id 0 may begin a caption
@@ -83,13 +70,7 @@ class WordDecoder(CaptionDecoder):
     """A GRU that generates a caption from its code. Source: Eq. 5.
 
     The code, through a linear map and tanh, is the GRU's first state. The public code differs (`published`): two
-    layers, the mapped code is concatenated to every input, and there is no start vector.
-
-    Args:
-        n_words: V; id 0 is padding, and as an input a dropped word.
-        code_dim: D.
-        width: of the word embeddings.
-        hidden: H.
+    layers, the mapped code is concatenated to every input, and there is no start vector. `width`: of word embeddings.
     """
 
     def __init__(self, n_words: int, code_dim: int, width: int = 300, hidden: int = 512, published: bool = False):
@@ -115,12 +96,6 @@ class RegionDecoder(CaptionDecoder):
     One GRU reads the regions; its last state is the first one of the GRU that speaks. Before word m that one reads word
     m−1 and Σ_r a_r e_r, with the reader's states e and a = softmax_r of v · tanh(W [e_r, h_m−1]).
     Source: VSRN (Li et al., ICCV 2019), in the form of its public code but for its dropout.
-
-    Args:
-        n_words: V; id 0 is padding.
-        region_width: W.
-        width: of the word embeddings.
-        hidden: H.
     """
 
     def __init__(self, n_words: int, region_width: int, width: int = 300, hidden: int = 512):
@@ -149,9 +124,8 @@ class RegionDecoder(CaptionDecoder):
 
 
 class Discriminator(nn.Module):
-    """Three fully connected layers, a leaky ReLU after the first two: codes (…, D) -> logit of the prior (…,).
-
-    One for images and texts, as both share the prior. The public code has two layers.
+    """Three fully connected layers (the public code has two), a leaky ReLU between them: codes (…, D) -> logit of the
+    prior (…,). One for images and texts, as both share the prior.
     """
 
     def __init__(self, code_dim: int, hidden: int = 256, published: bool = False):
@@ -160,7 +134,6 @@ class Discriminator(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, codes: Tensor) -> Tensor:
-        """(…, D) -> (…,)."""
         for layer in self.layers[:-1]:
             codes = F.leaky_relu(layer(codes))
         return self.layers[-1](codes).squeeze(-1)

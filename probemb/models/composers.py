@@ -5,7 +5,6 @@ baselines (MPC §4.2, Table 4, and its public code). N queries of k parts, D dim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,8 @@ class Composer(nn.Module):
         weighs: whether parts can have weights, and whether the log-normaliser means anything.
     """
 
-    probabilistic: ClassVar[bool] = True
-    weighs: ClassVar[bool] = False
+    probabilistic = True
+    weighs = False
 
     def __init__(self, dim: int):
         super().__init__()
@@ -33,8 +32,7 @@ class Composer(nn.Module):
     def forward(self, parts: Gaussian, weights: Tensor | Sequence[float] | None = None) -> Product:
         """Gaussian (N, k, D), k at least 1 -> gaussian (N, D) and log_normaliser (N,), in at least float32.
 
-        Args:
-            weights: (k,) or (N, k), see `probemb.compose.compose`; only where the composer `weighs`.
+        `weights`, (k,) or (N, k), see `probemb.compose.compose`, are for a composer that `weighs`.
 
         Raises:
             ValueError: parts of another shape.
@@ -67,11 +65,26 @@ class ProductComposer(Composer):
         return compose(Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1)), weights=weights)
 
 
-class PairComposer(Composer):
-    """Composes two parts, from left to right: the result of the first two with the third.
+class MLPComposer(Composer):
+    """ "MPC w/o Eq. 2": [mean, log_var] from those of two parts by two layers with batch norm, from left to right."""
 
-    A subclass has `pair`, which reads the means alone; the log-variances of the result are 0. In training, batch norms
-    use the statistics of the whole (gathered) batch, so it must be applied to that.
+    def __init__(self, dim: int):
+        super().__init__(dim)
+        wide = 2 * dim
+        self.layers = nn.Sequential(nn.Linear(4 * dim, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, wide))
+
+    def compose(self, parts: Gaussian, weights) -> Product:
+        mean, log_var = parts.mean[:, 0], parts.log_var[:, 0]
+        for i in range(1, parts.shape[1]):
+            both = torch.cat([mean, log_var, parts.mean[:, i], parts.log_var[:, i]], 1)
+            mean, log_var = self.layers(both).chunk(2, 1)
+        return Product(Gaussian(mean, log_var), mean.new_zeros(len(mean)))
+
+
+class PairComposer(Composer):
+    """Composes two parts by `pair`, which reads the means alone, from left to right; log-variances of 0.
+
+    In training, batch norms use the statistics of the whole (gathered) batch, so it must be applied to that.
     """
 
     probabilistic = False
@@ -83,25 +96,7 @@ class PairComposer(Composer):
         return Product(Gaussian(mean, torch.zeros_like(mean)), mean.new_zeros(len(mean)))
 
     def pair(self, first_ND: Tensor, second_ND: Tensor) -> Tensor:
-        """(N, D)."""
         raise NotImplementedError
-
-
-class MLPComposer(Composer):
-    """ "MPC w/o Eq. 2": [mean, log_var] from those of two parts by two layers with batch norm, from left to right."""
-
-    def __init__(self, dim: int):
-        super().__init__(dim)
-        self.layers = nn.Sequential(
-            nn.Linear(4 * dim, 2 * dim), nn.BatchNorm1d(2 * dim), nn.ReLU(), nn.Linear(2 * dim, 2 * dim)
-        )
-
-    def compose(self, parts: Gaussian, weights) -> Product:
-        mean, log_var = parts.mean[:, 0], parts.log_var[:, 0]
-        for i in range(1, parts.shape[1]):
-            both = torch.cat([mean, log_var, parts.mean[:, i], parts.log_var[:, i]], 1)
-            mean, log_var = self.layers(both).chunk(2, 1)
-        return Product(Gaussian(mean, log_var), mean.new_zeros(len(mean)))
 
 
 class RelationshipComposer(PairComposer):
@@ -146,8 +141,7 @@ class MRNBlock(nn.Module):
 
 
 class MRNComposer(PairComposer):
-    """Blocks that each refine the first part with the second (after Kim et al., NeurIPS 2016): three in the paper, one
-    in its public code."""
+    """Blocks that refine the first part with the second (after Kim et al., NeurIPS 2016); one in the public code."""
 
     def __init__(self, dim: int, blocks: int = 3):
         super().__init__(dim)
@@ -160,14 +154,12 @@ class MRNComposer(PairComposer):
 
 
 class TIRGComposer(PairComposer):
-    """gate_weight * sigmoid(gate) * first + residual_weight * residual (after Vo et al., CVPR 2019). Both weights are
-    learned; they start from 1 and 10, as published."""
+    """gate_weight * sigmoid(gate) * first + residual_weight * residual (after Vo et al., CVPR 2019)."""
 
     def __init__(self, dim: int):
         super().__init__(dim)
         wide = 2 * dim
-        self.gate_weight = nn.Parameter(torch.tensor(1.0))
-        self.residual_weight = nn.Parameter(torch.tensor(10.0))
+        self.gate_weight, self.residual_weight = (nn.Parameter(torch.tensor(start)) for start in (1.0, 10.0))
         self.gate = nn.Sequential(nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, dim))
         self.residual = nn.Sequential(
             nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, dim)
@@ -182,11 +174,8 @@ class TIRGComposer(PairComposer):
 COMPOSERS: dict[str, type[Composer]] = {
     **dict.fromkeys(("product", "mpc"), ProductComposer),  # the second name is the method's
     **dict.fromkeys(("addition", "pcme-addition"), Composer),
-    "mlp": MLPComposer,
-    "relationship": RelationshipComposer,
-    "film": FiLMComposer,
-    "mrn": MRNComposer,
-    "tirg": TIRGComposer,
+    **{"mlp": MLPComposer, "relationship": RelationshipComposer, "film": FiLMComposer},
+    **{"mrn": MRNComposer, "tirg": TIRGComposer},
 }
 
 

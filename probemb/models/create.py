@@ -31,7 +31,6 @@ from probemb.models.dual_encoder import DualEncoder, plain
 from probemb.models.formats import ModelFiles, check_architecture, open_clip_preprocessing
 from probemb.models.heads import GPO_SIZES
 from probemb.models.hub import is_saved_model, load_model, open_clip_files, read_config
-from probemb.models.layers import freeze_backbones
 from probemb.models.options import SAVED, ModelOptions
 from probemb.models.towers.timm import pretrained_trunk
 from probemb.models.weights import fill_stock, find_pretrained, load_strictly, read_state_dict
@@ -47,11 +46,8 @@ def create_model(name: str, **options) -> DualEncoder:
 
     Weights of open_clip (a tag, a file, or a folder or hub repository in its layout) fill the trunk and the mean
     branch; the uncertainty branch starts from random weights (PCME++ §3.3). Of whatever `load_model` reads (a run, a
-    folder that `save_model` wrote, a hub name) `fill_from_model` says what is taken. In every case a and b start from
-    `init_scale` and `init_shift`, if these are numbers.
-
-    With an uncertainty token, a new model's text tower is ProLIP's: not causal, with a class token. Weights keep the
-    text tower that they were trained with.
+    folder that `save_model` wrote, a hub name) `fill_from_model` says what is taken. With an uncertainty token, a new
+    model's text tower is ProLIP's: not causal, with a class token; weights keep theirs.
 
     Args:
         name: one of open_clip's models, or one of the project's own (`probemb/models/configs`).
@@ -93,12 +89,7 @@ def create_model(name: str, **options) -> DualEncoder:
     if source is not None:
         fill_from_model(model, source, str(o.pretrained))
     _start_scalars(model, o, source)
-    if o.word_vectors:
-        logger.info(fill_word_vectors(model, o.word_vectors))
-    if o.lock_image:
-        freeze_backbones(model, image=True)
-    image_weights = o.pretrained or o.image_weights or o.lock_image
-    for tower, pretrained in ((model.visual, image_weights), (model.text, o.pretrained)):
+    for tower, pretrained in ((model.visual, o.pretrained or o.image_weights), (model.text, o.pretrained)):
         if o.batch_norm == "batch" or (o.batch_norm == "auto" and not pretrained):
             tower.use_batch_statistics()
     model.set_grad_checkpointing(o.grad_checkpointing)
@@ -177,15 +168,12 @@ def _starting_point(
 
 
 def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None:
-    """Copies what two models of one architecture have in common, and resizes nothing.
+    """Copy what two models of one architecture have in common, and resize nothing.
 
     The trunk, the mean branch's blocks and the scalars always; the heads if both models have the same kind; the
     uncertainty branch if both have as many blocks in it (or the token, if both have one), and its head if that is of
-    the same kind and size too; the composer if both have the same one. What is not copied stays as it is (random in a
-    new model), as the heads do on the way from "clip" to "gpo". `where` is what to call the source in errors.
-
-    Raises:
-        UserError: names both sides where the architecture, the image size, or a head of the same kind differ.
+    the same kind and size too; the composer if both have the same one. What is not copied stays as it is. Raises
+    UserError, which calls the source `where`: the architecture, the image size, or a head of the same kind differ.
     """
     ours, theirs = model.options, source.options
     names = model.config["name"], source.config["name"]
@@ -241,10 +229,7 @@ def vocabulary_for(
     name: str, given: str | None, pretrained: str | None, data: Iterable[str | Path], texts: Iterable[str] | None = None
 ) -> str | list[str] | None:
     """The vocabulary that `create_model` needs: the file given, else the words of `texts`, else the file beside the
-    data; None for an architecture that reads no words, or that comes with them.
-
-    Raises:
-        UserError: the architecture reads words, and there is no vocabulary.
+    data (UserError: there is none); None for an architecture that reads no words, or that comes with them.
     """
     if given or not reads_words(read_architecture(name)) or (pretrained and is_saved_model(pretrained)):
         return given
@@ -256,9 +241,7 @@ def vocabulary_for(
 def fill_word_vectors(model: DualEncoder, path: str | Path) -> str:
     """Start the word embeddings from vectors in GloVe's text format, plain or .gz; says how many words had one.
 
-    Raises:
-        UserError: the model reads no words, the file is malformed, or its vectors are of another width or of no word of
-            the vocabulary.
+    Raises UserError: the model reads no words, or the vectors are malformed, of another width, or of no word of it.
     """
     config = model.config
     if not reads_words(config["architecture"]):

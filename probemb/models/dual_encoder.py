@@ -24,12 +24,8 @@ from probemb.models.towers import make_tower
 
 
 class ModelOutput(NamedTuple):
-    """A forward pass of both towers, and the three scalars, of shape (1,).
-
-    Attributes:
-        image, text: Gaussians (B, D).
-        logit_scale: the inverse temperature, exponentiated and at most `max_logit_scale`.
-        scale, shift: a and b of the match probability sigmoid(−a·d + b).
+    """A forward pass of both towers (B, D), and scalars of shape (1,): the inverse temperature, and a and b of the
+    match probability sigmoid(−a·d + b).
     """
 
     image: Gaussian
@@ -44,22 +40,16 @@ class DualEncoder(nn.Module):
 
     Args:
         config: as `model.config` returns it: "name" (for people), "architecture" (open_clip's form, see
-            `architectures.py`), "preprocess" (open_clip's PreprocessCfg), and `options.SAVED`, of which all but the
-            first three have defaults.
+            `architectures.py`), "preprocess" (open_clip's PreprocessCfg), and `options.SAVED`.
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
         options: `ModelOptions` of the configuration.
         visual, text: the towers, each an `Encoder`; everything that open_clip has too has open_clip's names.
-        logit_scale, and scale and shift or logit_bias: parameters of shape (1,), see `match_scalars`; log(1/0.07), 1
-            and 1 at first. Which of them a training step uses depends on its loss; turn `requires_grad` off for the
-            others before DDP sees the model, or DDP waits for their gradients.
+        logit_scale, and scale and shift or logit_bias: parameters of shape (1,), see `match_scalars`. Which of them a
+            training step uses depends on its loss; turn `requires_grad` off for the others before DDP sees the model.
+            Where "match" is not "cosine", logit_bias is a buffer of SigLIP's architectures, which an export reads.
         composer: makes one embedding of several, of models that were trained to; else None.
-        logit_bias: of architectures that were made for a sigmoid loss, such as SigLIP's; where "match" is not "cosine"
-            it is a buffer, which only an export reads.
-
-    Raises:
-        UserError, ValueError and others: a configuration that describes no model.
     """
 
     def __init__(self, config: dict, stock: nn.Module | None = None):
@@ -86,17 +76,14 @@ class DualEncoder(nn.Module):
         return ModelOutput(image, text, self.inverse_temperature(), *self.match_scalars())
 
     def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
-        """(B, 3, H, W) uint8, or float that is normalised -> Gaussian (B, D), mean l2-normalised.
-
-        The result is at least float32, also under autocast and with half-precision weights.
+        """(B, 3, H, W) uint8, or float that is normalised -> Gaussian (B, D) in at least float32, mean l2-normalised.
 
         Args:
             token_mask: (B, T) bool, tokens that take part in pooling (SizeAugment; heads that read tokens).
             kept: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
 
         Raises:
-            UserError: an image in place of its pixels, or pixels of one image without a batch; `kept` for an image
-                tower without patches.
+            UserError: an image in place of its pixels, or pixels without a batch; `kept` for a tower without patches.
         """
         if not isinstance(pixels, Tensor) or (pixels.dtype == torch.uint8 and pixels.ndim == 3):
             given = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
@@ -226,10 +213,7 @@ class DualEncoder(nn.Module):
     # ------------------------------------------------------------------------------------------------------- parameters
 
     def place(self, name: str) -> tuple[str, str, int]:
-        """("image" or "text", part, depth) of a named parameter, see `Place`.
-
-        Outside of the towers ("neither", "composer", 0) or ("neither", "scalar", 0).
-        """
+        """("image" or "text", part, depth) of a parameter, see `Place`; or ("neither", "composer" or "scalar", 0)."""
         which, tower, rest = self._tower_of(name)
         if tower is None:
             return "neither", "composer" if name.startswith("composer.") else "scalar", 0

@@ -41,15 +41,14 @@ WantTokens = bool | Literal["residuals", "trunk"]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A batch of images or texts behind their tower.
+    """A batch of images or texts behind their tower; all but the first are for methods that ask for them.
 
     Attributes:
         gaussian: (B, D), or (B, K, D) for K embeddings an item.
-        tokens: for methods that ask for them: every token in the embedding space (B, T, D); or what a PIE head's
-            attention adds to each embedding (B, K, D); or the trunk's tokens (B, T, W).
-        mask: (B, T) bool, True for tokens that take part; None together with tokens.
-        features: (B, P), for methods that ask for them: the trunk's own summary, or, with tokens, theirs (B, T, W).
-        codes: (B, D), the mean before it is l2-normalised; None without features.
+        tokens: every token in the embedding space (B, T, D); or what a PIE head's attention adds to each embedding
+            (B, K, D); or the trunk's tokens (B, T, W). mask: (B, T) bool, True for those that take part.
+        features: (B, P), the trunk's own summary; with tokens, theirs (B, T, W).
+        codes: (B, D), the mean before it is l2-normalised.
     """
 
     gaussian: Gaussian
@@ -96,10 +95,8 @@ class Place(NamedTuple):
 class FeatureLayout:
     """Layout of a frozen trunk's features as rows of numbers, so that they can be kept.
 
-    Attributes:
-        parts: ("tokens", (T, W)), ("pooled", (P,)), and of the log-variance's features "unc_tokens" and "unc_pooled"
-            where they differ from the mean's. Tokens are left out where no head reads them.
-        probabilistic: whether there are features of the log-variance at all.
+    `parts` are ("tokens", (T, W)), ("pooled", (P,)), and of the log-variance's features "unc_tokens" and "unc_pooled"
+    where they differ from the mean's. Tokens are left out where no head reads them.
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
@@ -145,17 +142,16 @@ class Encoder(nn.Module):
     runs inside `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters when its forward
     starts, and compute wrongly or not at all where a parameter is used from outside.
 
+    Image towers also have `image_size` (height, width) and `n_tokens` (T), text towers `context_length`.
+
     Attributes:
         mean_head, log_var_head: modules of `heads`. The first is None where the tower projects its own pooling
-            (`project`), the second in a point model, whose log_var is POINT_LOG_VAR.
+            (`project`), the second in a point model.
         blocks, branch_blocks: names of the modules that are the trunk's and the uncertainty branch's blocks, in order.
         stem_prefixes: beginnings of the names of parameters before all blocks: embeddings, the first convolution.
-        image_size, n_tokens, normalization: (height, width) in pixels, T, and (mean, std) of each channel for uint8
-            pixels, set by the model; of image towers.
-        context_length: largest L, of text towers.
+        normalization: (mean, std) of each channel for uint8 pixels, set by the model.
         feature_layout: set where features that were computed before come in place of inputs.
         required_parts: at most so many of an input's parts may not be dropped; see `parts.py`.
-        batch_statistics: whether batch norms normalise by the batch in training, see `use_batch_statistics`.
     """
 
     blocks: Sequence[str] = ()
@@ -175,11 +171,9 @@ class Encoder(nn.Module):
         own_projection: bool = False,
         unc_widths: tuple[int, int] | None = None,
     ) -> None:
-        """Make the heads of tokens (B, T, width) and pooled features (B, pooled_width).
+        """Make the heads of tokens (B, T, width) and pooled features (B, pooled_width); of the branch, `unc_widths`.
 
-        Args:
-            own_projection: the tower has a projection of its own, which head "clip" keeps instead of a mean head.
-            unc_widths: of the branch's tokens and pooled features, if not those of the mean.
+        With `own_projection`, the tower has one that head "clip" keeps instead of a mean head.
         """
         self.options, self.token_width, self.pooled_width = o, width, pooled_width
         keep = own_projection and o.head == "clip"
@@ -193,11 +187,7 @@ class Encoder(nn.Module):
         """The mean's and the log-variance's features."""
 
     def parts(self, inputs: Tensor) -> Parts:
-        """The patches or tokens that inputs can be reduced to, see `parts.py`.
-
-        Raises:
-            UserError: the tower reads its inputs as a whole.
-        """
+        """The patches or tokens that inputs can be reduced to. Raises UserError: inputs are read as a whole."""
         raise UserError(
             f"{type(self).__name__} reads its inputs as a whole: they have no parts that could be left out.",
             "Set patch_dropout and masked_inclusion to 0, or choose an open_clip transformer such as ViT-B-16.",
@@ -338,9 +328,7 @@ class Encoder(nn.Module):
     # ----------------------------------------------------------------------------------------------------- batch norms
 
     def train(self, mode: bool = True) -> Encoder:
-        """Training or evaluation mode, except for batch norms, which use their stored statistics; their weights and
-        biases do train. See `use_batch_statistics` for the other kind of training.
-        """
+        """Training or evaluation mode; but batch norms keep their stored statistics, see `use_batch_statistics`."""
         super().train(mode)
         for module in _batch_norms(self):
             module.eval()

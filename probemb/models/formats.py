@@ -98,14 +98,8 @@ def published_reader(state: dict[str, Tensor]) -> Callable[[dict, dict, str | Pa
 def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
     """A model with the authors' weights: head "clip", no bias in the log-variance heads.
 
-    Args:
-        state_dict: in the authors' layout (`visual.uncertainty_transformer…`, `uncertainty_text_projection`, …).
-        config: theirs: {"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu"}. What it leaves out is read from
-            the shapes of the weights; heads are 64 wide.
-        source: named in errors.
-
-    Raises:
-        UserError: if configuration and weights do not fit each other.
+    `state_dict` and `config` ({"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu"}) are theirs; what these leave
+    out is read from the shapes of the weights. Raises UserError, which names `source`: they do not fit each other.
     """
     with refused(f"{source} is not a complete PCME++ model", "Download both config.json and the weights again."):
         architecture = _architecture(state_dict, config, "", n_prefix=1, text_keys=TEXT_KEYS)
@@ -122,12 +116,9 @@ def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Pat
 
 
 def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
-    """A model with the authors' weights: head "clip", uncertainty "prolip-code". Arguments as of `import_pcmepp`.
+    """As `import_pcmepp`, with uncertainty "prolip-code".
 
     [UNC] here is one vector: theirs is an embedding and a row of the position embeddings, which are added.
-
-    Raises:
-        UserError: if configuration and weights do not fit each other.
     """
     with refused(f"{source} is not a complete ProLIP model", "Download both config.json and the weights again."):
         architecture = _prolip_architecture(state_dict, config)
@@ -171,11 +162,9 @@ def _prolip_architecture(state: dict[str, Tensor], config: dict) -> dict:
 def _architecture(
     state: dict[str, Tensor], config: dict, text_prefix: str, n_prefix: int, text_keys: tuple[str, ...]
 ) -> dict:
-    """open_clip's configuration, from the shapes, then from theirs.
+    """open_clip's configuration, from the shapes, then from theirs: of text_cfg the `text_keys`.
 
-    Args:
-        text_prefix: of the text tower's tensors; n_prefix: tokens before the patches of an image.
-        text_keys: what to take of their text_cfg.
+    `text_prefix` is of the text tower's tensors; `n_prefix` tokens stand before the patches of an image.
     """
     conv, embedding = state["visual.conv1.weight"], state[f"{text_prefix}token_embedding.weight"]
     patch, width = conv.shape[-1], conv.shape[0]
@@ -231,14 +220,8 @@ def find_open_clip(folder: Path) -> ModelFiles | None:
 
 
 def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: dict) -> dict:
-    """What weights require of the preprocessing (PREPROCESS_KEYS) of a model that starts from them.
-
-    Args:
-        about: the content of the configuration `source`.
-        name, architecture: of the model that is to start from the weights.
-
-    Raises:
-        UserError: the configuration is malformed, or of another architecture.
+    """What weights with the configuration `about`, of the file `source`, require of the preprocessing of a model
+    `name` that starts from them. Raises UserError: it is malformed, or of another architecture.
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         theirs, preprocess = _open_clip_config(about)
@@ -256,11 +239,8 @@ def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: 
 def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> DualEncoder:
     """A point model with open_clip's weights: head "clip", no uncertainty.
 
-    Args:
-        state: the tensors of the file `weights`; about: the content of the configuration `source`.
-
-    Raises:
-        UserError: the configuration is malformed, or of an architecture or of weights that cannot be read.
+    `state` are the tensors of the file `weights`, `about` is the content of the configuration `source`. Raises
+    UserError: it is malformed, or of an architecture or of weights that cannot be read.
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         architecture, preprocess = _open_clip_config(about)
@@ -268,19 +248,11 @@ def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> D
         check_memory(lambda: build_stock(architecture), state)
         stock = build_stock(architecture)
         size = architecture["vision_cfg"].get("image_size", 224)
-        config = {
-            "name": "CLIP",
-            "head": "clip",
-            "embed_dim": architecture["embed_dim"],
-            "n_unc_layers": 0,
-            "probabilistic": False,
-            "match": "distance" if stock.logit_bias is None else "cosine",
-            "max_logit_scale": None,
-            "uncertainty_bias": True,
-            "pooling": dict(GPO_SIZES),
-            "architecture": architecture,
-            "preprocess": {**plain(vars(PreprocessCfg(size=size))), **preprocess},
-        }
+        about = {"name": "CLIP", "head": "clip", "pooling": dict(GPO_SIZES), "embed_dim": architecture["embed_dim"]}
+        point = {"probabilistic": False, "n_unc_layers": 0, "max_logit_scale": None, "uncertainty_bias": True}
+        match = "distance" if stock.logit_bias is None else "cosine"
+        preprocess = {**plain(vars(PreprocessCfg(size=size))), **preprocess}
+        config = {**about, **point, "match": match, "architecture": architecture, "preprocess": preprocess}
         fill_stock(stock, state, weights)
         return DualEncoder(config, stock)
 
@@ -335,11 +307,7 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
 
     The second form, which CLIP_benchmark uses, knows only open_clip's own architectures and their own preprocessing. It
     refuses a logit bias where the architecture has none, so that models of a sigmoid loss have a second file for it,
-    WITHOUT_BIAS. The uncertainty branch, a and b are left out; what remains is a CLIP. A crop_pct stays in the folder's
-    configuration, where `load_model` finds it and open_clip, which has no such step, ignores it.
-
-    Raises:
-        UserError: an architecture or head that open_clip does not have, or a folder that cannot be written.
+    WITHOUT_BIAS. Raises UserError: open_clip has no such model, or the folder cannot be written.
     """
     folder, config, shape = Path(folder), model.config, model.config["architecture"]
     what = None

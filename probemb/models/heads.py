@@ -35,9 +35,6 @@ class Features(NamedTuple):
     mask: Tensor | None = None
 
 
-# ------------------------------------------------------------------------------------------------- in full precision
-
-
 def full_precision(x: Tensor) -> AbstractContextManager:
     """A context without autocast, for x's device; autocast does not know the meta device."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

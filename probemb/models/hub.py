@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -35,11 +34,8 @@ PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without ex
 FORMAT = {"format": "probemb", "version": 1}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PREFIX = "hf-hub:"  # open_clip's: looks nowhere else
-# First parts of paths that people keep models under: runs/x that is missing is a wrong path, not a hub's repository.
-LOCAL_FOLDERS = {
-    *("checkpoint", "checkpoints", "data", "demo", "exp", "experiments", "export", "exports", "indexes", "embeddings"),
-    *("logs", "model", "models", "out", "output", "outputs", "results", "run", "runs", "tmp", "weights"),
-}
+# First parts of paths, not of repositories: a missing runs/x is not looked for on the hub.
+LOCAL_FOLDERS = {"checkpoints", "data", "model", "models", "out", "output", "outputs", "results", "runs", "weights"}
 _loaded: dict[str, weakref.ref] = {}  # the models that this process has loaded, by name, for the reports that it writes
 
 
@@ -55,13 +51,10 @@ class LoadedModel(NamedTuple):
 
 
 def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) -> Path:
-    """Writes `model.safetensors` and `config.json`; each is written aside, synced to disk and renamed.
-
-    Saving again over the same configuration (a later state of the same run) is fine.
+    """Write `model.safetensors` and `config.json`; each is written aside, synced to disk and renamed.
 
     Raises:
-        UserError: if the folder holds a model of another configuration and `overwrite` is not set, or if it cannot be
-            written.
+        UserError: the folder holds a model of another configuration and `overwrite` is not set, or cannot be written.
     """
     folder = Path(folder)
     config = {**FORMAT, **model.config}
@@ -86,30 +79,6 @@ def _holds_another(folder: Path, config: dict) -> bool:
     return {**DEFAULTS, **held} != config
 
 
-def push_to_hub(
-    model: DualEncoder, repo_id: str, private: bool = False, commit_message: str = "Upload probabilistic CLIP"
-) -> str:
-    """Upload a model to a Hugging Face repository (created if absent), logged in as `hf auth login` left it.
-
-    Returns the address of the commit. Raises UserError: the name is not a repository's, or the upload fails.
-    """
-    from huggingface_hub import HfApi
-
-    if not HUB_NAME.fullmatch(repo_id):
-        raise UserError(f"'{repo_id}' is not a repository name.", "Write it as owner/name.")
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(model, folder)
-        try:
-            api = HfApi()
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message))
-        except Exception as error:  # the client raises its HTTP library's errors and its own
-            raise UserError(
-                f"The model could not be uploaded to {repo_id} ({type(error).__name__}).",
-                "Check the network, the name, and that `hf auth whoami` knows you.",
-            ) from error
-
-
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
@@ -123,14 +92,11 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
         path_or_name: a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
             name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is
             looked at). Published weights of PCME++ and ProLIP are recognised, and so are folders and repositories in
-            open_clip's layout, which become point models. A tokenizer's files beside the weights are read instead of
-            the hub's.
-        device: where to put the weights.
-        resize: backend for resizing images, "pil" (as open_clip) or "tensor", see `create_transforms`.
+            open_clip's layout, which become point models. Tokenizer files beside the weights win over the hub's.
+        resize: backend for resizing images, see `create_transforms`.
 
     Raises:
-        UserError: if nothing is found (with the places that were tried), or the weights are not this project's or do
-            not fit their configuration.
+        UserError: nothing is found, or the weights are not this project's or do not fit their configuration.
     """
     weights, config = _locate(path_or_name)
     model = _build(weights, config).to(device).eval().requires_grad_(False)
@@ -145,15 +111,10 @@ def lasting_name(path_or_name: str | Path) -> str:
 
 
 def is_hub_name(source: str) -> bool:
-    """True if a source is looked up on the hub: hf-hub:owner/name, or owner/name that does not look like a local path.
-
-    A path is local if its first folder is here, or is called as people call folders of models (runs/x).
-    """
-    if source.startswith(HUB_PREFIX):
-        return bool(HUB_NAME.fullmatch(source.removeprefix(HUB_PREFIX)))
-    owner = source.partition("/")[0]
-    local = owner.lower() in LOCAL_FOLDERS or Path(source).parent.is_dir() or source.endswith((".safetensors", ".pt"))
-    return bool(HUB_NAME.fullmatch(source)) and not local
+    """True if a source is looked up on the hub: hf-hub:owner/name, or owner/name that does not look like a path."""
+    local = source.partition("/")[0].lower() in LOCAL_FOLDERS or Path(source).parent.is_dir()
+    local = local or source.endswith((".safetensors", ".pt"))
+    return bool(HUB_NAME.fullmatch(source.removeprefix(HUB_PREFIX))) and (source.startswith(HUB_PREFIX) or not local)
 
 
 def is_saved_model(source: str) -> bool:
@@ -181,42 +142,31 @@ def open_clip_files(source: str) -> ModelFiles | None:
 def _locate(path_or_name: str | Path) -> ModelFiles:
     """The files of a path or a hub name."""
     path, name = Path(path_or_name), str(path_or_name)
+    why = "the path does not exist"
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        if is_hub_name(name):
+            return _download(name.removeprefix(HUB_PREFIX))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"There is no model at {str(path)[:200]}: {why}.", "Check the path.") from None
-    if path.is_file() and path.name in formats.WEIGHTS and find_open_clip(path.parent):
-        return ModelFiles(path, path.with_name(formats.CONFIG))
-    if path.is_file() and path.suffix == ".safetensors":
-        return _beside(path)
-    if path.is_dir():
-        tried = [path / "model" / WEIGHTS, path / WEIGHTS, path / PICKLED_WEIGHTS]
+    else:
+        if path.name in formats.WEIGHTS and find_open_clip(path.parent):
+            return ModelFiles(path, path.with_name(formats.CONFIG))
+        candidates = [path / "model" / WEIGHTS, path / WEIGHTS, path / PICKLED_WEIGHTS] if path.is_dir() else [path]
         theirs = find_open_clip(path)
-        if theirs and not tried[0].is_file() and not _is_saved_here(path):
+        if theirs and not candidates[0].is_file() and not _is_saved_here(path):
             return theirs
-        for weights in filter(Path.is_file, tried):
-            return _beside(weights)
-        raise UserError(
-            f"There is no model in {path} (tried {', '.join(map(str, tried))}, and {formats.CONFIG} with "
-            f"{' or '.join(formats.WEIGHTS)}).",
-            "Give the folder of a run that has saved its model, or a folder with model.safetensors and config.json.",
-        )
-    if path.exists() or not is_hub_name(name):
-        why = "it is not a .safetensors file" if path.exists() else "the path does not exist"
-        raise UserError(
-            f"There is no model at {path}: {why}.",
-            "Give a run folder, a model folder, a .safetensors file, or a hub name (owner/name, or "
-            f"{HUB_PREFIX}owner/name where a folder could be meant).",
-        )
-    return _download(name.removeprefix(HUB_PREFIX))
-
-
-def _beside(weights: Path) -> ModelFiles:
-    config = weights.with_name(CONFIG)
-    return ModelFiles(weights, config if config.is_file() else None)
+        for weights in candidates:
+            if weights.is_file() and (path.is_dir() or path.suffix == ".safetensors"):
+                config = weights.with_name(CONFIG)
+                return ModelFiles(weights, config if config.is_file() else None)
+        why = f"tried {', '.join(map(str, candidates))}, and {formats.CONFIG} with {' or '.join(formats.WEIGHTS)}"
+    raise UserError(
+        f"There is no model at {name[:200]} ({why}).",
+        "Give a run that has saved its model, a folder with model.safetensors and config.json, a .safetensors file, or "
+        f"a hub name (owner/name, or {HUB_PREFIX}owner/name where a folder could be meant).",
+    )
 
 
 def _is_saved_here(folder: Path) -> bool:
@@ -248,13 +198,11 @@ def _download(name: str) -> ModelFiles:
         return None
 
     try:
-        config = first(CONFIG)
-        if config is None or not _describes_model(read_config(config)):
-            theirs = first(formats.CONFIG)
-            config, wanted = (theirs, formats.WEIGHTS) if theirs else (config, (WEIGHTS, PICKLED_WEIGHTS))
-        else:
-            wanted = WEIGHTS, PICKLED_WEIGHTS
-        weights = config and first(*wanted)
+        config, names = first(CONFIG), (WEIGHTS, PICKLED_WEIGHTS)
+        other_library = config is None or not _describes_model(read_config(config))
+        if other_library and (theirs := first(formats.CONFIG)):
+            config, names = theirs, formats.WEIGHTS
+        weights = config and first(*names)
         why = "no network, or no such files" if unreachable else "no such files"
     except UserError:
         raise
@@ -323,26 +271,26 @@ def _embedded_config(weights: Path) -> dict | None:
     try:
         with safe_open(weights, framework="pt") as file:
             text = (file.metadata() or {}).get("config")
-        config = None if text is None else json.loads(text)
+        return None if text is None else _object(text)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{weights} is not a readable safetensors file.", "The file may be cut short: copy or save it again."
         ) from error
-    return _checked(config, weights) if config is not None else None
 
 
 def read_config(path: Path) -> dict:
     """The JSON object in a file. Raises UserError."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return _object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable JSON.", "Restore the file that was saved with the weights.") from error
-    return _checked(config, path)
+        raise UserError(
+            f"{path} is not the configuration of a model.", "Restore the file that was saved with the weights."
+        ) from error
 
 
-def _checked(config: object, path: Path) -> dict:
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a model configuration.", "Restore the file that was saved with the weights.")
+def _object(text: str) -> dict:
+    if not isinstance(config := json.loads(text), dict):
+        raise ValueError("no JSON object")
     return config
 
 
@@ -362,11 +310,9 @@ def weights_sha256(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+_sha256_of = lru_cache(maxsize=8)(lambda model: weights_sha256(model()))
+
+
 def loaded_weights() -> dict[str, str]:
     """`weights_sha256` of each loaded model that is still in use."""
     return {name: _sha256_of(model) for name, model in _loaded.items() if model() is not None}
-
-
-@lru_cache(maxsize=8)
-def _sha256_of(model: weakref.ref) -> str:
-    return weights_sha256(model())

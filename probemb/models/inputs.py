@@ -73,11 +73,8 @@ class Augmentation:
 def create_transforms(model_or_config, augmentation: Augmentation = Augmentation(), resize: str = "pil") -> Transforms:
     """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else.
 
-    Regions come prepared: a model that reads them changes nothing.
-
-    Args:
-        resize: "tensor" or "pil": torch or PIL crops and resizes. Both give uint8, which the model normalises, and
-            the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
+    Regions come prepared: a model that reads them changes nothing. By `resize`, torch ("tensor") or PIL ("pil") crops
+    and resizes, with the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
     """
     config = _config(model_or_config)
     if reads_regions(config.get("architecture")):
@@ -126,11 +123,8 @@ def identity(regions: Tensor) -> Tensor:
 def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[list[str]], Tensor]:
     """The tokenizer that belongs to a model: list of texts -> (B, context_length) int64, padded.
 
-    Args:
-        folder: that of the model; a Hugging Face tokenizer whose files are in there is not asked of the hub.
-
-    Raises:
-        UserError: if the model needs a tokenizer that is not installed, or has too small a vocabulary.
+    A Hugging Face tokenizer whose files are in the model's `folder` is not asked of the hub. Raises UserError: it is
+    not available, or the model has too small a vocabulary.
     """
     text = _config(model_or_config)["architecture"]["text_cfg"]
     context_length = text.get("context_length", 77)
@@ -162,9 +156,6 @@ class Tokenizer:
 
     The tokens are open_clip's. In contrast to open_clip's tokenizer it reads no further than the context is long, cuts
     words at 128 characters, and bounds its cache, so that time and memory do not depend on what people wrote.
-
-    Raises:
-        UserError: if the vocabulary has more tokens than `vocab_size`.
     """
 
     def __init__(self, context_length: int, vocab_size: int = 49408):

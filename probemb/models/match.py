@@ -22,7 +22,7 @@ class MatchModel:
     """A model's rule that turns two normals into the probability that they match.
 
     It was trained with one match in a batch: a probability as it stands has that prior, and `in_gallery` has the
-    gallery's. Of a model that has none, `log_odds` has no meaning.
+    gallery's.
 
     Attributes:
         scale, shift: a and b.
@@ -80,9 +80,8 @@ class MatchModel:
         return match_log_odds_of_samples(*samples, self.scale, self.shift)
 
     def log_odds_at(self, csd: Tensor, u: Tensor, dim: int) -> Tensor:
-        """Of pairs of which no more is known than CSD and the sum of both items' variances, (...).
-
-        Variances count as equal in all D dimensions, which makes a difference to "samples" alone.
+        """Of pairs of which no more is known than CSD and the sum of both items' variances, (...), which count as equal
+        in all D dimensions; that makes a difference to "samples" alone.
         """
         if self.form == "csd":
             return self.shift - self.scale * csd
@@ -103,9 +102,10 @@ class MatchModel:
         if self.form == "samples":
             return f"mean over {SAMPLES} x {SAMPLES} samples of sigmoid(2 (-{a} |z - z'| {b}))"
         why = "none: " + ("the loss trained no a and b" if self.probabilistic else "a point model")
-        if self.temperature is None:
-            return why
-        return f"{why}; its entropy is that of the softmax of {self.temperature:.4g} times the cosine"
+
+        if self.temperature is not None:
+            why += f"; its entropy is that of the softmax of {self.temperature:.4g} times the cosine"
+        return why
 
 
 def in_gallery(log_odds_QN: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Head = Literal["clip", "gpo", "pie", "mlp", "average"]
 Uncertainty = Literal["branch", "token", "prolip-code"]
 Layers = int | tuple[int, int]
+POSITIVE = ("embed_dim", "n_embeddings", "image_size", "max_logit_scale", "init_logit_scale")
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,9 @@ class Towers:
             token, ProLIP) or prolip-code (for ProLIP's published weights).
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
             training data or above.
-        word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
         image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
         crop_pct: share of an image's shorter side that evaluation's centre crop keeps: 0.875 for 224 of 256 pixels;
             empty for the pretrained run's, or 1.
-        lock_image: freeze the image tower's trunk; its heads train.
         batch_norm: statistics that batch norms normalise by in training: batch (of all ranks), frozen (the stored ones)
             or auto: batch in a tower that starts from random weights, frozen in a pretrained or locked one.
     """
@@ -51,37 +50,9 @@ class Towers:
     n_unc_layers: Layers | None = None
     uncertainty: Uncertainty = "branch"
     vocabulary: str | None = None
-    word_vectors: str | None = None
     image_weights: str | None = None
     crop_pct: float | None = None
-    lock_image: bool = False
     batch_norm: Literal["auto", "batch", "frozen"] = "auto"
-
-    @property
-    def origin(self) -> str:
-        """Description of the weights that the towers start from."""
-        if self.image_weights:
-            return f"image weights {self.image_weights}, texts from random weights"
-        return self.pretrained or "random weights"
-
-    def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
-        """The model, on the CPU; the same on every rank. Word vectors are not filled in, and nothing is locked yet.
-
-        Args:
-            data: paths of the training data, beside which a vocabulary may lie.
-            loss: options of the objective, whose `scale` and `shift`, if any, are the model's initial ones.
-            texts: whose words are the vocabulary, if none is named, instead of a file's beside the data.
-            more: further `ModelOptions`, or other values.
-        """
-        from probemb.models.create import create_model, vocabulary_for
-
-        options = {field.name: getattr(self, field.name) for field in fields(Towers)}
-        if self.lock_image and self.batch_norm == "auto":
-            options["batch_norm"] = "frozen"
-        options |= {"word_vectors": None, "lock_image": False}
-        options["vocabulary"] = vocabulary_for(self.name, self.vocabulary, self.pretrained, data, texts)
-        scalars = {"init_scale": getattr(loss, "scale", 1.0), "init_shift": getattr(loss, "shift", 1.0)}
-        return create_model(**options | scalars | more)
 
 
 @dataclass(frozen=True)
@@ -152,32 +123,25 @@ class ModelOptions(Towers):
                 declared = next(field.type for field in fields(self) if field.name == key)
                 remedy = f"Choose {', '.join(choices)}." if choices else f"Its type is {declared}."
                 raise UserError(f"The model's {key} is {value!r}.{nearest(str(value), choices)}", remedy)
-        positive = "embed_dim", "n_embeddings", "max_logit_scale", "init_logit_scale"
-        wrong = [
-            (key, "a number above 0") for key in positive if (value := getattr(self, key)) is not None and value <= 0
-        ]
         low, high = self.log_var_range or (0, 1)
-        wrong += [("n_unc_layers", "0 or more")] * (min(self.layers) < 0)
-        wrong += [("log_var_range", "two numbers in ascending order, such as [-2.303, 2.303]")] * (low >= high)
-        wrong += [("crop_pct", "a number from 0.1 to 1")] * (not 0.1 <= (self.crop_pct or 1) <= 1)
-        for key, remedy in wrong:
-            raise UserError(f"The model's {key} is {getattr(self, key)}.", f"Give {remedy}.")
-        has_branch, branch_layers = self.uncertainty == "branch", any(self.layers) and self.n_unc_layers is not None
-        point = not self.probabilistic
-        for impossible, what, remedy in (
-            (self.n_embeddings > 1 and self.head != "pie", "n_embeddings above 1 is for head pie", "choose that head"),
-            (not has_branch and branch_layers, "n_unc_layers is of an uncertainty branch", "leave n_unc_layers out"),
-            (not has_branch and point, "uncertainty is of a probabilistic model", "leave uncertainty out"),
-            (self.uncertainty == "prolip-code" and self.head != "clip", "ProLIP's code has head clip", "choose clip"),
-            (point and branch_layers, "a point model has no uncertainty branch", "leave n_unc_layers out"),
-            (
-                point and (self.covariance != "ellipsoidal" or self.log_var_range is not None),
-                "a point model has no variances",
-                "leave covariance and log_var_range out",
+        point, token = not self.probabilistic, self.uncertainty != "branch"
+        shaped = self.covariance != "ellipsoidal" or self.log_var_range is not None
+        for key, wrong, remedy in (
+            *(
+                (key, getattr(self, key) is not None and getattr(self, key) <= 0, "Give a number above 0.")
+                for key in POSITIVE
             ),
+            ("n_unc_layers", min(self.layers) < 0, "Give 0 or more."),
+            ("log_var_range", low >= high, "Give two numbers in ascending order, such as [-2.303, 2.303]."),
+            ("crop_pct", not 0.1 <= (self.crop_pct or 1) <= 1, "Give a number from 0.1 to 1."),
+            ("n_embeddings", self.n_embeddings > 1 and self.head != "pie", "Several are for head pie."),
+            ("head", self.uncertainty == "prolip-code" and self.head != "clip", "ProLIP's public code has head clip."),
+            ("uncertainty", token and point, "A point model has none: leave it out."),
+            ("n_unc_layers", (token or point) and any(self.layers), "It is of an uncertainty branch: leave it out."),
+            ("covariance", point and shaped, "A point model has no variances: leave it and log_var_range out."),
         ):
-            if impossible:
-                raise UserError(f"The model's options do not go together: {what}.", f"{remedy.capitalize()}.")
+            if wrong:
+                raise UserError(f"The model's {key} is {getattr(self, key)}.", remedy)
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -202,6 +166,43 @@ class ModelOptions(Towers):
         if self.log_var_range is None or self.log_var_range[0] < start < self.log_var_range[1]:
             return start
         return sum(self.log_var_range) / 2
+
+
+@dataclass(frozen=True)
+class TrainedTowers(Towers):
+    """The towers, as options of the trainers.
+
+    Args:
+        word_vectors: a file in GloVe's text format that a model's words start from; empty to leave them.
+        lock_image: freeze the image tower's trunk; its heads train.
+    """
+
+    word_vectors: str | None = None
+    lock_image: bool = False
+
+    @property
+    def origin(self) -> str:
+        """Description of the weights that the towers start from."""
+        if self.image_weights:
+            return f"image weights {self.image_weights}, texts from random weights"
+        return self.pretrained or "random weights"
+
+    def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
+        """The model, on the CPU; the same on every rank. Its words have no vectors yet, and nothing is locked.
+
+        Args:
+            data: paths of the training data, beside which a vocabulary may lie; or `texts` whose words it has.
+            loss: options of the objective, whose `scale` and `shift`, if any, are the model's initial ones.
+            more: further `ModelOptions`, or other values.
+        """
+        from probemb.models.create import create_model, vocabulary_for
+
+        options = {field.name: getattr(self, field.name) for field in fields(Towers)}
+        if self.lock_image and self.batch_norm == "auto":
+            options["batch_norm"] = "frozen"
+        options["vocabulary"] = vocabulary_for(self.name, self.vocabulary, self.pretrained, data, texts)
+        scalars = {"init_scale": getattr(loss, "scale", 1.0), "init_shift": getattr(loss, "shift", 1.0)}
+        return create_model(**options | scalars | more)
 
 
 SAVED = (  # in config.json, beside "name", "architecture" and "preprocess"

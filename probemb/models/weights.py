@@ -58,10 +58,8 @@ def write_model(weights: Path, state: dict[str, Tensor], config: Path, about: di
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     """Tensors of a .safetensors file or of a pickled one (read without executing anything), on the CPU.
 
-    A "state_dict" entry and a "module." prefix, as open_clip's trainer writes them, are taken off.
-
-    Raises:
-        UserError: for a file that is neither, or holds anything but named tensors.
+    A "state_dict" entry and a "module." prefix, as open_clip's trainer writes them, are taken off. Raises UserError: a
+    file that is neither, or holds anything but named tensors.
     """
     path = Path(path)
     try:
@@ -100,11 +98,8 @@ def first_line(error: Exception) -> str:
 
 
 def load_strictly(model: torch.nn.Module, state: dict[str, Tensor], source: str | Path) -> None:
-    """`load_state_dict`, all or nothing.
-
-    Raises:
-        UserError: names the first tensors that are NaN or Inf, missing, surplus, of another shape or kind; the model is
-            then unchanged.
+    """`load_state_dict`, all or nothing. Raises UserError: tensors (named) are NaN or Inf, missing, surplus, of another
+    shape or kind.
     """
     if broken := [key for key, value in state.items() if not value.isfinite().all()]:
         raise UserError(
@@ -140,9 +135,6 @@ def _some(keys: list[str]) -> str:
 def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dict]:
     """The weights file of a tag of the architecture `name` (downloaded if it is not in the cache) or of a path, and
     what the weights ask of the preprocessing (a part of open_clip's PreprocessCfg; empty for paths).
-
-    Raises:
-        UserError: for an unknown tag, no network, or weights that were trained with another activation.
     """
     if Path(source).is_file():
         return Path(source), {}
@@ -175,11 +167,7 @@ def check_quick_gelu(source: str, name: str, trained_with: bool, quick_gelu: boo
 
 
 def fill_stock(stock: CustomTextCLIP, state: dict[str, Tensor], path: Path) -> None:
-    """Load open_clip's weights, in either of its layouts; position embeddings are resized to fit.
-
-    Raises:
-        UserError: for the weights of another model.
-    """
+    """Load open_clip's weights, in either of its layouts; position embeddings are resized to fit."""
     state = dict(state)
     if "positional_embedding" in state:  # the layout without a text tower of its own
         state = convert_to_custom_text_state_dict(state)

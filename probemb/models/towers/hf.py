@@ -19,12 +19,9 @@ from probemb.models.towers.branch import Branch, check_n_unc_layers
 
 
 class HFText(Encoder):
-    """A Hugging Face text encoder behind open_clip's adapter.
+    """A Hugging Face text encoder behind open_clip's adapter, whose pooler and projection head "clip" alone keeps.
 
-    Args:
-        stock: open_clip's tower; its transformer, pooler and projection are taken over, the last two by head "clip".
-        own_layers: the uncertainty branch's; with none, the log-variance reads the last layer's tokens of the mean.
-        context_length: tokens of a text.
+    Without `own_layers` for the uncertainty branch, the log-variance reads the last layer's tokens of the mean.
     """
 
     def __init__(self, stock: HFTextEncoder, own_layers: list[nn.Module], o: ModelOptions, context_length: int):

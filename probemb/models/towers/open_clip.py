@@ -35,7 +35,7 @@ from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import check_n_unc_layers
+from probemb.models.towers.branch import Branch, check_n_unc_layers
 from probemb.models.towers.parts import Parts, take_parts, take_tokens
 
 TEXT_TOKEN_STD = 0.01  # of open_clip's class token of a text
@@ -58,9 +58,7 @@ class TransformerTower(Encoder):
     def take_over(self, stock: nn.Module, branch: Transformer | None, o: ModelOptions, std: float) -> None:
         """Share every parameter, buffer, module and setting of an open_clip tower, not to be used any more.
 
-        Args:
-            branch: the uncertainty branch's blocks, or None.
-            std: of the numbers that [UNC] starts from.
+        `branch` is the uncertainty branch's blocks, or None; [UNC] starts from numbers of deviation `std`.
         """
         nn.Module.__init__(self)
         self.__dict__.update(stock.__dict__)
@@ -122,7 +120,7 @@ def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = No
 
 
 class ImageTransformer(TransformerTower, VisionTransformer):
-    """An open_clip vision transformer; see `TransformerTower.take_over`."""
+    """An open_clip vision transformer."""
 
     def __init__(self, stock: VisionTransformer, branch: Transformer | None, o: ModelOptions):
         width = stock.transformer.width
@@ -208,7 +206,7 @@ def image_transformer(
 
 
 class TextTransformerTower(TransformerTower, TextTransformer):
-    """An open_clip text transformer; see `TransformerTower.take_over`.
+    """An open_clip text transformer.
 
     With a token a text is its words, maybe a class token, and [UNC]. Padding is hidden from all of them. A class token
     behind the text (CoCa's, ProLIP's) is what is pooled and takes no part as a token.
@@ -266,7 +264,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return project(pooled, self.text_projection)
 
     def text_mask(self, tokens: Tensor) -> Tensor:
-        """True up to and including each text's end token, (B, L) bool; without one, of all that is no padding, or the
+        """(B, L) bool, True up to and including each text's end token; without one, for all but padding, and for the
         first token of an empty text.
         """
         if self.pool_type == "argmax":  # the end token has the highest id
@@ -278,10 +276,8 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return there | (first & ~there.any(1, keepdim=True))
 
     def trim(self, tokens: Tensor) -> Tensor:
-        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
-
-        Leaves texts alone that see their padding (blocks that are not causal, as CLIPA's; a class token behind them;
-        the public code of ProLIP).
+        """(B, L) tokens without the columns behind the longest text; texts that see their padding stay (blocks that are
+        not causal, as CLIPA's; a class token behind them; the public code of ProLIP).
         """
         hidden = self._hides_padding
         if not hidden and (self.attn_mask is None or self.cls_emb is not None or not self._ends):
@@ -367,18 +363,15 @@ def text_transformer(
 
 
 class ImageResNet(Encoder, ModifiedResNet):
-    """An open_clip ResNet (RN50 to RN50x64); tokens are the places of its feature map.
+    """An open_clip ResNet (RN50 to RN50x64); tokens are the places of its feature map. See `image_resnet`."""
 
-    Args:
-        stock: the tower whose parameters this one takes over; not to be used any more.
-        own_stages: the uncertainty branch's stages (possibly none); None for a point model.
-    """
+    blocks = STAGES
 
-    def __init__(self, stock: ModifiedResNet, own_stages: list[nn.Module] | None, o: ModelOptions):
+    def __init__(self, stock: ModifiedResNet, own_stages: list[nn.Module], o: ModelOptions):
         nn.Module.__init__(self)
         self.__dict__.update(stock.__dict__)
-        self.uncertainty_stages = None if own_stages is None else nn.ModuleList(own_stages)
-        self.blocks, self.branch_blocks = STAGES, [f"uncertainty_stages.{i}" for i in range(len(own_stages or ()))]
+        self.uncertainty_stages = Branch(own_stages, [getattr(self, name) for name in STAGES])
+        self.branch_blocks = [f"uncertainty_stages.{i}" for i in range(len(own_stages))]
         self.n_tokens = (self.image_size // 32) ** 2
         self.image_size = (self.image_size, self.image_size)
         width = self.layer4[-1].conv3.out_channels
@@ -391,22 +384,16 @@ class ImageResNet(Encoder, ModifiedResNet):
 
     def features(self, pixels: Tensor) -> BothFeatures:
         """(B, 3, H, W) -> features; pooled by attention for the mean, by the average for the log-variance."""
+        branch = self.uncertainty_stages
+        branch.listen()
         x = self.stem(self.normalized(pixels, self.conv1.weight.dtype))
-        own = self.uncertainty_stages
-        first = len(STAGES) - len(own or ())
-        for i, name in enumerate(STAGES):
-            if i == first:
-                start = x
+        for name in STAGES:
             x = getattr(self, name)(x)
         tokens = x.flatten(2).transpose(1, 2)  # (B, T, W)
         mean = Features(tokens, tokens.mean(1) if self.attnpool is None else self.attnpool(x))
-        if own is None:
+        if not self.options.probabilistic:
             return mean, None
-        if len(own) == 0:
-            start = x
-        for stage in own:
-            start = stage(start)
-        unc_tokens = start.flatten(2).transpose(1, 2)
+        unc_tokens = branch(*branch.heard()).flatten(2).transpose(1, 2) if len(branch) else tokens
         return mean, Features(unc_tokens, unc_tokens.mean(1))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -418,15 +405,14 @@ class ImageResNet(Encoder, ModifiedResNet):
 
 
 def image_resnet(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None) -> ImageResNet:
-    """A tower of open_clip's configuration."""
+    """A tower of open_clip's configuration; `stock` is taken over, and not to be used any more."""
     check_n_unc_layers(n_unc_layers, len(STAGES), "image")
     size = architecture["vision_cfg"].get("image_size", 224)
     if size % 32:
         raise UserError(
             f"A ResNet of open_clip does not take images of {size} pixels.", "Set image_size to a multiple of 32."
         )
-    stock = stock or stock_image_tower(architecture)
-    own = [] if o.probabilistic else None
+    stock, own = stock or stock_image_tower(architecture), []
     if n_unc_layers and o.probabilistic:
         fresh = stock_image_tower(architecture)
         own = [getattr(fresh, name) for name in STAGES[-n_unc_layers:]]

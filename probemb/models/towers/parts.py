@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from probemb.errors import UserError
-
 LONGEST = 2**16  # parts of an input
 
 
@@ -31,10 +29,9 @@ class Parts(NamedTuple):
 
 
 def chances(key: int, rows: Tensor) -> Callable[[int], Tensor]:
-    """Uniform numbers as a function of a key, a row's number and a position, for `draw_parts`.
+    """Uniform numbers for `draw_parts`: a function of P that gives (B, P) float64 in [0, 1).
 
-    The same on every device and for any number of positions: SplitMix64 of the row, (B,) int64, and the position. The
-    result is a function of P that gives (B, P) float64 in [0, 1).
+    They are SplitMix64 of a key, the row's number (rows: (B,) int64) and the position, the same on every device.
     """
 
     def draw(n_parts: int) -> Tensor:
@@ -71,14 +68,11 @@ def draw_parts(
     Args:
         tower: an `Encoder`; inputs: (B, 3, H, W) pixels or (B, L) tokens, as it reads them.
         share: of the optional parts to keep, above 0 to 1.
-        generator: on any device; None for torch's own of the CPU.
-        chance: uniform numbers (B, P) of P parts, instead of a generator's; see `chances`.
+        generator: on any device; None for torch's own of the CPU. Or `chance`, see `chances`.
 
     Raises:
-        UserError: the tower reads its inputs as a whole, or the share is out of range.
+        UserError: the tower reads its inputs as a whole.
     """
-    if not 0 < share <= 1:
-        raise UserError(f"The share of parts to keep is {share}.", "Set it above 0 and at most to 1.")
     optional, required = tower.parts(inputs)
     n_parts, always = optional.shape[1], tower.required_parts
     if chance is None:

@@ -32,13 +32,10 @@ class RegionTower(Encoder):
 
     Args:
         n_unc_layers: 1 for a branch with its own last block, 0 for none.
-        regions, features, width: R, F and W.
+        regions, features, width: R, F and W; `region_shape` is (R, F), what the data must have.
         hidden: widths of linear maps with ReLU before the last one.
         graph_layers: of residual graph convolutions (VSRN: 4).
         gru: whether a GRU over the regions pools them, rather than their average.
-
-    Attributes:
-        region_shape: (R, F), what the data must have.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 A stem with stride 2, then stages of 3 x 3 convolutions, of which the first halves the map. Every convolution is
 followed by GroupNorm and ReLU: batch statistics would make an image's embedding depend on the rank's other images.
-The last u stages exist twice: the uncertainty branch has its own.
 """
 
 from __future__ import annotations
@@ -21,12 +20,8 @@ from probemb.models.towers.branch import check_n_unc_layers
 class SmallCNN(Encoder):
     """A stem and stages of convolutions; tokens are the last map's cells, pooled features their mean.
 
-    Args:
-        n_unc_layers: stages of the uncertainty branch.
-        image_size: side in pixels.
-        widths: channels of the stem and of every stage, multiples of `groups`.
-        convolutions: of a stage.
-        groups: of GroupNorm.
+    `widths` are the channels of the stem and of every stage, multiples of `groups` (of GroupNorm); `convolutions` are
+    those of a stage. The last `n_unc_layers` stages exist twice: the uncertainty branch has its own.
     """
 
     stem_prefixes = ("stem.",)

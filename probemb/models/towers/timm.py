@@ -28,7 +28,7 @@ from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
 from probemb.models.towers.branch import Branch, check_n_unc_layers, drop_unused, meta_twin
-from probemb.models.weights import load_strictly, read_state_dict
+from probemb.models.weights import first_line, load_strictly, read_state_dict
 
 STAGES = (("layer1", "layer2", "layer3", "layer4"), ("s1", "s2", "s3", "s4"))  # ResNets, RegNets
 FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # what timm would open or write
@@ -47,8 +47,7 @@ class TimmTower(Encoder):
     Args:
         trunk: made by timm, already of the right image size.
         own_blocks: the uncertainty branch's; with none, the log-variance reads the features of the mean.
-        image_size: pixels.
-        projection: open_clip's, from the model's pooling to D; None for none.
+        projection: open_clip's, from the model's pooling to D.
     """
 
     def __init__(
@@ -189,8 +188,7 @@ def timm_tower(
 ) -> TimmTower:
     """A TimmTower of `trunk`, whose uncertainty branch is of another trunk that `fresh()` gives.
 
-    Raises:
-        UserError: for an image size that the model cannot take, or more branch layers than it has.
+    Raises UserError: an image size that the model cannot take, or more branch layers than it has.
     """
     size = vision.get("image_size", 224)
     check_n_unc_layers(n_unc_layers, len(trunk_blocks(trunk)), "image")
@@ -205,15 +203,11 @@ def timm_tower(
 
 
 def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
-    """A trunk with timm's weights, and the preprocessing that they ask for (a part of open_clip's PreprocessCfg).
+    """A trunk of a "vision_cfg" with timm's weights, and the preprocessing that they ask for (a part of open_clip's
+    PreprocessCfg).
 
-    Args:
-        vision: the "vision_cfg" of an architecture.
-        source: "timm" for the model's default weights, another of its tags, or a file with a state dict. A classifier
-            in it is dropped; all else must fit.
-
-    Raises:
-        UserError: for an unknown tag, no network, a file that cannot be read, or the weights of another model.
+    `source` is "timm" for the model's default weights, another of its tags, or a file with a state dict; a classifier
+    in it is dropped. Raises UserError: none of these, no network, or the weights of another model.
     """
     name = vision["timm_model_name"]
     if Path(source).is_file():
@@ -266,22 +260,22 @@ def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
 
 
 def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> bool:
-    """Make a trunk take images of a size; True if it had to be resized."""
+    """Make a trunk take images of a size; True if it had to be resized. Raises UserError: it cannot be."""
     error = _failure(trunk, image_size)
     if error is None:
         return False
-    if hasattr(trunk, "set_input_size"):
-        try:
-            trunk.set_input_size((image_size, image_size))
-            error = _failure(trunk, image_size)
-        except (AssertionError, RuntimeError, ValueError, TypeError) as failure:
-            error = failure
-        if error is None:
-            return True
+    try:
+        trunk.set_input_size((image_size, image_size))
+        error = _failure(trunk, image_size)
+    except AttributeError:
+        pass  # timm cannot resize this model
+    except (AssertionError, RuntimeError, ValueError, TypeError) as failure:
+        error = failure
+    if error is None:
+        return True
     own = getattr(trunk, "default_cfg", {}).get("input_size", (3, 224, 224))[-1]
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise UserError(
-        f"timm's {name} does not take images of {image_size} pixels ({reason}).",
+        f"timm's {name} does not take images of {image_size} pixels ({first_line(error)}).",
         f"Set image_size to {own}, or to a multiple of its patches.",
     )
 

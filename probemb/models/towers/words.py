@@ -31,12 +31,7 @@ VECTOR_STD = 0.3  # about that of GloVe's vectors
 
 
 class WordTokenizer:
-    """Texts to ids of words, for texts of any origin: what is read of a text and of a word is bounded.
-
-    Args:
-        vocabulary: the words; other words are `UNKNOWN`.
-        context_length: words of a text; the rest is cut.
-    """
+    """Texts to ids of words, for texts of any origin: what is read of a text and of a word is bounded."""
 
     def __init__(self, vocabulary: Sequence[str], context_length: int):
         self.context_length = context_length
@@ -97,11 +92,7 @@ class WordTower(Encoder):
 
     @torch.no_grad()
     def fill_embedding(self, vectors: Mapping[str, np.ndarray]) -> int:
-        """Start words from vectors (E,); other words keep their random ones. Returns how many had one.
-
-        Raises:
-            UserError: vectors of another width.
-        """
+        """Start words from vectors (E,), others stay; returns how many had one. Raises UserError: another width."""
         found, width = 0, self.table.shape[1]
         for row, word in enumerate(self.vocabulary, FIRST_WORD):
             if word in vectors:
