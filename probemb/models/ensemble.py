@@ -9,10 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.dual_encoder import DualEncoder
-from probemb.models.formats import shortened
 
 
 class Ensemble(nn.Module):
@@ -20,9 +18,7 @@ class Ensemble(nn.Module):
 
     Means stand side by side, over the square root of K; so do log-variances, less log K. That makes the same of the
     squared 2-Wasserstein distance. Source: NCR, which averages the similarities of its two networks.
-
-    Raises:
-        UserError: the models do not share whatever prepares images and texts.
+    They share whatever prepares images and texts.
     """
 
     attention = None  # tokens of several models are not compared
@@ -30,15 +26,6 @@ class Ensemble(nn.Module):
 
     def __init__(self, models: Sequence[DualEncoder]):
         super().__init__()
-        first, *others = map(_inputs, models)
-        for other in others:
-            for key in sorted({*first, *other}):
-                if first.get(key) != other.get(key):
-                    raise UserError(
-                        f"The models do not read the same input: {key} is {shortened(first.get(key))} in one, "
-                        f"{shortened(other.get(key))} in another.",
-                        "Put models together that prepare images and texts alike, such as the networks of one run.",
-                    )
         self.models = nn.ModuleList(models)
         self.training = models[0].training
         self.ranking, self.objective = models[0].ranking, models[0].objective
@@ -86,12 +73,3 @@ def networks_of(name: str | Path) -> list[str]:
     """Names for `load_model` of all networks of a model: itself, and the second one of a run that trained two."""
     second = Path(name) / "model-second"
     return [str(name), *([str(second)] if (Path(name) / "model").is_dir() and second.is_dir() else [])]
-
-
-def _inputs(model: DualEncoder) -> dict:
-    """Settings of `create_transforms` and `create_tokenizer`, the shape of regions, and the number of embeddings."""
-    text = model.config["architecture"]["text_cfg"]
-    keys = ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs", "vocabulary")
-    shapes = {"regions": getattr(model.visual, "region_shape", None), "K": model.n_embeddings}
-    tokenizer = {key: text.get(key) for key in keys}
-    return {**model.config["preprocess"], "context_length": model.context_length, **tokenizer, **shapes}
