@@ -73,7 +73,7 @@ class Task:
         for split in filter(None, (self.train, self.validation, self.unpaired)):
             refuse_unusable(split, self.config.data.failure_share)
             check_images(networks[0], split.images)
-        augmentation = Augmentation(self.config.augment.scale, self.config.augment.hflip)
+        augmentation = Augmentation(self.config.augment.scale, hflip=self.config.augment.hflip)
         self.transforms = create_transforms(networks[0], augmentation, self.config.data.resize)
         self.tokenizer = create_tokenizer(networks[0])
         self.device, self.evaluated_by = device, Device(str(device), "bf16" if bf16 else "fp32")

@@ -32,7 +32,7 @@ from probemb.errors import UserError
 from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models.create import fill_word_vectors
 from probemb.models.dual_encoder import DualEncoder
-from probemb.models.inputs import Augmentation, create_tokenizer, create_transforms
+from probemb.models.inputs import create_tokenizer, create_transforms
 from probemb.runs.checkpoints import read_state
 from probemb.runs.copy import Copy, check_copy, fetch_newest
 from probemb.runs.folder import (
@@ -160,8 +160,8 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         say(f"model   {config.objective} trains points: model.n_unc_layers and model.uncertainty are not used")
     if config.model.word_vectors and not earlier:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
-    augmentation = Augmentation(**vars(config.data.augmentation))
-    transforms, tokenizer = create_transforms(model, augmentation, config.data.resize), create_tokenizer(model)
+    transforms = create_transforms(model, config.data.augmentation, config.data.resize)
+    tokenizer = create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
     if copy and rank == 0:
         check_copy(copy, config.out, state["step"] if earlier else None, tell)

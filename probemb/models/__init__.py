@@ -11,9 +11,8 @@ _HOME = {
     "ensemble": "Ensemble as_one networks_of",
     "formats": "export_open_clip import_pcmepp import_prolip",
     "hub": "LoadedModel digest_model lasting_name load_model save_model weights_sha256",
-    "inputs": "Augmentation Transforms check_images check_single_embeddings check_words create_tokenizer "
-    "create_transforms",
-    "options": "ModelOptions TrainedTowers",
+    "inputs": "Transforms check_images check_single_embeddings check_words create_tokenizer create_transforms",
+    "options": "Augmentation ModelOptions TrainedTowers",
     "towers.parts": "draw_parts",
 }
 _MODULES = {name: module for module, names in _HOME.items() for name in names.split()}

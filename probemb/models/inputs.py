@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from probemb.data.regions import RegionImages
 from probemb.data.words import split_words
 from probemb.errors import UserError
 from probemb.models.architectures import reads_regions, reads_words
+from probemb.models.options import Augmentation
 from probemb.models.towers.words import WordTokenizer
 
 MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
@@ -47,36 +48,13 @@ class Transforms(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """Augmentations of `Transforms.train` beside resizing; the defaults are open_clip's.
-
-    Attributes:
-        scale: share of the image that a random crop keeps, from and to.
-        hflip: probability of a mirrored image.
-        color_jitter: brightness, contrast, saturation, hue; applied with color_jitter_prob.
-        gray_scale_prob: probability of dropping the colours.
-        ratio: width by height of a crop, from and to; open_clip reads this and the rest with timm's transforms alone.
-        re_prob: share of the images of which rectangles are erased, by `RandomErasing`; re_count: at most so many.
-    """
-
-    scale: tuple[float, float] = (0.9, 1.0)
-    hflip: float = 0.0
-    color_jitter: tuple[float, float, float, float] | None = None
-    color_jitter_prob: float | None = None
-    gray_scale_prob: float | None = None
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    re_prob: float = 0.0
-    re_count: int = 1
-
-
-def create_transforms(model_or_config, augmentation: Augmentation = Augmentation(), resize: str = "pil") -> Transforms:
+def create_transforms(model_or_config, augmentation: Augmentation | None = None, resize: str = "pil") -> Transforms:
     """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else.
 
     Regions come prepared: a model that reads them changes nothing. By `resize`, torch ("tensor") or PIL ("pil") crops
     and resizes, with the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
     """
-    config = _config(model_or_config)
+    config, augmentation = _config(model_or_config), augmentation or Augmentation()
     if reads_regions(config.get("architecture")):
         return Transforms(identity, identity)
     wanted = dict(config["preprocess"])

@@ -5,9 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.config import Augmentation
-from probemb.models import Augmentation as Applied
-from probemb.models import create_transforms
+from probemb.models import Augmentation, create_transforms
 
 JITTER = (0.32, 0.32, 0.32, 0.08)
 
@@ -16,7 +14,7 @@ def transformed(options: Augmentation, resize: str) -> torch.Tensor:
     """Coordinates as colours: red is the column, green the row."""
     grid = np.indices((200, 200)).transpose(1, 2, 0)[..., ::-1]
     image = Image.fromarray(np.concatenate([grid, np.full((200, 200, 1), 90)], 2).astype(np.uint8))
-    transform = create_transforms({"preprocess": {"size": 64}}, Applied(**vars(options)), resize).train
+    transform = create_transforms({"preprocess": {"size": 64}}, options, resize).train
     torch.manual_seed(3)
     return torch.stack([transform(image) for _ in range(40)]).float()
 

@@ -12,7 +12,7 @@ from PIL import Image
 from pretrain.stream.samples import draft_size, find_crop
 from probemb.data.images import decode_image
 from probemb.data.pixels import normalize
-from probemb.models.inputs import Augmentation, create_transforms
+from probemb.models import Augmentation, create_transforms
 from tests.pretrain.stream.test_stream import LANES, assert_same, corpus, make, read  # noqa: F401
 
 CONFIG = {"preprocess": {"size": 32}}
