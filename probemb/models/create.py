@@ -28,9 +28,10 @@ from probemb.models.architectures import (
     tower_kind,
 )
 from probemb.models.dual_encoder import DualEncoder, plain
+from probemb.models.formats import CONFIG as OPEN_CLIP_CONFIG
 from probemb.models.formats import ModelFiles, check_architecture, open_clip_preprocessing
 from probemb.models.heads import GPO_SIZES
-from probemb.models.hub import is_saved_model, load_model, open_clip_files, read_config
+from probemb.models.hub import build_saved, read_config, saved_files
 from probemb.models.options import SAVED, ModelOptions
 from probemb.models.towers.timm import pretrained_trunk
 from probemb.models.weights import fill_stock, find_pretrained, load_strictly, read_state_dict
@@ -58,10 +59,10 @@ def create_model(name: str, **options) -> DualEncoder:
     """
     o = ModelOptions(name, **options)
     config, source = architecture(name, o.image_size), None
-    files = open_clip_files(o.pretrained) if o.pretrained else None
-    if o.pretrained and files is None and is_saved_model(o.pretrained):
+    files = saved_files(o.pretrained) if o.pretrained else None
+    if files and (files.config is None or files.config.name != OPEN_CLIP_CONFIG):
         with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
-            source = load_model(o.pretrained).model
+            source = build_saved(*files)
     if o.uncertainty != "branch":
         theirs = source.config["architecture"]["text_cfg"] if source else {}
         if (theirs.get("embed_cls") and theirs.get("no_causal_mask")) or not o.pretrained:
@@ -231,7 +232,7 @@ def vocabulary_for(
     """The vocabulary that `create_model` needs: the file given, else the words of `texts`, else the file beside the
     data (UserError: there is none); None for an architecture that reads no words, or that comes with them.
     """
-    if given or not reads_words(read_architecture(name)) or (pretrained and is_saved_model(pretrained)):
+    if given or not reads_words(read_architecture(name)) or (pretrained and saved_files(pretrained)):
         return given
     if texts is not None:
         return [word for word, _ in frequent_words(count_words(texts))]

@@ -99,7 +99,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
         UserError: nothing is found, or the weights are not this project's or do not fit their configuration.
     """
     weights, config = _locate(path_or_name)
-    model = _build(weights, config).to(device).eval().requires_grad_(False)
+    model = build_saved(weights, config).to(device).eval().requires_grad_(False)
     _loaded[str(path_or_name)] = weakref.ref(model)
     return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model, resize=resize))
 
@@ -117,26 +117,14 @@ def is_hub_name(source: str) -> bool:
     return bool(HUB_NAME.fullmatch(source.removeprefix(HUB_PREFIX))) and (source.startswith(HUB_PREFIX) or not local)
 
 
-def is_saved_model(source: str) -> bool:
-    """True if `load_model` should read a source: a folder, weights with their configuration inside, or a hub name."""
+def saved_files(source: str) -> ModelFiles | None:
+    """The files of a saved model, ours or in open_clip's layout: a folder, weights with their configuration inside, or
+    a hub name. None for an open_clip tag, or a file of weights alone.
+    """
     path = Path(source)
     if path.is_file():
-        try:
-            return _embedded_config(path) is not None
-        except UserError:
-            return False
-    return path.is_dir() or is_hub_name(str(source))
-
-
-def open_clip_files(source: str) -> ModelFiles | None:
-    """The files of a folder or of a hub repository in open_clip's layout; None for any other source.
-
-    Raises UserError: there is no model.
-    """
-    if not Path(source).is_dir() and (Path(source).exists() or not is_hub_name(str(source))):
-        return None
-    files = _locate(source)
-    return files if files.config and files.config.name == formats.CONFIG else None
+        return _locate(source) if path.suffix == ".safetensors" and _embedded_config(path) is not None else None
+    return _locate(source) if path.is_dir() or is_hub_name(str(source)) else None
 
 
 def _locate(path_or_name: str | Path) -> ModelFiles:
@@ -217,7 +205,8 @@ def _download(name: str) -> ModelFiles:
     return ModelFiles(weights, config)
 
 
-def _build(weights: Path, config_path: Path | None) -> DualEncoder:
+def build_saved(weights: Path, config_path: Path | None) -> DualEncoder:
+    """The model of two files. Raises UserError: they do not fit each other, or the weights are damaged."""
     if config_path and config_path.name == formats.CONFIG:
         about, state = read_config(config_path), read_state_dict(weights)
         _check_tensors(state, about.get(SHA256), weights)

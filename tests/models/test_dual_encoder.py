@@ -116,7 +116,7 @@ def test_wrong_weight_files(tmp_path):
         "pickled_module.pt": r"holds a Python object, open_clip\.model\.CLIP, which is not loaded",
         "other.pt": "another model .*another shape: visual.class_embedding",
         "cut.pt": r"\(it is damaged or cut short\)",
-        "garbage.safetensors": "cannot be read",
+        "garbage.safetensors": "is not a readable safetensors file",
     }.items():
         with pytest.raises(UserError, match=what) as error:
             create_model(NAME, pretrained=str(tmp_path / file))

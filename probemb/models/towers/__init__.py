@@ -12,21 +12,40 @@ from probemb.errors import UserError
 from probemb.models.architectures import tower_kind
 from probemb.models.encoder import Encoder
 from probemb.models.options import ModelOptions
-from probemb.models.towers import hf, open_clip, regions, small_cnn, timm, words
+from probemb.models.towers import hf, open_clip, timm
+from probemb.models.towers.regions import RegionTower
+from probemb.models.towers.small_cnn import SmallCNN
+from probemb.models.towers.words import WordGRU, WordMean
+
+
+def _own(part: dict) -> dict:
+    """The arguments of a tower of ours, which its part of an architecture has."""
+    return {key: value for key, value in part.items() if key not in ("tower", "vocabulary")}
+
+
+def _words(architecture: dict) -> list[str]:
+    """The vocabulary. Raises UserError: there is none."""
+    if vocabulary := architecture["text_cfg"].get("vocabulary"):
+        return vocabulary
+    raise UserError(
+        "The text tower reads words, and has no vocabulary.",
+        "Build one with `python -m tools.build_vocabulary DATA --out vocabulary.txt`, and name it as vocabulary.",
+    )
+
 
 IMAGE_TOWERS = {
     "open_clip.transformer": open_clip.image_transformer,
     "open_clip.resnet": open_clip.image_resnet,
     "open_clip.timm": timm.open_clip_tower,
     "timm": timm.image_tower,
-    "small_cnn": small_cnn.SmallCNN.make,
-    "regions": regions.RegionTower.make,
+    "small_cnn": lambda config, o, n, stock: SmallCNN(o, n, **_own(config["vision_cfg"])),
+    "regions": lambda config, o, n, stock: RegionTower(o, n, **_own(config["vision_cfg"])),
 }
 TEXT_TOWERS = {
     "open_clip.transformer": open_clip.text_transformer,
     "open_clip.hf": hf.text_tower,
-    "word_gru": words.WordGRU.make,
-    "word_mean": words.WordMean.make,
+    "word_gru": lambda config, o, n, stock: WordGRU(_words(config), o, n, **_own(config["text_cfg"])),
+    "word_mean": lambda config, o, n, stock: WordMean(_words(config), o, n, **_own(config["text_cfg"])),
 }
 
 

@@ -66,11 +66,6 @@ class RegionTower(Encoder):
         # Head "clip" keeps the pooled features where they are of size D.
         self.add_heads(o, width, width, own_projection=width == o.embed_dim)
 
-    @classmethod
-    def make(cls, architecture: dict, o: ModelOptions, n_unc_layers: int, stock: None) -> RegionTower:
-        """The tower of an architecture, whose vision_cfg has the arguments of the class."""
-        return cls(o, n_unc_layers, **{k: v for k, v in architecture["vision_cfg"].items() if k != "tower"})
-
     def features(self, regions: Tensor) -> BothFeatures:
         """(B, R, F) -> features with R tokens."""
         mask = existing(regions)

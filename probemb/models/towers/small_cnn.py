@@ -50,11 +50,6 @@ class SmallCNN(Encoder):
         self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
         self.add_heads(o, widths[-1], widths[-1])
 
-    @classmethod
-    def make(cls, architecture: dict, o: ModelOptions, n_unc_layers: int, stock: None) -> SmallCNN:
-        """The tower of an architecture, whose vision_cfg has the arguments of the class."""
-        return cls(o, n_unc_layers, **{k: v for k, v in architecture["vision_cfg"].items() if k != "tower"})
-
     def features(self, pixels: Tensor) -> BothFeatures:
         """(B, 3, H, W) -> features with T tokens, row by row."""
         x = self.stem(self.normalized(pixels, self.stem[0].weight.dtype))

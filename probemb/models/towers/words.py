@@ -10,8 +10,7 @@ Shapes: B texts, T words, E width of the word vectors, H hidden size, W = H or 2
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args, get_type_hints
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from probemb.models.towers.branch import check_n_unc_layers
 from probemb.models.towers.parts import Parts, take_tokens
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
+WIRING = {"last", "last-word", "max", "mean", "states", "words", "concatenated", "averaged"}
 VECTOR_STD = 0.3  # about that of GloVe's vectors
 
 
@@ -58,19 +58,6 @@ class WordTower(Encoder):
     """
 
     vocabulary: list[str]
-
-    @classmethod
-    def make(cls, architecture: dict, o: ModelOptions, n_unc_layers: int, stock: None) -> WordTower:
-        """The tower of an architecture. Raises UserError: there is no vocabulary."""
-        text = {key: value for key, value in architecture["text_cfg"].items() if key not in ("tower", "vocabulary")}
-        vocabulary = architecture["text_cfg"].get("vocabulary")
-        if not vocabulary:
-            raise UserError(
-                "The text tower reads words, and has no vocabulary.",
-                "Build one with `python -m tools.build_vocabulary DATA --out vocabulary.txt`, and name it as "
-                "vocabulary.",
-            )
-        return cls(vocabulary, o, n_unc_layers, **text)
 
     @property
     def table(self) -> Tensor:
@@ -144,83 +131,64 @@ class WordMean(WordTower):
         return features, features if self.options.probabilistic else None
 
 
-@dataclass(frozen=True)
-class GRUShape:
-    """Sizes and wiring of a `WordGRU`, keys of an architecture's text_cfg.
-
-    Attributes:
-        width, hidden, layers, bidirectional: E, H, number of layers, and whether there are two directions.
-        pooling: "last" (each direction's last state), "max" or "mean" over the words; "last-word", both directions'
-            states at the last word, of which the backward one has read that word alone, is what the public codes of
-            PVSE and PCME do.
-        context_length: largest number of words.
-        tokens: what the heads see beside the pooled states: "states", or "words", the word vectors (PVSE, PCME).
-        directions: "concatenated", or "averaged" (SCAN): every state and pooled one is the mean of both directions.
-        projection: whether head "clip" maps the pooled states to D; otherwise those of size D are the embedding (VSE++,
-            VSRN).
-        head_options: further `ModelOptions.pooling` of a head in this tower: {"pie": {"project": false}}.
-
-    Raises:
-        UserError: an unknown pooling, tokens or directions.
-    """
-
-    width: int = 300
-    hidden: int = 512
-    layers: int = 1
-    bidirectional: bool = True
-    pooling: Literal["last", "last-word", "max", "mean"] = "last"
-    context_length: int = 64
-    tokens: Literal["states", "words"] = "states"
-    directions: Literal["concatenated", "averaged"] = "concatenated"
-    projection: bool = True
-    head_options: Mapping[str, dict] = field(default_factory=dict)
-
-    def __post_init__(self):
-        hints = get_type_hints(GRUShape)
-        for key in ("pooling", "tokens", "directions"):
-            if (value := getattr(self, key)) not in get_args(hints[key]):
-                raise UserError(f"A GRU of words has no {key} '{value}'.", f"Use {', '.join(get_args(hints[key]))}.")
-
-    @property
-    def averaged(self) -> bool:
-        """True if states are the mean of two directions."""
-        return self.bidirectional and self.directions == "averaged"
-
-    @property
-    def out(self) -> int:
-        """The size of states."""
-        return self.hidden * (1 + (self.bidirectional and not self.averaged))
-
-
 class WordGRU(WordTower):
     """Word vectors and layers of GRUs; the last `n_unc_layers` exist twice.
 
     The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
     text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
+
+    Args:
+        width, hidden, layers, bidirectional: E, H, number of layers, and whether there are two directions.
+        pooling: "last" (each direction's last state), "max" or "mean" over the words; "last-word", both directions'
+            states at the last word, of which the backward one has read that word alone, is what the public codes of
+            PVSE and PCME do.
+        tokens: what the heads see beside the pooled states: "states", or "words", the word vectors (PVSE, PCME).
+        directions: "concatenated", or "averaged" (SCAN): every state and pooled one is the mean of both directions.
+        projection: whether head "clip" maps the pooled states to D; otherwise those of size D are the embedding (VSE++,
+            VSRN).
+        head_options: further `ModelOptions.pooling` of a head in this tower: {"pie": {"project": false}}.
     """
 
     stem_prefixes = ("embedding.",)
 
-    def __init__(self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, **shape):
+    def __init__(
+        self,
+        vocabulary: list[str],
+        o: ModelOptions,
+        n_unc_layers: int,
+        width: int = 300,
+        hidden: int = 512,
+        layers: int = 1,
+        bidirectional: bool = True,
+        pooling: str = "last",
+        context_length: int = 64,
+        tokens: str = "states",
+        directions: str = "concatenated",
+        projection: bool = True,
+        head_options: Mapping[str, dict] | None = None,
+    ):
         super().__init__()
-        self.shape = shape = GRUShape(**shape)
-        check_n_unc_layers(n_unc_layers, shape.layers, "text")
-        self.context_length, self.vocabulary = shape.context_length, list(vocabulary)
-        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), shape.width, padding_idx=PADDING)
+        if {pooling, tokens, directions} - WIRING:
+            raise UserError(f"A GRU of words has no {pooling}, {tokens} or {directions}.", "Correct text_cfg.")
+        check_n_unc_layers(n_unc_layers, layers, "text")
+        self.context_length, self.vocabulary = context_length, list(vocabulary)
+        self.hidden, self.pooling, self.reads = hidden, pooling, tokens
+        self.averaged = bidirectional and directions == "averaged"
+        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
         with torch.no_grad():  # unknown words may never be taught
-            self.embedding.weight.copy_(random_vectors(len(vocabulary), shape.width))
-        sizes = [shape.width] + [shape.hidden * (1 + shape.bidirectional)] * (shape.layers - 1)
-
-        def layers(sizes: list[int]) -> nn.ModuleList:
-            return nn.ModuleList(GRULayer(size, shape.hidden, shape.bidirectional) for size in sizes)
-
-        self.layers = layers(sizes)
-        self.branch = layers(sizes[shape.layers - n_unc_layers :]) if o.probabilistic else None
-        self.blocks = [f"layers.{i}" for i in range(shape.layers)]
+            self.embedding.weight.copy_(random_vectors(len(vocabulary), width))
+        sizes = [width] + [hidden * (1 + bidirectional)] * (layers - 1)
+        self.layers = nn.ModuleList(GRULayer(size, hidden, bidirectional) for size in sizes)
+        self.branch = None
+        if o.probabilistic:
+            own = sizes[layers - n_unc_layers :]
+            self.branch = nn.ModuleList(GRULayer(size, hidden, bidirectional) for size in own)
+        self.blocks = [f"layers.{i}" for i in range(layers)]
         self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
-        o = replace(o, pooling={**(o.pooling or {}), **shape.head_options.get(o.head, {})})
-        tokens, own = shape.width if shape.tokens == "words" else shape.out, not shape.projection
-        self.add_heads(o, tokens, shape.out, own_projection=own and shape.out == o.embed_dim)
+        out = hidden * (1 + (bidirectional and not self.averaged))
+        o = replace(o, pooling={**(o.pooling or {}), **(head_options or {}).get(o.head, {})})
+        own_projection = not projection and out == o.embed_dim
+        self.add_heads(o, width if tokens == "words" else out, out, own_projection)
 
     table = property(lambda self: self.embedding.weight)
 
@@ -235,23 +203,23 @@ class WordGRU(WordTower):
                 x = layer(x, length)
             mean = self._run(self.layers[shared:], x, length, mask)
             unc = None if self.branch is None else self._run(self.branch, x, length, mask)
-        if self.shape.tokens == "words":
+        if self.reads == "words":
             mean, unc = mean._replace(tokens=words), unc and unc._replace(tokens=words)
         return mean, unc
 
     def _run(self, layers: nn.ModuleList, x: Tensor, length: Tensor, mask: Tensor) -> Features:
         for layer in layers:
             x = layer(x, length)
-        pooling = self.shape.pooling
+        pooling = self.pooling
         if pooling == "max":
             pooled = x.masked_fill(~mask[..., None], -torch.inf).amax(1)
         elif pooling == "mean":
             pooled = (x * mask[..., None]).sum(1) / length[:, None]
         else:
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-            hidden = x.shape[2] if pooling == "last-word" else self.shape.hidden
+            hidden = x.shape[2] if pooling == "last-word" else self.hidden
             pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
-        if self.shape.averaged:
+        if self.averaged:
             x, pooled = (state.unflatten(-1, (2, -1)).mean(-2) for state in (x, pooled))
         return Features(x, pooled, mask)
 
