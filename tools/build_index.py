@@ -16,15 +16,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import faiss
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
 from probemb.machine import machine_memory
 from probemb.progress import progress
 from probemb.search import Choice, choose_factory, load_index, refuse_small_gallery
-from probemb.search.choice import bytes_per_item, training_count
+from probemb.search.choice import item_bytes
 from probemb.search.embeddings import CORPORA, open_embeddings, same_model
 from probemb.search.folder import write_index
 
@@ -47,13 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"there is left out by deleting its file in {source.folder / CORPORA}.",
             )
     count = sum(part.count for source in sources for part in source.partitions(options.kind))
-    gpus = options.device != "cpu" and getattr(faiss, "get_num_gpus", lambda: 0)()
     choice = choose(options, count, sources[0].dim)
     print(choice.why, flush=True)
     write_index(
         options.out, sources, options.kind, choice, form=options.form, tolerance=options.tolerance,
-        part_items=options.part_items, train_items=options.train_items, seed=options.seed,
-        gpu=bool(gpus), show=progress,
+        part_items=options.part_items, memory=int(options.memory_gib * GIB), show=progress,
     )  # fmt: skip
     index = load_index(options.out)
     size = sum(file.stat().st_size for file in options.out.rglob("*")) / (1 << 20)
@@ -77,10 +74,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     memory = "memory that the index may take in search; by default half of this machine's"
     add("--memory-gib", type=PositiveFloat, default=machine_memory() / GIB / 2, help=memory)
     add("--part-items", type=PositiveInt, help="items in one FAISS file; by default what the memory holds")
-    add("--train-items", type=PositiveInt, help="items to train on; by default as the factory needs")
     add("--effort", type=PositiveInt, help="cells (IVF) or nodes (HNSW) that a search visits")
-    add("--seed", type=NonNegativeInt, default=0, help="of the choice of the training items (%(default)s)")
-    add("--device", choices=("auto", "cpu"), default="auto", help="for training (%(default)s)")
     add("--incomplete", action="store_true", help="index what is embedded so far")
     options = parser.parse_args(argv)
     if options.tolerance != 1 and options.form == "mean":
@@ -96,25 +90,21 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def choose(options: Namespace, count: int, dim: int) -> Choice:
-    """The requested factory or a suitable one; sets part_items and train_items. Raises UserError."""
+    """The requested factory or a suitable one; sets part_items. Raises UserError."""
     memory = int(options.memory_gib * GIB)
     choice = choose_factory(count, dim, memory)
     if options.factory != "auto":
         choice = Choice(options.factory, f"{options.factory}, as requested.")
     if count:
         refuse_small_gallery(choice.factory, count)
-    for name, value in (("--effort", options.effort), ("--train-items", options.train_items)):
-        if value and value > count:
-            raise UserError(f"{name} is {value:,} of {count:,} items.", "Give fewer.")
     if options.effort and choice.effort is None:
         raise UserError(f"The index '{choice.factory}' always searches everything.", "Leave --effort out.")
-    options.part_items = options.part_items or max(1, min(count, memory // bytes_per_item(choice.factory, dim)))
+    options.part_items = options.part_items or max(1, min(count, memory // item_bytes(dim)))
     if count > MAX_PARTS * options.part_items:
         raise UserError(
             f"Parts of {options.part_items:,} items cut {count:,} into more than {MAX_PARTS:,}.",
             f"Give more --memory-gib, or at least --part-items {-(-count // MAX_PARTS)}.",
         )
-    options.train_items = options.train_items or training_count(choice.factory, count, dim, memory) or None
     return Choice(choice.factory, choice.why, options.effort)
 
 

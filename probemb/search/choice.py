@@ -33,18 +33,21 @@ class Choice:
             return self.asked_effort
         if cells := re.search(r"IVF(\d+)", self.factory):
             return min(int(cells[1]), max(16, int(int(cells[1]) ** 0.5)))
-        return EF_SEARCH if re.search(r"HNSW|NSG|IMI", self.factory) else None
+        return EF_SEARCH if "HNSW" in self.factory else None
+
+
+def item_bytes(dim: int) -> int:
+    """Bytes of an item in a graph, which has the largest ones."""
+    return 4 * (dim + 1) + 8 * LINKS
 
 
 def choose_factory(count: int, dim: int, memory: int) -> Choice:
     """The index for `count` items of `dim` dimensions that may take `memory` bytes during a search."""
-    flat, graph = count * 4 * (dim + 1), count * (4 * (dim + 1) + 8 * LINKS)
-    shape = f"{count:,} items of {dim} + 1 dimensions"
+    flat, graph, shape = count * 4 * (dim + 1), count * item_bytes(dim), f"{count:,} items of {dim} + 1 dimensions"
     if count <= FLAT_ITEMS and flat <= memory:
-        return Choice("Flat", f"Flat, exact: {shape} are {_size(flat)}, which is fast to search as a whole.")
+        return Choice("Flat", f"Flat, exact: {shape} are fast to search as a whole.")
     if count <= GRAPH_ITEMS and graph <= memory:
-        why = f"HNSW{LINKS}, a graph: {shape} are too many to search all of them, and fit as {_size(graph)} into the "
-        return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.")
+        return Choice(f"HNSW{LINKS}", f"HNSW{LINKS}, a graph: {shape} fit into memory as {graph / GIB:,.1f} GiB.")
     cells, parts = cell_count(count), 64
     while parts > 8 and parts * 8 > dim:  # bytes of a code: at most an eighth of the dimensions
         parts //= 2
@@ -52,12 +55,8 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
     # np: without the training for polysemous search, which takes minutes and is not used here
     graph_of_cells = "_HNSW32" if cells >= MANY_CELLS else ""
     factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells}{graph_of_cells},PQ{parts}np"
-    size = count * (parts + 8)
-    why = f"IVF-PQ, compressed: {shape} would take {_size(graph)} as a graph"
-    why += f", and {_size(memory)} are given" if graph > memory else ", which takes too long to build"
-    why += f"; codes of {parts} bytes in {cells:,} cells take {_size(size)}"
-    why += ", which is still more: searches will read from the disk" if size > memory else ""
-    return Choice(factory, f"{why}. Distances are approximate.")
+    why = f"IVF-PQ, compressed: {shape} are too many or too large for a graph; distances are approximate."
+    return Choice(factory, why)
 
 
 def cell_count(count: int) -> int:
@@ -69,9 +68,7 @@ def cell_count(count: int) -> int:
 
 
 def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62) -> int:
-    """Number of items to train an index on: at most half of the memory; 0 for indexes without training."""
-    if re.fullmatch(r"(Flat|HNSW\d*(,Flat)?)", factory):
-        return 0
+    """Number of items to train an index on: at most half of the memory."""
     cells = re.search(r"IVF(\d+)", factory)
     wanted = max(50_000, 2 * TRAIN_PER_CELL * int(cells[1])) if cells else 100_000
     return min(count, wanted, max(10_000, memory // (8 * (dim + 1))))
@@ -81,31 +78,7 @@ def refuse_small_gallery(factory: str, count: int) -> None:
     """Raise UserError if so many items are too few to train an index on: one for each cell and codebook entry."""
     cells = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
     bits = [int(n or 8) for n in re.findall(r"(?:PQ|RQ)\d+(?:x(\d+))?", factory)]
-    bits += [int(n) for n in re.findall(r"IMI\d+x(\d+)", factory)]
     least = max([1, *cells, *(2**n for n in bits)])
     if count < least:
-        raise UserError(
-            f"The index '{factory}' cannot be made from {count:,} items: it needs at least {least:,}.",
-            "Use a smaller index, or Flat.",
-        )
-
-
-def bytes_per_item(factory: str, dim: int) -> int:
-    """Approximate bytes of an item in an index; those of the vectors if the string is not understood."""
-    base, _, refined = factory.partition(",RFlat" if factory.endswith(",RFlat") else ",Refine(")
-    links = re.search(r"HNSW(\d*)", base)
-    size = _vector_bytes(base, dim) + (8 if "IVF" in base else 8 * int(links[1] or 32) if links else 0)
-    return size + (_vector_bytes(refined, dim) if base != factory else 0)
-
-
-def _vector_bytes(factory: str, dim: int) -> int:
-    codes, scalar = re.search(r"(?<!O)PQ(\d+)(?:x(\d+))?", factory), re.search(r"SQ(4|6|8|fp16|bf16)", factory)
-    if codes:
-        return -(-int(codes[1]) * int(codes[2] or 8) // 8)
-    if scalar:
-        return -(-(dim + 1) * {"4": 4, "6": 6, "8": 8}.get(scalar[1], 16) // 8)
-    return 4 * (dim + 1)
-
-
-def _size(size: float) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):,.0f} MiB"
+        what = f"The index '{factory}' cannot be made from {count:,} items: it needs at least {least:,}."
+        raise UserError(what, "Use a smaller index, or Flat.")

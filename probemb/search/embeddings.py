@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +47,10 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A folder of embeddings.
+    """A folder of embeddings of dimension D.
 
     Attributes:
         model: as typed; weights: its SHA-256 (`probemb.models.weights_sha256`).
-        dim: D.
         mean_dtype: of the means in the files, in MEAN_DTYPES.
         resize: backend that cropped and resized the images, in RESIZES (`probemb.models.create_transforms`).
     """
@@ -74,7 +74,8 @@ class Embeddings:
         """Record a corpus, which may be there already. Raises UserError."""
         digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
         content = json.dumps({"data": data, "shards": list(names)}, indent=1)
-        self._write(self.folder / CORPORA / f"{digest[:16]}.json", content)
+        with self._writing():
+            replace_text(self.folder / CORPORA / f"{digest[:16]}.json", content + "\n")
 
     def partitions(self, kind: str) -> list[Partition]:
         """The complete ones of the corpora, in the order of their names. Raises UserError for a damaged one."""
@@ -99,8 +100,7 @@ class Embeddings:
         """mean (n, D) of `mean_dtype` and u (n,) float32. Raises UserError."""
         mean, u = self._arrays(part.kind, part.name, "mean", "u")
         if mean.shape != (part.count, self.dim) or mean.dtype != self.mean_dtype or u.shape != (part.count,):
-            wanted = f"{self.mean_dtype} of ({part.count}, {self.dim})"
-            raise self._damaged(part.kind, part.name, f"holds {mean.dtype} of the shape {mean.shape}, not {wanted}")
+            raise self._damaged(part.kind, part.name, f"{mean.dtype} of {mean.shape}")
         return mean, np.ascontiguousarray(u, dtype=np.float32)
 
     def read_uncertainty(self, part: Partition) -> np.ndarray:
@@ -115,7 +115,7 @@ class Embeddings:
             if table.num_rows != part.count:
                 raise ValueError("another number of rows")
         except Exception as error:  # pyarrow raises many types for a damaged file
-            raise self._damaged(part.kind, part.name, f"has a damaged .parquet ({type(error).__name__})") from error
+            raise self._damaged(part.kind, part.name, f".parquet: {type(error).__name__}") from error
         return table
 
     def write(self, kind: str, name: str, mean: np.ndarray, u: np.ndarray, items: pa.Table, about: dict) -> None:
@@ -128,11 +128,9 @@ class Embeddings:
             with open(path, "wb") as opened:
                 np.savez(opened, **arrays)
 
-        try:
+        with self._writing():
             replace_file(file.with_suffix(".parquet"), lambda path: pq.write_table(items, path, compression="zstd"))
             replace_file(file, save)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def _file(self, kind: str, name: str) -> Path:
         return self.folder / kind / f"{name}.npz"
@@ -142,22 +140,20 @@ class Embeddings:
             with np.load(self._file(kind, name), allow_pickle=False) as arrays:
                 return [arrays[key] for key in keys]
         except Exception as error:  # numpy raises many types for a damaged zip
-            raise self._damaged(kind, name, f"cannot be read ({type(error).__name__})") from error
+            raise self._damaged(kind, name, type(error).__name__) from error
 
     def _damaged(self, kind: str, name: str, why: str) -> UserError:
-        return UserError(f"{self._file(kind, name)} {why}.", _AGAIN)
+        return UserError(f"{self._file(kind, name)} is damaged ({why}).", _AGAIN)
 
-    def _write(self, path: Path, text: str) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            replace_text(path, text + "\n")
+            yield
         except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(
-            f"The embeddings cannot be written to {self.folder}: {error.strerror or error}.",
-            "Free some space or name another folder with --out, and repeat the command: it resumes where it stopped.",
-        )
+            raise UserError(
+                f"The embeddings cannot be written to {self.folder}: {error.strerror or error}.",
+                "Free some space or name another folder with --out, and repeat the command: it resumes.",
+            ) from error
 
 
 def item_schema(kind: str) -> pa.Schema:
@@ -187,48 +183,39 @@ def create_embeddings(
     of another of these choices, or other files.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder} is a file.", "Name a folder.")
+    if not (folder / NAME).exists() and folder.exists():
+        others = [folder] if folder.is_file() else [f for f in folder.iterdir() if not f.name.startswith(f".{NAME}.")]
+        if others and not (folder / NAME).exists():  # which another process may just have written
+            raise UserError(f"{folder} holds other files, and no embeddings.", "Name a new folder with --out.")
     if (folder / NAME).exists():
         held = open_embeddings(folder)
-        asked = Embeddings(folder, model, weights, dim, mean_dtype or held.mean_dtype, resize or held.resize)
-        same_model([held, asked])
-        if asked.mean_dtype != held.mean_dtype:
-            what = f"{folder} holds means in {held.mean_dtype}, not in {asked.mean_dtype}."
-            raise UserError(what, "Name another folder with --out, or leave --mean-dtype out.")
+        asked = {"mean_dtype": mean_dtype or held.mean_dtype, "resize": resize or held.resize}
+        same_model([held, Embeddings(folder, model, weights, dim, **asked)])
         return held
-    others = folder.is_dir() and [file for file in folder.iterdir() if not file.name.startswith(f".{NAME}.")]
-    if others and not (folder / NAME).exists():  # which another process may just have written
-        raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
     made = Embeddings(folder, model, weights, dim, mean_dtype or MEAN_DTYPES[0], resize or RESIZES[0])
     about = {key: value for key, value in asdict(made).items() if key != "folder"}
-    made._write(folder / NAME, json.dumps({"format": FORMAT, **about}, indent=1))
+    with made._writing():
+        replace_text(folder / NAME, json.dumps({"format": FORMAT, **about}, indent=1) + "\n")
     return made
 
 
 def same_model(several: Sequence[Embeddings]) -> None:
-    """Refuse embeddings by different models, or of pixels resized otherwise. Raises UserError, which names both."""
+    """Refuse embeddings by different models, or stored or resized otherwise. Raises UserError, which names both."""
+
     first = several[0]
     for other in several[1:]:
-        if (other.weights, other.dim) != (first.weights, first.dim):
-            raise UserError(
-                f"{first.folder} was embedded by {first.model} ({first.weights[:12]}, {first.dim} dimensions), not by "
-                f"{other.model} ({other.weights[:12]}, {other.dim} dimensions).",
-                "Use one model, and a folder for each.",
-            )
-        if other.resize != first.resize:
-            raise UserError(
-                f"{first.folder} was embedded with --resize {first.resize}, not {other.resize}.",
-                "Use one --resize, and a folder for each.",
-            )
+        if replace(other, folder=first.folder, model=first.model) != first:
+            texts = [
+                f"by {one.model} ({one.weights[:12]}, {one.dim} dimensions, {one.mean_dtype}, --resize {one.resize})"
+                for one in (first, other)
+            ]
+            what = f"{first.folder} was embedded {texts[0]}, not {texts[1]}."
+            raise UserError(what, "Use one model and one way, and a folder for each.")
 
 
 def read_json(path: Path, remedy: str) -> dict:
     """A small file with a JSON object. Raises UserError."""
     try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("no object")
-    except (OSError, ValueError) as error:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not readable JSON.", remedy) from error
-    return content

@@ -16,30 +16,26 @@ Q queries, N gallery items, D dimensions.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import faiss
 import numpy as np
 import torch
 from torch import Tensor
 
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 
-if TYPE_CHECKING:
-    from probemb.search.folder import Items
-
-FORMS = ("csd", "mean")
 # Nodes examined for each one added. With FAISS' 40, recall stays below 1 at any effort, because queries lie outside of
 # the gallery (their last dimension is 0); 100 takes twice the time to build.
 EF_CONSTRUCTION = 100
-_EFFORT = {"IVF": "nprobe", "HNSW": "efSearch", "NSG": "search_L"}
 CANDIDATES = 10  # candidates per neighbour by default, re-ranked or refined (",RFlat")
 SAMPLE = 2_048  # items whose means an index keeps, to estimate what a search does not return
+_REMEDY = "Use a string such as Flat, HNSW32, or IVF256,Flat."
 
 
 @dataclass(frozen=True)
@@ -50,15 +46,13 @@ class Index:
         parts: FAISS indexes over vectors of `width` dimensions (padded with zeros where a quantizer needs it), which
             together hold the gallery's items in order.
         form: "csd" (D + 1 dimensions) or "mean" (D).
-        dim: D.
         uncertainty: (N,) float32, u of the gallery.
         sample: evenly spaced rows (S,), at most SAMPLE, and their means (S, D) float32.
         weight: lambda of the gallery's u in the ranking: 1 for CSD, 0 for the form "mean".
         origin: u that is taken off every item's in the vectors: the least, or the largest below a weight of 0.
-        kind, model, weights, factory, why, items: of an index folder, else None. "image" or "text"; the model as typed
-            and its SHA-256; the FAISS factory string and the reason for it; the metadata of each item.
-        identity: tells one index folder from another at the same path; None in memory.
-        resize: backend that resized the images, and resizes those of queries: "pil" or "tensor".
+        kind, model, weights, factory, items, identity, resize: of an index folder. "image" or "text"; the model as
+            typed and its SHA-256; the FAISS factory string; the metadata of each item; what tells one folder from
+            another at the same path; the backend that resized the images.
     """
 
     parts: tuple[faiss.Index, ...]
@@ -73,8 +67,7 @@ class Index:
     model: str | None = None
     weights: str | None = None
     factory: str | None = None
-    why: str | None = None
-    items: Items | None = None
+    items: Any = None
     identity: str | None = None
     resize: str = "pil"
 
@@ -82,12 +75,7 @@ class Index:
         return len(self.uncertainty)
 
     def item(self, i: int) -> dict:
-        """key, captions, shard, offset, size and url of a gallery item; see `probemb.search.folder.Items`.
-
-        Raises UserError: the index was made in memory.
-        """
-        if self.items is None:
-            raise UserError("This index has no list of its items.", "Load an index folder of tools.build_index.")
+        """key, captions, shard, offset, size and url of an item of an index folder; of a caption also its number."""
         return self.items[i]
 
 
@@ -106,16 +94,15 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tol
     Raises UserError: an empty gallery, numbers that are not finite, an unknown factory string or one that needs a
     larger gallery.
     """
-    if form not in FORMS:
-        raise UserError(f"There is no form of search '{form}'.{nearest(form, FORMS)}", f"Choose {' or '.join(FORMS)}.")
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
     u, mean, rows = gallery.uncertainty().float().cpu(), gallery.mean.detach().float().cpu(), sample_rows(len(gallery))
     weight, origin = weighing(form, tolerance, float(u.min()), float(u.max()))
     vectors = gallery_vectors(mean.numpy(), u.numpy(), form, factory, weight, origin)
     index = new_index(vectors.shape[1], factory)
-    train(index, vectors, factory)
-    fill(index, vectors, factory)
+    with faiss_errors(factory):
+        index.train(vectors)
+        index.add(vectors)
     return Index((index,), form, gallery.shape[1], vectors.shape[1], u, (rows, mean[rows]), weight, origin)
 
 
@@ -125,9 +112,7 @@ def sample_rows(count: int) -> Tensor:
 
 
 def weighing(form: str, tolerance: float, least: float, most: float) -> tuple[float, float]:
-    """weight and origin of an `Index`; `least` and `most` u of the gallery. Raises UserError: lambda is not finite."""
-    if not math.isfinite(tolerance):
-        raise UserError(f"The weight of the variances is {tolerance}.", "Give a finite number, such as -1.")
+    """weight and origin of an `Index`; `least` and `most` u of the gallery."""
     return (0.0, 0.0) if form == "mean" else (tolerance, most if tolerance < 0 else least)
 
 
@@ -136,18 +121,17 @@ def gallery_vectors(
 ) -> np.ndarray:
     """The vectors for FAISS of (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
     last = None if form == "mean" else np.sqrt(abs(weight * (u - np.float32(origin))))
-    vectors = _vectors(mean, last, width_of(mean.shape[1], form, factory))
-    if not np.isfinite(vectors).all():
-        raise UserError("The gallery holds NaN or infinity.", "Leave those items out, or use another checkpoint.")
-    return vectors
+    return _vectors(mean, last, width_of(mean.shape[1], form, factory))
 
 
 def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarray:
-    """Means (N, D), one more column, and zero padding: (N, width) float32."""
+    """Means (N, D), one more column, and zero padding: (N, width) float32. Raises UserError: not finite."""
     out = np.zeros((len(mean), width), dtype=np.float32)
     out[:, : mean.shape[1]] = mean
     if last is not None:
         out[:, mean.shape[1]] = last
+    if not np.isfinite(out).all():
+        raise UserError("An embedding holds NaN or infinity.", "Leave it out, or use another checkpoint.")
     return out
 
 
@@ -158,21 +142,18 @@ def width_of(dim: int, form: str, factory: str) -> int:
     than one of 516 (`tools.bench.search`). Transforms such as OPQ64_512 and PCA256 take any width.
     """
     columns, multiple = dim + (form != "mean"), 4 if factory == "Flat" else 1
-    if not re.match(r"(OPQ\d+_\d+|PCA[RW]*\d+)", factory):
+    if not re.match(r"(OPQ\d+_\d+|PCAR?\d+)", factory):
         multiple = int(np.lcm.reduce([multiple, *(int(n) for n in re.findall(r"PQ(\d+)", factory) if int(n) > 0)]))
     return -(-columns // multiple) * multiple
 
 
 def new_index(width: int, factory: str) -> faiss.Index:
-    """An empty, untrained index. Raises UserError for a string that FAISS does not know."""
-    try:
+    """An empty, untrained index. Raises UserError for a string that FAISS does not know, or of another distance."""
+    if re.search("LSH|L2norm|ITQ|PCAW", factory):
+        what = f"'{factory}' does not rank by the Euclidean distance, from which CSD follows."
+        raise UserError(what, _REMEDY)
+    with faiss_errors(factory):
         index = faiss.index_factory(width, factory, faiss.METRIC_L2)
-    except (RuntimeError, MemoryError) as error:
-        raise UserError(
-            f"FAISS makes no index of '{factory}' in {width} dimensions ({_reason(error)}).",
-            "Use a string such as Flat, HNSW32, or IVF256,Flat.",
-        ) from error
-    _refuse_other_distances(index, factory)
     if isinstance(index, faiss.IndexRefine):
         index.k_factor = CANDIDATES  # with FAISS' 1 the finer codes would only sort the result
     graph = _innermost(index)
@@ -181,80 +162,33 @@ def new_index(width: int, factory: str) -> faiss.Index:
     return index
 
 
-def _refuse_other_distances(index: faiss.Index, factory: str) -> None:
-    """Raises UserError for an index whose distance is not Euclidean, such as LSH, L2norm and PCAW64."""
-    index = faiss.downcast_index(index)
-    chain = [faiss.downcast_VectorTransform(index.chain.at(i)) for i in range(index.chain.size())] if hasattr(
-        index, "chain"
-    ) else []  # fmt: skip
-    other = any(
-        isinstance(one, faiss.NormalizationTransform | faiss.ITQTransform)
-        or (isinstance(one, faiss.PCAMatrix) and one.eigen_power != 0)
-        for one in chain
-    )
-    if other or isinstance(index, faiss.IndexLSH) or index.metric_type != faiss.METRIC_L2:
-        raise UserError(
-            f"'{factory}' does not rank by the Euclidean distance, from which CSD follows.",
-            "Use a string such as Flat, HNSW32, or IVF256,Flat.",
-        )
-    if isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
-        _refuse_other_distances(_inner(index), factory)
-
-
-def _inner(index: faiss.Index) -> faiss.Index:
-    return index.index if isinstance(index, faiss.IndexPreTransform) else index.base_index
-
-
 def _innermost(index: faiss.Index) -> faiss.Index:
     """The index inside transforms and refinement."""
     index = faiss.downcast_index(index)
     while isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
-        index = faiss.downcast_index(_inner(index))
+        index = faiss.downcast_index(index.index if isinstance(index, faiss.IndexPreTransform) else index.base_index)
     return index
 
 
-def train(index: faiss.Index, vectors: np.ndarray, factory: str) -> None:
-    """Train an index that needs it. Raises UserError."""
-    if not index.is_trained:
-        _make(index.train, vectors, factory)
-
-
-def fill(index: faiss.Index, vectors: np.ndarray, factory: str) -> None:
-    """Add vectors. Raises UserError."""
-    _make(index.add, vectors, factory)
-
-
-def _make(step: Callable, vectors: np.ndarray, factory: str) -> None:
+@contextmanager
+def faiss_errors(factory: str) -> Iterator[None]:
+    """Raises UserError where FAISS cannot do what is asked inside."""
     try:
-        step(vectors)
+        yield
     except (RuntimeError, MemoryError) as error:
-        raise UserError(
-            f"The index '{factory}' cannot be made from {len(vectors):,} items ({_reason(error)}).",
-            "Use a smaller index, or Flat.",
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    """FAISS' message without file and line."""
-    text = re.sub(r"^.*?\.(?:cpp|h):\d+:\s*", "", " ".join(str(error).split()))
-    return re.sub(r"^Error: .*? failed: ?", "", text)[:200].rstrip(". ") or "no reason given"
+        reason = re.sub(r"^.*?\.(?:cpp|h):\d+:\s*(Error: .*? failed: ?)?", "", " ".join(str(error).split()))[:200]
+        raise UserError(f"FAISS cannot make the index '{factory}' ({reason.rstrip('. ')}).", _REMEDY) from error
 
 
 def set_effort(index: Index, effort: int) -> str | None:
-    """Set how many cells (`nprobe`) or nodes of a graph (`efSearch`, `search_L`) an approximate index examines.
+    """Set how many cells (`nprobe`) or nodes of a graph (`efSearch`) an approximate index examines.
 
     Returns the name of the parameter, None for an index without one.
     """
-    name = None
-    for part in index.parts:
-        inner = _innermost(part)
-        kind = type(inner).__name__
-        name = next((name for mark, name in _EFFORT.items() if mark in kind), None)
-        if name == "search_L":
-            inner.nsg.search_L = effort
-        elif name:
-            space = faiss.GpuParameterSpace() if "Gpu" in kind else faiss.ParameterSpace()
-            space.set_index_parameter(part, name, effort)
+    kind = type(_innermost(index.parts[0])).__name__
+    name = "nprobe" if "IVF" in kind else "efSearch" if "HNSW" in kind else None
+    for part in index.parts if name else ():
+        faiss.ParameterSpace().set_index_parameter(part, name, effort)
     return name
 
 
@@ -284,16 +218,12 @@ def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]
     """`search` with distances that lack what is the same for all items: the query's u and the origin's, which would
     blur the distances of large variances in float32.
     """
-    if not 1 <= k <= len(index):
-        raise UserError(f"{k} neighbours are asked of a gallery of {len(index)}.", f"Ask for 1 to {len(index)}.")
-    if queries.mean.dim() != 2 or queries.shape[1] != index.dim:
+    if not 1 <= k <= len(index) or queries.mean.dim() != 2 or queries.shape[1] != index.dim:
         raise UserError(
-            f"The queries have the shape {tuple(queries.shape)}, the gallery has {index.dim} dimensions.",
-            "Embed both with the same model.",
+            f"{k} neighbours of queries {tuple(queries.shape)} are asked of {len(index)} items, D = {index.dim}.",
+            f"Ask for 1 to {len(index)}, and embed queries (Q, D) with the gallery's model.",
         )
     vectors = _vectors(queries.mean.detach().float().cpu().numpy(), None, index.width)
-    if not np.isfinite(vectors).all():
-        raise UserError("A query holds NaN or infinity.", "Leave it out, or use another checkpoint.")
     distances, places, start = [], [], 0
     for part in index.parts:
         distance, found = (torch.from_numpy(one) for one in part.search(vectors, min(k, part.ntotal)))
@@ -316,14 +246,9 @@ def rerank(
         index: of the form "mean". candidates: how many are re-ranked, from k to all; by default 10 times k.
         weight: of the gallery's uncertainty.
 
-    Returns CSD (Q, k) with the weighted uncertainty, and gallery indices (Q, k). Raises UserError: as `search`; an
-    index of another form; fewer candidates than k.
+    Returns CSD (Q, k) with the weighted uncertainty, and gallery indices (Q, k). Raises UserError: as `search`.
     """
-    if index.form != "mean":
-        raise UserError("An index of CSD itself has nothing to re-rank.", "Build it with form='mean', or use search().")
     candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
-    if candidates < k:
-        raise UserError(f"{k} items are asked of {candidates} candidates.", "Take at least as many candidates.")
     distance, found = _weighted(index, *neighbours(index, queries, candidates), weight)
     return _whole(index, queries, distance[:, :k]), found[:, :k]
 
@@ -334,15 +259,14 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
     An index of another weight gives candidates, ever more of them, until no other item can be among the k closest: what
     the weight changes is bounded by the gallery's least and largest u.
 
-    Raises UserError: as `search`; the index has another weight and is not an exact one on the CPU.
+    Raises UserError: as `search`; the index has another weight and is not an exact one.
     """
     if weight == index.weight and index.form != "mean":
         return search(index, queries, k)
     if not is_exact(index):
         raise UserError(
-            f"This index ranks with the gallery's variances times {index.weight:g}, and only a Flat one on the CPU can "
-            f"also rank with {weight:g}.",
-            f"Build another with `python -m tools.build_index --tolerance {weight:g}`.",
+            f"This index ranks with the variances times {index.weight:g}; only a Flat one also ranks with {weight:g}.",
+            f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
         )
     change = weight - index.weight
     least = min(change * float(u) for u in torch.aminmax(index.uncertainty))
@@ -358,7 +282,7 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
 
 
 def is_exact(index: Index) -> bool:
-    """True if the index compares with every item, in memory that serves any number of neighbours."""
+    """True if the index compares with every item."""
     return all(isinstance(faiss.downcast_index(part), faiss.IndexFlat) for part in index.parts)
 
 

@@ -18,7 +18,6 @@ from probemb.evaluation.rankings import tolerance_scores
 from probemb.metrics.retrieval import ranking
 from probemb.search import (
     choose_factory,
-    folder,
     load_index,
     search,
     search_weighted,
@@ -76,9 +75,7 @@ def recall(found, truth, k=10):
 
 
 @pytest.mark.parametrize(("more", "parts"), [((), 1), (("--part-items", 64), 11), (("--kind", "text"), 1)])
-def test_flat_ranks_and_measures_exactly_as_csd(more, parts, embeddings, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "ROWS_PER_FILE", 128)
-    monkeypatch.setattr(folder, "ROWS_PER_GROUP", 32)
+def test_flat_ranks_and_measures_exactly_as_csd(more, parts, embeddings, tmp_path):
     index = build(embeddings, tmp_path / "index", "--factory", "Flat", *more)
     kind = "text" if "text" in more else "image"
     assert (len(index.parts), len(index), index.kind, index.form) == (parts, 700, kind, "csd")
@@ -124,7 +121,7 @@ def test_an_index_keeps_its_weight_of_the_variances(weight, embeddings, tmp_path
 def test_files_of_a_served_index_may_be_cut(embeddings, tmp_path):
     """As `cp` of another index over it does; a mapped one would end the process with SIGBUS."""
     build(embeddings, tmp_path / "index", "--factory", "IVF16,Flat")
-    index = open_index(tmp_path / "index", Namespace(serve=True, rerank=None, effort=None), "cpu", True)
+    index = open_index(tmp_path / "index", Namespace(serve=True, rerank=None, effort=None), True)
     before = search(index, queries(), 5)
     for file in (tmp_path / "index").rglob("*.*"):
         os.truncate(file, 0)
@@ -173,12 +170,10 @@ def test_a_damaged_index_is_named(embeddings, tmp_path):
         shutil.rmtree(copy)
 
 
-def test_a_build_that_was_killed_is_begun_anew_and_another_waited_for(embeddings, tmp_path):
+def test_a_build_that_was_killed_is_begun_anew(embeddings, tmp_path):
     left = tmp_path / ".index.unfinished"
-    (left / "items").mkdir(parents=True)
+    left.mkdir()
     (left / "part-00099.faiss").write_bytes(b"half")
     index = build(embeddings, tmp_path / "index")
     assert len(list((tmp_path / "index").glob("part-*"))) == len(index.parts) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
-    with folder._aside(tmp_path / "other"), pytest.raises(UserError, match=r"Another command builds .*other"):
-        build(embeddings, tmp_path / "other")

@@ -32,7 +32,7 @@ from probemb.models import load_model, weights_sha256
 from probemb.progress import progress
 from probemb.reports.results import finite
 from probemb.reports.text import printable
-from probemb.search import Index, load_index, require_model, set_effort
+from probemb.search import Index, load_index, set_effort
 from tools.search.calibrate import calibrate, load_calibration, save_calibration
 from tools.search.query import WITHOUT, QueryEncoder, Searcher, SearchRequest, read_image
 
@@ -154,10 +154,9 @@ def signed_weights(options: argparse.Namespace) -> list[float] | None:
 def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
     """Searchers of the indexes, by name, with the models that made them. Raises UserError."""
     device = choose_device(options.device, options.precision)
-    on_gpu = options.serve and device.name.startswith("cuda")  # one query takes less time than the copy
     files = [file for folder in options.index for file in folder.rglob("*") if file.is_file()]
     in_memory = options.serve and sum(file.stat().st_size for file in files) <= machine_memory() / 4
-    indexes = {folder: open_index(folder, options, "auto" if on_gpu else "cpu", in_memory) for folder in options.index}
+    indexes = {folder: open_index(folder, options, in_memory) for folder in options.index}
     encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and resize backend
     weights: dict[str, str] = {}
     found = {}
@@ -173,15 +172,17 @@ def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
                 what = f"The index {folder} was made with it; --model names its present location."
                 raise UserError(error.what, what) from None
             weights[name] = weights_sha256(encoders[key].loaded.model)
-        require_model(index, name, weights[name], encoders[key].loaded.model.embed_dim)
+        if index.weights != weights[name]:
+            what = f"{folder} was made with {index.model} ({index.weights[:12]}), not {name} ({weights[name][:12]})."
+            raise UserError(what, f"Search with --model {index.model}, or build an index with the other model.")
         calibration = None if options.calibrate else load_calibration(folder, index.weights)
         found[folder.absolute().name] = Searcher(index, encoders[key], options.tolerance, options.rerank, calibration)
     return found
 
 
-def open_index(folder: Path, options: argparse.Namespace, device: str, in_memory: bool) -> Index:
+def open_index(folder: Path, options: argparse.Namespace, in_memory: bool) -> Index:
     """An index, with what the options say of its searches. Raises UserError: they do not apply to it."""
-    index = load_index(folder, device, memory_map=not in_memory)
+    index = load_index(folder, memory_map=not in_memory)
     if options.rerank is not None and index.form != "mean":
         raise UserError(
             f"{folder} already ranks by CSD.",

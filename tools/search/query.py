@@ -5,7 +5,6 @@ K parts, D dimensions.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -269,8 +268,6 @@ class Searcher:
                 f"This index ranks with the variances times {own:g}, and cannot with {weight:g}.",
                 f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
             )
-        on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
-        self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources serve one thread
 
     def answer(self, request: SearchRequest) -> dict:
         """The answer as plain JSON types (docs/search.md); its captions and keys are untrusted text.
@@ -323,8 +320,7 @@ class Searcher:
         """
         k = min(top, len(self.index))
         while True:
-            with self._one_search:
-                distances, rows = self._look(query[None], k)
+            distances, rows = self._look(query[None], k)
             distances, rows = distances[0][rows[0] >= 0], rows[0][rows[0] >= 0]
             u = self.index.uncertainty[rows]
             found = list(zip(rows.tolist(), distances.tolist()))
