@@ -279,7 +279,7 @@ class Config:
     keep_every: NonNegativeInt = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     log_samples: bool = False
-    profile: list[PositiveInt] | None = None
+    profile: tuple[PositiveInt, PositiveInt] | None = None
     wandb: str | None = None
     remote_copy: str | None = None
     objective: str = "pcmepp"
@@ -333,8 +333,6 @@ class Config:
                 f"keep_every {self.keep_every} is not a multiple of save_every {self.save_every}.",
                 "Only a step that is saved can be kept: choose a multiple.",
             )
-        if self.samples == 0 and self.epochs <= 0:
-            raise UserError(f"epochs is {self.epochs}.", "Set epochs or samples to more than zero.")
         if not self.train_paths:
             raise UserError(
                 "There is no training data.",
@@ -346,13 +344,7 @@ class Config:
                 "Give data.weights one number for each path.",
             )
         check_schedule(self.optimizer)
-        if not self.ema.half_life_samples and self.ema.rampup != Ema.rampup:
-            raise UserError(
-                f"ema.rampup is {self.ema.rampup:g}, and there is no average of the weights.",
-                "Set ema.half_life_samples to the samples of its half-life, or leave ema.rampup out.",
-            )
         self.data.augmentation.check()
-        self._check_profile()
         self.evaluate.check()
         OBJECTIVES[self.objective].check(self.loss)
         from probemb.models.architectures import read_architecture, reads_regions
@@ -364,6 +356,14 @@ class Config:
                 "`python -m finetune.run`.",
             )
         self._check_locks()
+        first, last = self.profile or (0, 0)
+        if self.profile and not (
+            0 <= last - first < MOST_PROFILED and last <= (self.stop_at_step or self.samples // self.batch_size or last)
+        ):
+            raise UserError(
+                f"profile is {first} {last}.",
+                f"Name a first and a last step of the run, {MOST_PROFILED} steps at most: --profile 10 12.",
+            )
         parts = world_size * self.engine.accumulation
         if getattr(self.loss, "masked_inclusion", 0) and self.batch_size % (parts * MASKED_EVERY):
             raise UserError(
@@ -398,16 +398,13 @@ class Config:
                     f"Set model.lock_{tower}, or leave unlocked_{tower}_groups out.",
                 )
 
-    def _check_profile(self) -> None:
-        steps = self.profile
-        if not steps:
-            return
-        if len(steps) != 2 or not 0 <= steps[1] - steps[0] < MOST_PROFILED:
-            raise UserError(
-                f"profile is {steps}.",
-                f"Name a first and a last step, {MOST_PROFILED} steps at most: --profile 10 12.",
-            )
-        last = min(self.samples // self.batch_size or steps[1], self.stop_at_step or steps[1])
-        if steps[1] > last:
-            what = f"profile {steps[0]} {steps[1]} is beyond the run's last step, {last}."
-            raise UserError(what, "Name earlier steps.")
+
+def whole_steps(config: Config, steps_per_epoch: int) -> int:
+    """Steps of the whole run. Raises UserError if there are none."""
+    steps = config.samples // config.batch_size if config.samples else int(config.epochs * steps_per_epoch)
+    if steps < 1:
+        raise UserError(
+            f"The run would have no step: an epoch has {steps_per_epoch}, each of {config.batch_size} samples.",
+            "Lower batch_size, or raise epochs or samples.",
+        )
+    return steps

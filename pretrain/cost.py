@@ -6,7 +6,7 @@ Letters: W ranks, n rows of this rank's share of the batch, P parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 from weakref import finalize
@@ -56,11 +56,6 @@ def find_gpu(name: str) -> str | None:
     """The name in PEAKS of a GPU as torch or people write it, such as "h200" or "a100-80gb"."""
     words = f" {name} ".replace("-", " ").replace("_", " ").upper()
     return next((known for known in PEAKS if f" {known.upper()} " in words), None)
-
-
-def peak_flops(known: str, half: bool) -> float:
-    """FLOP/s of a GPU in PEAKS, in bf16 or float32."""
-    return 1e12 * PEAKS[known][0 if half else 1]
 
 
 def build(config: Config) -> DualEncoder:
@@ -134,25 +129,6 @@ def measure(forward: Callable[[], Iterable[Tensor]], known: list[Tensor]) -> Pas
     return Pass(flops, counter.get_total_flops(), kept, storages.most)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank, as a GPU's allocator reports them: without the CUDA context, NCCL and fragmentation.
-
-    Activations in bf16 are those of autocast on a CPU, which keeps a tenth less than on a GPU, where norms stay in
-    float32. `peak` is what is held all the time, and the larger of the backward pass and the loss.
-    """
-
-    weights: int
-    master: int
-    moments: int
-    average: int
-    gradients: int
-    buckets: int
-    activations: int
-    loss: int
-    peak: int
-
-
 class StepCost:
     """The cost of a configuration's step on `world` ranks. If they cannot share its batch, it has a larger one.
 
@@ -212,8 +188,13 @@ class StepCost:
             "executed": self.world * (self.parts * (self.towers.flops + again) + self.loss.flops),
         }
 
-    def memory(self, stage: int, gpu: bool = True) -> Memory:
-        """Of a rank in a step at a ZeRO stage; with `gpu` communication overlaps the backward pass."""
+    def memory(self, stage: int, gpu: bool = True) -> dict[str, int]:
+        """Bytes on a rank at a ZeRO stage, by part; with `gpu` communication overlaps the backward pass.
+
+        As a GPU's allocator reports them: without the CUDA context, NCCL and fragmentation. Activations in bf16 are
+        those of autocast on a CPU, which keeps a tenth less than on a GPU, where norms stay in float32. "peak" is what
+        is held all the time, and the larger of the backward pass and the loss.
+        """
         world, several, towers, loss = self.world, self.parts > 1, self.towers, self.loss
         each = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         padded = world if stage == 3 else 1  # ZeRO 3 pads each parameter to a multiple of the ranks
@@ -233,8 +214,9 @@ class StepCost:
         master, average = share if stage else 0, optimizer * (self.config.ema.half_life_samples > 0)
         held = weights + master + 2 * optimizer + average + images + gathered + embeddings
         during = max(towers.peak + gradients + (buckets if stage else 0), gradients + buckets, towers.kept + loss.peak)
-        sizes = weights, master, 2 * optimizer, average, gradients, buckets, towers.kept, loss.peak
-        return Memory(*sizes, held + during)
+        parts = {"weights": weights, "master": master, "moments": 2 * optimizer, "average": average}
+        parts |= {"gradients": gradients, "buckets": buckets, "activations": towers.kept, "loss": loss.peak}
+        return parts | {"peak": held + during}
 
 
 def images_at_peak(config: Config, precision: str, world: int, device: torch.device) -> Callable[[float], float] | None:
@@ -246,7 +228,8 @@ def images_at_peak(config: Config, precision: str, world: int, device: torch.dev
     if known is None:
         return None
     config = replace(config, engine=replace(config.engine, accumulation=1, grad_checkpointing=False))
-    half, peak = precision == "bf16", world * peak_flops(known, precision == "bf16")
+    half = precision == "bf16"
+    peak = world * 1e12 * PEAKS[known][0 if half else 1]
     try:
         model = build(config)
         # Linear in the length but for attention, a small part: two lengths suffice.

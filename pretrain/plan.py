@@ -10,13 +10,13 @@ nothing. docs/pretrain.md says how to choose.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from pretrain.config import Config
+from pretrain.config import Config, whole_steps
 from pretrain.stream.filter import select
 from pretrain.stream.order import default_lanes
 from probemb.cli.command import run_command
@@ -25,7 +25,6 @@ from probemb.cli.ranges import Share
 from probemb.data.shards.index import read_index
 from probemb.errors import UserError, nearest
 
-GIB = 2**30
 RANDOM_STATE = 15_000  # bytes of one rank's random state in a checkpoint
 
 
@@ -89,23 +88,20 @@ def make_plan(o: Plan) -> dict[str, Any]:
     warnings, e = check_options(o), o.engine
     half = e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda")
     data, cost = count_data(o), StepCost(o, o.world_size, half, o.text_tokens)
-    model, by_stage = cost.model, [cost.memory(stage, gpu=o.device == "cuda") for stage in range(4)]
-    limit, needed = o.gpu_memory_gib * GIB, by_stage[e.zero_stage].peak
-    if limit and needed > limit:
-        fits = [f"ZeRO {stage}" for stage, m in enumerate(by_stage) if m.peak <= limit]
-        remedy = f"fit with {' or '.join(fits)}" if fits else "need accumulation, grad_checkpointing or more GPUs"
-        warnings.append(
-            f"A rank needs {needed / GIB:.1f} GiB, more than the {o.gpu_memory_gib:g} GiB of a GPU. It would {remedy}."
-        )
+    by_stage = {f"ZeRO {stage}": cost.memory(stage, gpu=o.device == "cuda") for stage in range(4)}
+    limit, needed = o.gpu_memory_gib * 2**30, by_stage[f"ZeRO {e.zero_stage}"]["peak"]
+    if 0 < limit < needed:
+        fits = " or ".join(stage for stage, m in by_stage.items() if m["peak"] <= limit)
+        remedy = f"It would fit with {fits}." if fits else "It needs accumulation, grad_checkpointing or more GPUs."
+        warnings.append(f"A rank needs {_size(needed)}, more than the {_size(limit)} of a GPU. {remedy}")
     run = {name: getattr(o, name) for name in ("nodes", "gpus_per_node", "world_size", "device", "batch_size")}
     run |= {name: getattr(e, name) for name in ("zero_stage", "accumulation", "grad_checkpointing")}
     return {
-        "model": {"name": o.model.name, "head": o.model.head, "embed_dim": model.embed_dim},
-        "parameters": count_parameters(model),
+        "parameters": count_parameters(cost.model),
         "run": {**run, "precision": "bf16" if half else "fp32", "rows_per_rank": cost.rows, **data},
-        "memory": {"by_zero_stage": {str(stage): asdict(m) for stage, m in enumerate(by_stage)}},
+        "memory": by_stage,
         "compute": time_needed(o, cost.flops, data, half),
-        "disk": disk(o, model, data["steps"]),
+        "disk": disk(o, cost.model, data["steps"]),
         "warnings": warnings,
     }
 
@@ -123,11 +119,7 @@ def count_parameters(model) -> dict[str, int]:
 
 
 def check_options(o: Plan) -> list[str]:
-    """Warnings for settings that `pretrain.run` would refuse on so many ranks.
-
-    Raises:
-        UserError: settings that cannot be planned.
-    """
+    """Warnings for settings that `pretrain.run` would refuse on so many ranks. Raises UserError: it always would."""
     replace(o, engine=replace(o.engine, accumulation=1)).check(1)  # everything but the division into ranks and parts
     warnings = []
     try:
@@ -138,10 +130,10 @@ def check_options(o: Plan) -> list[str]:
     if o.batch_size % lanes:
         warnings.append(f"{lanes} lanes do not divide the global batch of {o.batch_size}. Change data.lanes.")
     elif lanes % o.world_size:
-        fits = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        fits = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         warnings.append(
             f"{o.world_size} ranks cannot share the data's {lanes} lanes evenly. "
-            f"Take one of {', '.join(map(str, fits))} ranks, or data.lanes that {o.world_size} divides."
+            f"Take one of {fits} ranks, or data.lanes that {o.world_size} divides."
         )
     return warnings
 
@@ -163,21 +155,9 @@ def count_data(o: Plan) -> dict[str, Any]:
         size = sum(int(w * sum(next(samples) for _ in shards) + 0.5) for w, shards in zip(weights, corpora))
         if size:
             per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(weights, corpora)) / size
-    steps_per_epoch = size // o.batch_size
-    steps = o.samples // o.batch_size if o.samples else int(o.epochs * steps_per_epoch)
-    if steps < 1:
-        raise UserError(
-            f"The run would have no step: an epoch has {steps_per_epoch}, each of {o.batch_size} samples.",
-            "Lower batch_size, or raise epochs or samples.",
-        )
-    return {
-        "samples_per_epoch": size or None,
-        "steps_per_epoch": steps_per_epoch or None,
-        "epochs": steps / steps_per_epoch if steps_per_epoch else None,
-        "steps": steps,
-        "samples": steps * o.batch_size,
-        "bytes_per_sample": per_sample,
-    }
+    steps = whole_steps(o, size // o.batch_size)
+    sizes = {"samples_per_epoch": size or None, "bytes_per_sample": per_sample}
+    return {"steps": steps, "samples": steps * o.batch_size, **sizes}
 
 
 def time_needed(o: Plan, work: dict[str, float], data: dict[str, Any], half: bool) -> dict[str, Any]:
@@ -186,9 +166,9 @@ def time_needed(o: Plan, work: dict[str, float], data: dict[str, Any], half: boo
     Raises:
         UserError: an unknown GPU, or one beside another source of the speed.
     """
-    from pretrain.cost import PEAKS, find_gpu, peak_flops
+    from pretrain.cost import PEAKS, find_gpu
 
-    gpu, peak, speed = None, o.peak_tflops * 1e12, o.images_per_second
+    gpu, peak, speed, how = None, o.peak_tflops, o.images_per_second, "measured"
     if o.gpu is not None:
         if peak or speed or o.device != "cuda":
             what = "--gpu excludes --peak-tflops, --images-per-second and --device cpu."
@@ -199,25 +179,23 @@ def time_needed(o: Plan, work: dict[str, float], data: dict[str, Any], half: boo
     elif not peak and not speed and o.device == "cuda" and torch.cuda.is_available():
         gpu = find_gpu(torch.cuda.get_device_name(0))
     if gpu:
-        peak = peak_flops(gpu, half)
+        peak = PEAKS[gpu][0 if half else 1]
     if peak and not speed:
-        speed = o.world_size * peak * o.efficiency / (work["executed"] / o.batch_size)
-    seconds = o.batch_size / speed if speed else None
-    size = data["bytes_per_sample"]
-    return {
-        "flops_per_step": work["executed"],
-        "model_flops_per_step": work["model"],
-        "flops_per_pair": work["model"] / o.batch_size,
-        "images_per_second": speed or None,
-        "images_per_second_is": ("measured" if o.images_per_second else "computed") if speed else None,
-        "images_per_second_per_worker": speed / (o.world_size * max(1, o.data.workers)) if speed else None,
-        "bytes_per_second": speed * size if speed and size else None,
-        "gpu": gpu,
-        "peak_tflops": peak / 1e12 or None,
-        "efficiency": o.efficiency if peak and not o.images_per_second else None,
+        speed = o.world_size * 1e12 * peak * o.efficiency / (work["executed"] / o.batch_size)
+        how = f"computed, {o.efficiency:.0%} of {f'the {gpu}{chr(39)}s ' if gpu else ''}{peak:g} TFLOP/s"
+    found = {"flops_per_step": work["executed"], "flops_per_pair": work["model"] / o.batch_size}
+    if not speed:
+        return found
+    seconds, size = o.batch_size / speed, data["bytes_per_sample"]
+    hours = seconds * data["steps"] / 3600
+    return found | {
+        "images_per_second": speed,
+        "images_per_second_is": how,
+        "images_per_second_per_worker": speed / (o.world_size * max(1, o.data.workers)),
+        "bytes_per_second": speed * size if size else None,
         "seconds_per_step": seconds,
-        "hours": seconds * data["steps"] / 3600 if seconds else None,
-        "gpu_hours": seconds * data["steps"] / 3600 * o.world_size if seconds else None,
+        "hours": hours,
+        "gpu_hours": hours * o.world_size,
     }
 
 
@@ -236,49 +214,38 @@ def disk(o: Plan, model, steps: int) -> dict[str, int]:
 
 def describe(plan: dict[str, Any]) -> str:
     """The plan for people."""
-    run, compute, on_disk = plan["run"], plan["compute"], plan["disk"]
-    rows = [
-        ("ranks", f"{run['nodes']} x {run['gpus_per_node']} = {run['world_size']} ({run['device']}), "
-         f"{run['precision']}, ZeRO {run['zero_stage']}"),
-        ("batch", f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts"),
-        ("length", f"{run['steps']:,} steps, {run['samples']:,} samples"
-         + (f", {run['epochs']:.4g} epochs of {run['samples_per_epoch']:,}" if run["epochs"] else "")),
-        ("arithmetic", f"{compute['flops_per_pair'] / 1e9:.1f} GFLOP a pair, "
-         f"{compute['flops_per_step'] / 1e12:,.1f} TFLOP a step, recomputation included"),
-    ]  # fmt: skip
-    if compute["hours"]:
-        how = compute["images_per_second_is"]
-        if how == "computed":
-            whose = f" the {compute['gpu']}'s" if compute["gpu"] else ""
-            how += f", {compute['efficiency']:.0%} of{whose} {compute['peak_tflops']:g} TFLOP/s"
-        rate = f", {_size(compute['bytes_per_second'])}/s" if compute["bytes_per_second"] else ""
-        rows += [
-            ("time", f"{compute['hours']:,.1f} h = {compute['gpu_hours']:,.0f} GPU hours, "
-             f"{compute['seconds_per_step']:.3g} s a step ({how})"),
-            ("data", f"{compute['images_per_second']:,.0f} images/s{rate}, "
-             f"{compute['images_per_second_per_worker']:,.0f} a worker"),
-        ]  # fmt: skip
-    else:
-        rows += [("time", "pass --gpu, such as h200, or --peak-tflops (and --efficiency), or --images-per-second")]
-    rows += [
-        ("disk", f"checkpoint {_size(on_disk['checkpoint'])}, model/ {_size(on_disk['model_folder'])}; run folder at "
-         f"most {_size(on_disk['run_folder'])}"),
-        ("parameters", ", ".join(f"{name} {n:,}" for name, n in plan["parameters"].items())),
-    ]  # fmt: skip
-    stages = plan["memory"]["by_zero_stage"]
-    lines = [f"{name:<12}{text}" for name, text in rows]
-    head = [f"ZeRO {stage}{'*' * (int(stage) == run['zero_stage'])}" for stage in stages]
-    lines += ["", "memory of a rank".ljust(20) + "".join(f"{name:>12}" for name in head)]
-    for part in stages["0"]:
+    run, compute, sizes = plan["run"], plan["compute"], {name: _size(n) for name, n in plan["disk"].items()}
+    epoch = f", epochs of {run['samples_per_epoch']:,}" if run["samples_per_epoch"] else ""
+    time, data = "pass --gpu, such as h200, or --peak-tflops (and --efficiency), or --images-per-second", ""
+    if "hours" in compute:
+        time = f"{compute['hours']:,.1f} h = {compute['gpu_hours']:,.0f} GPU hours, "
+        time += f"{compute['seconds_per_step']:.3g} s a step ({compute['images_per_second_is']})"
+        data = f"{compute['images_per_second']:,.0f} images/s, {compute['images_per_second_per_worker']:,.0f} a worker"
+        data += f", {_size(compute['bytes_per_second'])}/s" if compute["bytes_per_second"] else ""
+    rows = {
+        "ranks": f"{run['nodes']} x {run['gpus_per_node']} = {run['world_size']} ({run['device']}), "
+        f"{run['precision']}, ZeRO {run['zero_stage']}",
+        "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts",
+        "length": f"{run['steps']:,} steps, {run['samples']:,} samples{epoch}",
+        "arithmetic": f"{compute['flops_per_pair'] / 1e9:.1f} GFLOP a pair, "
+        f"{compute['flops_per_step'] / 1e12:,.1f} TFLOP a step, recomputation included",
+        "time": time,
+        "data": data,
+        "disk": f"checkpoint {sizes['checkpoint']}, model/ {sizes['model_folder']}; run folder at most "
+        f"{sizes['run_folder']}",
+        "parameters": ", ".join(f"{name} {n:,}" for name, n in plan["parameters"].items()),
+    }
+    stages = plan["memory"]
+    lines = [f"{name:<12}{text}" for name, text in rows.items() if text]
+    lines += ["", "memory of a rank".ljust(20) + "".join(f"{stage:>12}" for stage in stages)]
+    for part in stages["ZeRO 0"]:
         lines.append(f"  {part:<18}" + "".join(f"{_size(m[part]):>12}" for m in stages.values()))
     return "\n".join([*lines, *(f"warning: {one}" for one in plan["warnings"])])
 
 
 def _size(n: float) -> str:
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB")):
-        if n >= unit:
-            return f"{n / unit:.1f} {name}"
-    return f"{n / 2**20:.1f} MiB"
+    unit, name = next((pair for pair in ((2**40, "TiB"), (2**30, "GiB")) if n >= pair[0]), (2**20, "MiB"))
+    return f"{n / unit:.1f} {name}"
 
 
 if __name__ == "__main__":

@@ -64,25 +64,33 @@ class RunFolder(RunOutput):
     ):
         self.model_config, self.identity, self.saved = model_config, identity, step or None
         super().__init__(config, step, steps, lock)
-        # Not built in the thread, as building draws random numbers.
-        self.model = empty_model(model_config) if self.is_main else None
-        self.copier = make_copier(config, step, lambda: self.protected) if self.is_main else None
+        metric, self.copier = config.evaluate.best, None
         best, rows = distributed.all_of((read_best(self.path, step), logged_evaluations(self.path, step)))[0]
         self.left_out = left_out(config.evaluate, rows)
         self.protected = frozenset([best.step] if best else [])
+        self.best = best if best and best.metric == metric else Best(metric) if metric else None
         distributed.on_main(lambda: self._restore(step, best), self.path / MODEL, "Make room for it, and start again.")
-        self.best = best_of(config.evaluate, best)
-        if self.best:
-            self.best.add_logged(step, rows)
-        if best and self.best and self.best is not best and self.is_main:
-            print(f"resume  best.json is by {best.metric}; the best by {self.best.metric} is chosen from here on")
+        logged = [row[metric] for row in rows if metric in row]
+        if self.best and logged and step not in self.best.values:
+            self.best.add(step, logged[0])
         self.samples = open_sample_log(self.path, step) if config.log_samples else None
 
     def _restore(self, step: int, best: Best | None) -> None:
+        """On rank 0: make what a kill or a fetched copy has left out of model/ and model-best/, and copy again."""
+        # Not built in the thread, as building draws random numbers.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            self.model = DualEncoder(self.model_config)
         if step:
             restore_model(self.model, self.path, step, MODEL)
         if best:
             restore_model(self.model, self.path, best.step, BEST_MODEL)
+        if best and self.best and best.metric != self.best.metric:
+            print(f"resume  best.json is by {best.metric}; the best by {self.best.metric} is chosen from here on")
+        if self.config.remote_copy:
+            kept = self.config.keep_checkpoints, self.config.keep_every
+            self.copier = Copier(self.path, Copy(self.config.remote_copy), step, *kept, lambda: self.protected)
+            if step:
+                self.copier.wake()
 
     def prune(self) -> None:
         """Also leaves what is being copied elsewhere."""
@@ -192,44 +200,6 @@ class RunFolder(RunOutput):
         super().close()
         if self.samples:
             self.samples.close()
-
-
-def complete_finished(config: Config, model_config: dict, step: int) -> None:
-    """Make what is missing of a run that is finished: models here, if it was fetched, and what a copy lacks."""
-    run, model = Path(config.out), empty_model(model_config)
-    best = read_best(run, step)
-    if (wanted := best_of(config.evaluate, best)) and wanted.add_logged(step, logged_evaluations(run, step)):
-        wanted.write(run)
-        best = wanted
-    restore_model(model, run, step, MODEL)
-    if best:
-        restore_model(model, run, best.step, BEST_MODEL)
-    if copier := make_copier(config, step, lambda: frozenset([best.step] if best else [])):
-        copier.close(30 * config.engine.timeout)
-
-
-def best_of(config: Evaluate, found: Best | None) -> Best | None:
-    """The best so far by the metric that the run asks for: what was found, if it is by that metric; None if none is."""
-    if not config.best or (found and found.metric == config.best):
-        return found if config.best else None
-    return Best(config.best, lower=config.best.endswith("validation_loss"))
-
-
-def make_copier(config: Config, step: int, protected: Callable[[], frozenset[int]]) -> Copier | None:
-    """The copier of the run's checkpoints, if asked for; begins with what an earlier attempt did not copy."""
-    if not config.remote_copy:
-        return None
-    kept = (config.keep_checkpoints, config.keep_every)
-    copier = Copier(Path(config.out), Copy(config.remote_copy), step, *kept, protected)
-    if step:
-        copier.wake()
-    return copier
-
-
-def empty_model(model_config: dict) -> DualEncoder:
-    """A model without memory for its weights."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return DualEncoder(model_config)
 
 
 def export(model: DualEncoder, weights: dict[str, torch.Tensor], folder: Path, step: int) -> None:

@@ -71,27 +71,19 @@ def check_schedule(o: Optimizer, total: int | None = None) -> None:
             f"The schedule {o.schedule} has no cooldown.",
             "Set optimizer.cooldown_samples to its length in samples, or optimizer.schedule to constant.",
         )
-    if o.schedule in ("cosine", "constant") and o.cooldown_samples:
-        raise UserError(
-            f"The schedule {o.schedule} has no cooldown, and optimizer.cooldown_samples is {o.cooldown_samples:,}.",
-            "Leave cooldown_samples out, or set optimizer.schedule to constant-cooldown, inverse-sqrt or wsd.",
-        )
-    if o.schedule != "constant-cooldown" and o.cooldown_power != 1:
-        raise UserError(
-            f"optimizer.cooldown_power has no use in the schedule {o.schedule}.",
-            "Leave it out, or set optimizer.schedule to constant-cooldown.",
-        )
     if o.schedule == "inverse-sqrt" and not o.warmup_samples:
         raise UserError(
             "The schedule inverse-sqrt falls from the end of the warm-up, and optimizer.warmup_samples is 0.",
             "Set warmup_samples to more than zero.",
         )
-    falls = o.schedule == "cosine" or o.cooldown_samples
-    if o.end_lr and not falls:
-        raise UserError(
-            f"The schedule {o.schedule} reaches no end, and optimizer.end_lr is {o.end_lr}.",
-            "Leave end_lr out, or set optimizer.schedule or cooldown_samples.",
-        )
+    unused = {
+        "cooldown_samples": o.cooldown_samples and o.schedule in ("cosine", "constant"),
+        "cooldown_power": o.cooldown_power != 1 and o.schedule != "constant-cooldown",
+        "end_lr": o.end_lr and o.schedule != "cosine" and not o.cooldown_samples,
+    }
+    if key := next((key for key, is_unused in unused.items() if is_unused), None):
+        what = f"optimizer.{key} has no use in the schedule {o.schedule}, as it is set."
+        raise UserError(what, "Leave it out, or choose another optimizer.schedule or cooldown_samples.")
     if o.end_lr and o.end_lr > o.lr:
         raise UserError(f"optimizer.end_lr {o.end_lr} is above optimizer.lr {o.lr}.", "Set it to less than lr.")
     if total is None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pretrain.config import Config
+from pretrain.config import Config, whole_steps
 from pretrain.cost import images_at_peak
 from pretrain.engine.checkpoint import load_checkpoint
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.engine.state import Average, count_parameters
 from pretrain.evaluate import Evaluator, make_evaluator
-from pretrain.run_folder import RunFolder, complete_finished, left_out, logged_evaluations
+from pretrain.run_folder import RunFolder
 from pretrain.schedules import check_schedule
 from pretrain.stream.stream import Corpus, Settings, Stream
 from pretrain.trainer import Position, Trainer, make_optimizer
@@ -85,8 +85,6 @@ def train(config: Config, preemption: Preemption) -> int:
             print(line, flush=True)
 
     run = prepare(config, rank, world_size, say)
-    if run is None:
-        return 0
     stream = run.stream
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     start_deepspeed(config.engine.timeout, run.device)
@@ -121,6 +119,8 @@ def train(config: Config, preemption: Preemption) -> int:
             say(line)
     if stopped:
         say(f"step {trainer.step}/{run.steps} | stopped by {preemption.description}; continue with --resume")
+    elif run.position.step >= run.steps:
+        say(f"{config.out} is finished: {run.position.step} of {run.steps} steps were done.")
     if config.remote_copy:  # all ranks wait: a launcher may end the others when one ends
         folder.finish_copy(seconds=30 * config.engine.timeout)  # half of what a collective may take
         any_host([False])
@@ -131,9 +131,8 @@ def train(config: Config, preemption: Preemption) -> int:
     return preemption.exit_code if stopped else 0
 
 
-def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], object]) -> Prepared | None:
-    """Make the model and open the data, of a new run or from its newest checkpoint; None if it is finished, with its
-    evaluations.
+def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], object]) -> Prepared:
+    """Make the model and open the data, of a new run or from its newest checkpoint.
 
     Raises:
         UserError: what was asked for cannot run.
@@ -169,7 +168,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     batches = state["samples"] // config.batch_size
     position = Position(state["step"], batches * config.batch_size, state["skipped"])
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, position.samples, device.type == "cuda")
-    steps = position.step + max(0, whole_steps(config, stream) - batches)
+    steps = position.step + max(0, whole_steps(config, stream.order.steps) - batches)
     check_schedule(config.optimizer, position.samples + (steps - position.step) * config.batch_size)
     identity = {**stream.identity, "resize": config.data.resize, "augmentation": _listed(config.data.augmentation)}
     if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
@@ -177,11 +176,6 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)):
         then = f"the data resumes after {position.samples:,} samples seen, in its present order"
         say(f"resume  changed {'; '.join(changed)}; {then}")
-    if position.step >= steps and not left_out(config.evaluate, logged_evaluations(Path(config.out), position.step)):
-        say(f"{config.out} is finished: {position.step} of {steps} steps are done.")
-        if rank == 0:
-            complete_finished(config, model.config, position.step)
-        return None
     refuse_full_disk(config.out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     given = transforms.evaluate, tokenizer, rank, world_size
     evaluators = [make_evaluator(config, of, *given) for of in config.evaluate.sets]
@@ -191,17 +185,6 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
 def _listed(options: object) -> dict:
     """Options as JSON gives them back."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
-
-
-def whole_steps(config: Config, stream: Stream) -> int:
-    """Steps of the whole run. Raises UserError if there are none."""
-    whole = config.samples // config.batch_size if config.samples else int(config.epochs * stream.order.steps)
-    if whole < 1:
-        raise UserError(
-            f"The run would have no step: an epoch has {stream.order.steps}, each of {config.batch_size} samples.",
-            "Lower batch_size, or raise epochs or samples.",
-        )
-    return whole
 
 
 def make_stream(

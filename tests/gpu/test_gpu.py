@@ -198,7 +198,7 @@ def test_a_step_takes_the_memory_of_the_plan():
     if ON_CPU:
         pytest.skip("the allocator of a GPU is measured")
     config = configured("ViT-B-16", 128, "pcmepp", zero_stage=1)
-    planned = StepCost(config, 1, half=True).memory(stage=1).peak
+    planned = StepCost(config, 1, half=True).memory(stage=1)["peak"]
     before = torch.cuda.memory_allocated()
     trainer = make_trainer(config, DEVICE)
     images, tokens = random_batch("ViT-B-16", 128, DEVICE)

@@ -23,7 +23,7 @@ def save(run, step):
 
 def test_the_best_is_the_first_of_the_largest_or_smallest():
     values = [float("nan"), 3.0, 1.0, 3.0, 5.0, float("nan"), 4.0]
-    highest, lowest = Best("rsum"), Best("validation_loss", lower=True)
+    highest, lowest = Best("rsum"), Best("validation_loss")
     assert [highest.add(step, value) for step, value in enumerate(values)] == [0, 1, 0, 0, 1, 0, 0]
     assert [lowest.add(step, value) for step, value in enumerate(values)] == [0, 1, 1, 0, 0, 0, 0]
     assert (highest.step, lowest.step, Best("rsum").step) == (4, 2, None)
@@ -39,7 +39,7 @@ def test_a_resumed_run_knows_the_best_that_it_still_has(tmp_path):
     (tmp_path / "checkpoints" / "step-4" / WEIGHTS).write_bytes(b"")
     assert read_best(tmp_path, 5).step == 2
     assert read_best(tmp_path, 1) is None
-    for damaged in ("", "{}", "[1]", '{"metric": "rsum", "lower_is_better": false, "steps": [{"step": "x"}]}'):
+    for damaged in ("", "{}", "[1]", '{"metric": "rsum", "steps": [{"step": "x"}]}'):
         (tmp_path / NAME).write_text(damaged)
         assert read_best(tmp_path, 9) is None
 

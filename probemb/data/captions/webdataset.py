@@ -11,7 +11,7 @@ from probemb.data.captions.dataset import CaptionDataset, Entry, assemble
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images, Place, find_tars, list_members
 from probemb.data.reading import AUTO, as_id, as_list, choose_split, split_name
-from probemb.data.scenes import sample_from_json
+from probemb.data.scenes.predicates import sample_from_json
 from probemb.data.shards.samples import (
     IMAGE_EXTENSIONS,
     TEXT_EXTENSIONS,
