@@ -48,18 +48,12 @@ def compose(parts: Gaussian, added_variance: float = 0.0, weights: Tensor | Sequ
         added_variance: what MPC's code adds to V + var_i in the normaliser (1e-6). Not added where parts divide.
         weights: (K,), or (K, ...) for weights of their own in every item of the batch; 0 leaves a part out.
 
-    Returns:
-        the density of `gaussian` times exp(log_normaliser) is the product of the powers.
-
     Raises:
-        ValueError: no parts, or weights of another shape.
         UserError: weights that are not finite, no weight above 0, or a division after which a dimension has no
             precision left, so that no normal has that density.
 
     Source: MPC Eqs. 2 to 4, the composition and its normaliser Z.
     """
-    if parts.mean.dim() < 2 or not len(parts):
-        raise ValueError(f"parts of shape {tuple(parts.shape)}: give (K, ..., D) with K of at least 1")
     with torch.autocast(parts.mean.device.type, enabled=False):
         parts = parts.float()
         if weights is None:
@@ -99,11 +93,8 @@ def _multiply(parts: Gaussian, added_variance: float = 0.0, active: Tensor | Non
 def _check_weights(weights: Tensor | Sequence[float], parts: Gaussian) -> Tensor:
     """Weights (K, ...), one for every part of every item."""
     weights = torch.as_tensor(weights, dtype=parts.mean.dtype, device=parts.mean.device)
-    shape = parts.shape[:-1]
-    if weights.shape != shape and weights.shape != shape[:1]:
-        raise ValueError(f"weights of shape {tuple(weights.shape)}: give {tuple(shape)} or {tuple(shape[:1])}")
     if weights.dim() == 1:
-        weights = weights.view(-1, *[1] * (len(shape) - 1)).expand(shape)
+        weights = weights.view(-1, *[1] * (parts.mean.dim() - 2)).expand(parts.shape[:-1])
     if not bool(torch.isfinite(weights).all()):
         raise UserError("A weight of the query is not a finite number.", "Give numbers such as 1, 0.5 or -0.5.")
     if not bool((weights > 0).any(0).all()):
@@ -127,7 +118,7 @@ def _weighted(parts: Gaussian, added_variance: float, weights: Tensor) -> Produc
     log_share = above.gaussian.log_var - below.gaussian.log_var  # of the precision, that is taken away
     left = -torch.expm1(log_share.masked_fill(~divides[..., None], -math.inf))
     if bool((left <= 64 * torch.finfo(left.dtype).eps).any()):
-        raise _nothing_left(powers, above.gaussian, weights, left)
+        raise _nothing_left(weights, left)
     return _divide(above, below, left, divides)
 
 
@@ -148,25 +139,16 @@ def _divide(above: Product, below: Product, left: Tensor, divides: Tensor) -> Pr
     )
 
 
-def _nothing_left(powers: Gaussian, above: Gaussian, weights: Tensor, left: Tensor) -> UserError:
-    """Says which part takes away too much precision, in the first item where there is nothing left."""
-    n_parts, dim = len(powers), left.shape[-1]
-    item = int((left.reshape(-1, dim) == left.min()).any(1).nonzero()[0])
-    weight_K = weights.reshape(n_parts, -1)[:, item]
-    log_precision_KD = -powers.log_var.detach().reshape(n_parts, -1, dim)[:, item].double()
-    above_D = -above.log_var.detach().reshape(-1, dim)[item].double()
-    divides = weight_K < 0
-    share_KD = (log_precision_KD - above_D).exp().masked_fill(~divides[:, None], 0)  # of what there is to take away
-    empty = share_KD.sum(0) >= 1 - 1e-4
-    part = int(share_KD.max(1).values.argmax())
-    rest_D = 1 - (share_KD.sum(0) - share_KD[part])
-    most = float((rest_D / share_KD[part]).min()) * -float(weight_K[part])
-    most = math.floor(100 * most - 1e-3) / 100
-    less = f"a weight of at most {most:g}" if most > 0 else "less weight"
+def _nothing_left(weights: Tensor, left: Tensor) -> UserError:
+    """Names the parts that divide, and in how many dimensions nothing is left of some item."""
+    parts = [str(part + 1) for part, weight in enumerate(weights) if bool((weight < 0).any())]
+    named = f"part{'s' if len(parts) > 1 else ''} {' and '.join(parts)}"
+    dim = left.shape[-1]
+    empty = int((left <= 1e-4).reshape(-1, dim).sum(1).max())
     return UserError(
-        f"Taking away part {part + 1} of the query leaves no density: in {int(empty.sum())} of {dim} dimensions it is "
-        "at least as certain as the parts that stay.",
-        f"Leave part {part + 1} out, or take it away with {less}.",
+        f"Taking away {named} of the query leaves no density: in {empty} of {dim} dimensions as much precision "
+        "goes as the other parts have.",
+        f"Leave {named} out, or take away less, with a weight closer to 0.",
     )
 
 

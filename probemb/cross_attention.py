@@ -19,11 +19,11 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import at_least_float32
-from probemb.token_products import pair_products
 
 Direction = Literal["t2i", "i2t"]
 Aggregation = Literal["lse", "mean", "sum", "max"]
@@ -34,6 +34,7 @@ CACHE_ELEMENTS = 1 << 18  # of these, worked on at a time by a CPU
 QUERY_ITEMS, PARTS = 16, 8  # queries of similar length, so that these have little padding; as many in a block
 SLOPE = 0.1  # of negative products where they are clipped (a leaky ReLU)
 EPS, TINY = 1e-8, 1e-30
+PAIRS = 32  # whose tokens are copied at a time: some megabytes
 LARGEST_EXPONENT = 30.0  # exp of it, squared and summed, is far inside float32
 
 
@@ -43,11 +44,9 @@ class CrossAttention:
 
     Attributes:
         direction: "t2i", every word attends to the regions, or "i2t", every region to the words.
-        aggregation: of a pair's cosines: "lse" (log Σ exp(lambda_lse · cos) / lambda_lse), "mean",
-            "sum" or "max".
+        aggregation: of a pair's cosines: "lse" (log Σ exp(lambda_lse · cos) / lambda_lse), "mean", "sum" or "max".
         norm: of the products over the queries; "clipped" lets a tenth of negative ones through first.
-        lambda_softmax: inverse temperature of the attention.
-        lambda_lse: of the aggregation "lse".
+        lambda_softmax: inverse temperature of the attention; lambda_lse: of the aggregation "lse".
     """
 
     direction: Direction = "t2i"
@@ -74,11 +73,8 @@ def unit_tokens(values: Tensor, mask: Tensor) -> Tokens:
 def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, elements: int = BLOCK_ELEMENTS) -> Tensor:
     """Scores of all pairs, (N, M), larger is closer; in at least float32, also under autocast.
 
-    Blocks are computed again in the backward pass, so memory beyond the result does not grow with N or M.
-
-    Args:
-        images, texts: tokens, as the caller has normalised them (`unit_tokens`).
-        elements: products of tokens in a block.
+    Blocks of `elements` products are computed again in the backward pass, so memory beyond the result does not grow
+    with N or M. Tokens are as the caller has normalised them (`unit_tokens`).
     """
     context, queries = (images, texts) if how.direction == "t2i" else (texts, images)
     with torch.autocast(images.values.device.type, enabled=False):
@@ -101,11 +97,7 @@ def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, element
 def pair_scores(
     images: Tokens, texts: Tokens, how: CrossAttention, pairs: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Scores of P pairs, (P,).
-
-    Args:
-        pairs: the numbers of each pair's image and text, (P,) int64 each; None pairs every image with its own text.
-    """
+    """Scores of P pairs, (P,), the numbers of their images and texts; None pairs every image with its own text."""
     first, second = (images, texts) if how.direction == "t2i" else (texts, images)
     if pairs is None:
         pairs = (torch.arange(len(images.mask), device=images.mask.device),) * 2
@@ -146,13 +138,9 @@ def _by_length(tokens: Tokens, size: int) -> tuple[list[Tokens], Tensor | None]:
 
 
 class QueryRows(NamedTuple):
-    """Tokens of several parts of queries for one matrix product.
+    """Tokens (R, D) of several parts of queries for one matrix product, their lengths (R,), and masks (1, q, Q).
 
-    Attributes:
-        values: (R, D), the parts one behind the other; in each, items stand behind tokens, (q * Q, D), so that all
-            reductions over tokens run along whole rows.
-        lengths: (R,) of these.
-        masks: (1, q, Q) of every part.
+    In each part items stand behind tokens, (q * Q, D), so that all reductions over tokens run along whole rows.
     """
 
     values: Tensor
@@ -240,3 +228,60 @@ def _aggregate(cosine_CqQ: Tensor, mask_CqQ: Tensor, how: CrossAttention) -> Ten
 def _root(x: Tensor) -> Tensor:
     """Square root with a gradient of 0 at 0, and for what rounding has put below."""
     return x.clamp(min=TINY).sqrt()
+
+
+# ------------------------------------------------------------------------------------ inner products of chosen pairs
+
+
+def pair_products(
+    context_CcD: Tensor, query_QqD: Tensor, pairs: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Products of each pair's tokens (P, c, q), of context items' own (C, c, c), and queries' squared lengths (Q, q).
+
+    Autograd would keep a copy of both items of every pair, and add up as many gradients of all items as there are
+    uses of them; here they are written once, a few items copied at a time. The gradient has no gradient of its own.
+
+    Args:
+        pairs: the numbers of each pair's context and query, (P,) int64.
+        lengths: how many tokens each item has, (C,) and (Q,); of others, a pair's products may be 0.
+    """
+    return _PairProducts.apply(context_CcD, query_QqD, *pairs, *lengths)
+
+
+class _PairProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, context_CcD, query_QqD, of_context_P, of_query_P, length_C, length_Q):
+        ctx.save_for_backward(context_CcD, query_QqD)
+        ctx.parts = _parts(of_context_P, of_query_P, length_C, length_Q)
+        products_Pcq = context_CcD.new_zeros(len(of_query_P), context_CcD.shape[1], query_QqD.shape[1])
+        for part, context, c, query, q in ctx.parts:
+            of_part = _take(context_CcD, context, c) @ _take(query_QqD, query, q).transpose(1, 2)
+            products_Pcq[:, :c, :q].index_copy_(0, part, of_part)
+        squares_Qq = torch.linalg.vector_norm(query_QqD, dim=-1).square()
+        return products_Pcq, context_CcD @ context_CcD.transpose(1, 2), squares_Qq
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_Pcq, grad_Ccc, grad_Qq):
+        context_CcD, query_QqD = ctx.saved_tensors
+        of_context_CcD = (grad_Ccc + grad_Ccc.transpose(1, 2)) @ context_CcD
+        of_query_QqD = query_QqD * (2 * grad_Qq[..., None])
+        for part, context, c, query, q in ctx.parts:
+            grad = grad_Pcq[:, :c, :q].index_select(0, part)
+            of_context_CcD[:, :c].index_add_(0, context, grad @ _take(query_QqD, query, q))
+            of_query_QqD[:, :q].index_add_(0, query, grad.transpose(1, 2) @ _take(context_CcD, context, c))
+        return of_context_CcD, of_query_QqD, None, None, None, None
+
+
+def _take(values_BtD: Tensor, items: Tensor, tokens: int) -> Tensor:
+    return values_BtD[:, :tokens].index_select(0, items)
+
+
+def _parts(
+    of_context_P: Tensor, of_query_P: Tensor, length_C: Tensor, length_Q: Tensor
+) -> list[tuple[Tensor, Tensor, int, Tensor, int]]:
+    """Pairs of similar length: their numbers, their context, its longest, their queries, the longest of these."""
+    lengths_2P = torch.stack([length_C[of_context_P], length_Q[of_query_P]])
+    parts = lengths_2P.sum(0).argsort().split(PAIRS)
+    longest = torch.stack([lengths_2P[:, part].amax(1) for part in parts]).tolist()
+    return [(part, of_context_P[part], c, of_query_P[part], q) for part, (c, q) in zip(parts, longest)]

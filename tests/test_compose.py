@@ -114,11 +114,9 @@ def test_division_without_anything_left_is_refused():
     wide = Gaussian(torch.zeros(1, 3), torch.zeros(1, 3))
     narrow = Gaussian(torch.zeros(1, 3), torch.tensor([[1.0, -1.0, 1.0]]))
     parts = Gaussian.stack([wide, narrow, wide])
-    with pytest.raises(UserError, match=r"part 2 of the.* 1 of 3 dimensions.*a weight of at most 0.73") as found:
+    with pytest.raises(UserError, match=r"part 2 of the.* 1 of 3 dimensions"):
         compose(parts, weights=[1, -1, 1])
-    allowed = compose(parts, weights=[1, -0.73, 1]).gaussian
-    assert torch.isfinite(allowed.log_var).all()
-    assert "part 2" in found.value.remedy
+    assert torch.isfinite(compose(parts, weights=[1, -0.73, 1]).gaussian.log_var).all()
     same = draw(1, 4, 6)
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(UserError, match="no density: in 6 of 6"):

@@ -37,8 +37,8 @@ from probemb.data.shards.index import Shard, file_sha256, read_index, write_inde
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
-from probemb.pools import process_pool
 from probemb.progress import progress
+from tools.pools import process_pool
 from tools.scene_forms import composed_counts, composed_sample, jpeg, plan_forms, write_combinations, write_form
 
 RECORD = "scenes.json"

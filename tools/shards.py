@@ -40,8 +40,8 @@ from probemb.data.shards.writer import copy_samples
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.machine import cores
-from probemb.pools import process_pool
 from probemb.progress import progress
+from tools.pools import process_pool
 
 SHOWN = 20  # damaged shards on the screen
 

@@ -35,10 +35,10 @@ from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
-from probemb.pools import process_pool
 from probemb.progress import progress
 from probemb.runs.lock import RunLock
 from tools.download.records import GOT, Paths, State, finish
+from tools.pools import process_pool
 
 TITLES = {"coco": "COCO", "flickr8k": "Flickr8k"}
 _COCO = "http://images.cocodataset.org"

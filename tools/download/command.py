@@ -39,12 +39,12 @@ from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError, nearest
 from probemb.files import replace_file
 from probemb.machine import WAITING, cores, refuse_crowd
-from probemb.pools import process_pool
 from probemb.progress import progress
 from probemb.runs.folder import MAX_STARTS, count_start
 from probemb.runs.lock import RunLock, refuse_locked
 from tools.download.archives import TITLES, fetch_archives
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
+from tools.pools import process_pool
 
 PROG = "python -m tools.download"
 PROCESSES = min(16, cores())

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from probemb.errors import UserError
-from probemb.pools import process_pool
+from tools.pools import process_pool
 
 
 def be_killed(*_):

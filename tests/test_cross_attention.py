@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from probemb import token_products
-from probemb.token_products import pair_products
+from probemb import cross_attention
+from probemb.cross_attention import pair_products
 
 
 @pytest.mark.parametrize("at_a_time", [1, 32])
 def test_products_and_their_gradient(at_a_time, monkeypatch):
-    monkeypatch.setattr(token_products, "PAIRS", at_a_time)
+    monkeypatch.setattr(cross_attention, "PAIRS", at_a_time)
     g = torch.Generator().manual_seed(0)
     context, query = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((4, 3, 5), (3, 2, 5)))
     pairs = torch.tensor([0, 3, 3, 1, 3]), torch.tensor([2, 0, 0, 2, 1])  # the same twice, and items without a pair
