@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -76,18 +76,6 @@ class PhraseDataset:
 
     def __len__(self) -> int:
         return len(self.image_ids)
-
-    def only(self, rows: Sequence[int]) -> PhraseDataset:
-        """The same data with these images alone, in this order."""
-        place = {row: i for i, row in enumerate(rows)}
-        kept = [phrase._replace(image=place[phrase.image]) for phrase in self.phrases if phrase.image in place]
-        return replace(
-            self,
-            images=replace(self.images, places=[self.images.places[row] for row in rows]),
-            image_ids=[self.image_ids[row] for row in rows],
-            sizes=[self.sizes[row] for row in rows],
-            phrases=sorted(kept, key=lambda phrase: phrase.image),
-        )
 
     def by_image(self) -> list[list[int]]:
         """For each image the indices of its phrases."""

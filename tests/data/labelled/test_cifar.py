@@ -23,37 +23,26 @@ def write(file, labels, coarse=None, seed=0):
     return pixels
 
 
-@pytest.fixture
-def ten(tmp_path):
-    folder = tmp_path / "cifar-10-batches-bin"
-    pixels = write(folder / "test_batch.bin", [3, 9, 0])
-    write(folder / "data_batch_1.bin", [1, 2], seed=1)
-    write(folder / "data_batch_2.bin", [5], seed=2)
-    (folder / "batches.meta.txt").write_text("\n".join(TEN) + "\n\n")
-    return folder, pixels
-
-
-def test_cifar_10_is_its_test_batch(ten):
-    folder, pixels = ten
-    for data in (folder, folder.parent, folder / "test_batch.bin"):
+@pytest.mark.parametrize(
+    ("kind", "file", "names_file", "coarse"),
+    [
+        ("cifar-10-batches-bin", "test_batch.bin", "batches.meta.txt", None),
+        ("cifar-100-binary", "test.bin", "fine_label_names.txt", [3, 7, 1]),
+    ],
+)
+def test_pictures_and_labels_of_the_test_batch(tmp_path, kind, file, names_file, coarse):
+    names = TEN if coarse is None else [f"thing_{i}" for i in range(100)]
+    labels, folder = [3, len(names) - 1, 0], tmp_path / kind
+    pixels = write(folder / file, labels, coarse)
+    write(folder / file.replace("test", "train").replace("train_batch", "data_batch_1"), [1, 2], coarse, seed=1)
+    (folder / names_file).write_text("\n".join(names) + "\n\n")
+    for data in (folder, tmp_path, folder / file):
         images = find_images(data)
-        classes, labels = resolve_classes(images, None)
-        assert labels == [3, 9, 0]
-        assert classes.names == tuple(TEN)
-        for i in range(3):
-            assert np.array_equal(np.asarray(images.open(i)), pixels[i])
+        classes, found = resolve_classes(images, None)
+        assert found == labels
+        assert classes.names == tuple(name.replace("_", " ") for name in names)
+        assert all(np.array_equal(np.asarray(images.open(i)), pixels[i]) for i in range(3))
         assert len({place.name for place in images.places}) == 3
-
-
-def test_cifar_100_has_the_fine_labels(tmp_path):
-    folder = tmp_path / "cifar-100-binary"
-    pixels = write(folder / "test.bin", [99, 4], coarse=[3, 7])
-    names = [f"thing_{i}" for i in range(100)]
-    (folder / "fine_label_names.txt").write_text("\n".join(names))
-    images = find_images(folder)
-    classes, labels = resolve_classes(images, None)
-    assert [classes.names[label] for label in labels] == ["thing 99", "thing 4"]
-    assert np.array_equal(np.asarray(images.open(1)), pixels[1])
 
 
 class Evil:

@@ -30,11 +30,6 @@ def drawn():
     return scenes, [draw_captions(one) for one in scenes]
 
 
-def test_every_caption_is_true_of_its_scene(drawn):
-    for one, captions in zip(*drawn):
-        assert all(matches(caption, one) for caption in captions)
-
-
 def test_captions_go_from_exact_to_vague(drawn):
     shares = np.array([[ambiguity(caption) for caption in captions] for captions in drawn[1][:80]])
     assert (np.diff(np.median(shares, axis=0)) > 0).all()
