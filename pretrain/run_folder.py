@@ -10,7 +10,6 @@ profile/                    a trace of some steps, with profile
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -35,14 +34,12 @@ from probemb.runs.best import Best, read_best
 from probemb.runs.checkpoints import Snapshot, prune
 from probemb.runs.copy import Copier, Copy
 from probemb.runs.lock import RunLock
-from probemb.runs.log import drop_lines_after, logged_lines, rsum_words, step_of, train_line
-from probemb.runs.log_file import LogFile
+from probemb.runs.log import append_line, drop_lines_after, logged_lines, rsum_words, step_of, train_line
 from probemb.runs.output import RunOutput
 
 if TYPE_CHECKING:
     from pretrain.trainer import Position
 
-TERMS = ("clip", "siglip", "ppcl", "match", "vib", "pseudo_positive", "inclusion", "image_inclusion", "text_inclusion")
 MODEL, BEST_MODEL = "model", "model-best"
 STEP = ".step"  # of model/ and model-best/: whose weights they are, written when the folder is complete
 
@@ -113,13 +110,13 @@ class RunFolder(RunOutput):
             top1, top5 = 100 * own["zeroshot_top1"], 100 * own["zeroshot_top5"]
             text = f"{head}zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
         else:
-            text = train_line(step, self.steps, values, TERMS)
+            text = train_line(step, self.steps, values)
         return text + (f" | best {self.best.metric} so far" if values.get("is_best") else "")
 
     def seen(self, step: int, keys: list[str]) -> None:
         """Log the samples that this rank has trained on in a step, if asked for."""
         if self.samples:
-            self.samples.write(f"{json.dumps({'step': step, 'keys': keys})}\n".encode())
+            append_line(self.samples, {"step": step, "keys": keys})
 
     def nonfinite(self, step: int, reports: list[dict]) -> Path:
         """Write every rank's report of a step with NaN or Inf; returns the file's name."""
@@ -127,9 +124,7 @@ class RunFolder(RunOutput):
         if self.is_main:
             # As text: JSON has no NaN.
             rows = [{**r, "terms": {name: str(value) for name, value in r["terms"].items()}} for r in reports]
-            file = LogFile(path, self.log.warnings)
-            file.write(f"{json.dumps({'step': step, 'ranks': rows})}\n".encode())
-            file.close()
+            append_line(path, {"step": step, "ranks": rows})
         return path
 
     def save(
@@ -195,12 +190,6 @@ class RunFolder(RunOutput):
         if self.copier:
             self.copier.close(seconds)
 
-    def close(self) -> None:
-        """Finish writes and close the logs; not collective, never raises."""
-        super().close()
-        if self.samples:
-            self.samples.close()
-
 
 def export(model: DualEncoder, weights: dict[str, torch.Tensor], folder: Path, step: int) -> None:
     """Write a step's weights (of the engine's module) to a folder of the run, as `model`."""
@@ -240,7 +229,7 @@ def left_out(config: Evaluate, rows: list[dict]) -> list[int]:
     return [number for number, of in enumerate(config.sets) if not logged.intersection(of.keys)]
 
 
-def open_sample_log(run: Path, step: int) -> LogFile:
+def open_sample_log(run: Path, step: int) -> Path:
     """This rank's file; rank 0 also cuts the files of ranks that no longer exist to the step that the run resumes
     from."""
     folder, rank = run / "samples", distributed.rank()
@@ -251,7 +240,7 @@ def open_sample_log(run: Path, step: int) -> LogFile:
         of = int(path.stem.removeprefix("rank-"))
         if of == rank or (rank == 0 and of >= distributed.world_size()):
             drop_lines_after(path, step)
-    return LogFile(folder / f"rank-{rank}.jsonl")
+    return folder / f"rank-{rank}.jsonl"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import tests.jobs
 def pretraining():
     """The command, with everything that its processes would import: here, once, rather than in each of them."""
     import torch
-    from tensorboard.compat.proto import event_pb2  # noqa: F401
+    from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
     import pretrain.start  # noqa: F401
     from pretrain.engine.engine import import_deepspeed

@@ -1,149 +1,134 @@
-"""The log of a run: metrics.jsonl, TensorBoard, and optionally Weights & Biases."""
+"""The log of a run: metrics.jsonl, TensorBoard, optionally Weights & Biases, and the lines that are printed."""
 
 import json
-import os
 import secrets
 import shutil
-import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.runs.log_file import LogFile, Warnings
+
+_told: set[str] = set()  # what could not be written in this process: a log never decides what becomes of a run
+
+
+def or_tell(what: object, write: Callable[[], object]) -> None:
+    """Call `write`; an error is told once, and the run continues."""
+    try:
+        write()
+    except Exception as error:  # any, of any package
+        if not _told:
+            reason = getattr(error, "strerror", None) or error
+            print(f"warning: {what} cannot be written ({reason}); the run continues.", file=sys.stderr, flush=True)
+        _told.add(str(what))
+
+
+def append_line(path: Path, values: dict) -> None:
+    """Append a line of JSON to a log."""
+
+    def append() -> None:
+        with path.open("a", encoding="utf-8") as file:
+            # A disk that was full may have cut the line before.
+            file.write(f"{chr(10) * (str(path) in _told)}{json.dumps(values)}\n")
+
+    or_tell(path, append)
 
 
 class RunLog:
-    """Writes to a run folder; only rank 0 has one. What cannot be written is told once, and the run continues.
+    """Writes to a run folder; only rank 0 has one.
 
     Args:
-        run: the run folder.
         step: the step that the run resumes from; later entries of an interrupted attempt are dropped.
         wandb: of `start_wandb`.
     """
 
     def __init__(self, run: Path, step: int, wandb=None):
+        from torch.utils.tensorboard import SummaryWriter
+
         drop_lines_after(run / "metrics.jsonl", step)
-        self.warnings = Warnings()
-        self.file = LogFile(run / "metrics.jsonl", self.warnings)
-        self.board = Board(run / "tensorboard", step + 1, self.warnings)
-        self.wandb = wandb
+        self.run, self.wandb = run, wandb
+        # Its thread never flushes, as it would die of a full disk.
+        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1, flush_secs=10**9)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write a line of metrics.jsonl and a point of every curve."""
-        self.file.write(f"{json.dumps({'step': step, 'time': round(time.time(), 3), **values})}\n".encode())
-        self.board.write(step, values)
+
+        def draw() -> None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
+
+        append_line(self.run / "metrics.jsonl", {"step": step, "time": round(time.time(), 3), **values})
+        or_tell(self.run / "tensorboard", draw)
         if self.wandb:
-            try:
-                self.wandb.log(values, step=step)
-            except Exception as error:  # any: the run must not depend on it
-                self.warnings.tell(Path("wandb"), error)
+            or_tell("wandb", lambda: self.wandb.log(values, step=step))
 
     def close(self) -> None:
         """Close the files; never raises."""
-        self.file.close()
-        self.board.close()
+        or_tell(self.run / "tensorboard", self.board.close)
         if self.wandb:
-            try:
-                self.wandb.finish()
-            except Exception as error:
-                self.warnings.tell(Path("wandb"), error)
-
-
-class Board:
-    """Curves for TensorBoard, written at once; SummaryWriter's thread would die of a full disk and block its callers.
-
-    Args:
-        folder: of the event files.
-        step: points of earlier files from here on are hidden.
-    """
-
-    def __init__(self, folder: Path, step: int, warnings: Warnings):
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = LogFile(folder / name, warnings)
-        self._records = RecordWriter(self._file)
-        self._add(file_version="brain.Event:2")
-        self._add(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Add a point to every curve."""
-        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step=step, summary=self._summary(value=points))
-
-    def _add(self, **fields) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-    def close(self) -> None:
-        self._file.close()
+            or_tell("wandb", self.wandb.finish)
 
 
 def drop_lines_after(path: Path, step: int) -> None:
     """Drop the lines of a jsonl file, if it exists, that an interrupted attempt wrote after a step."""
-    if not path.is_file():
-        return
-    replace_text(path, "".join(f"{line}\n" for line, values in logged_lines(path) if values["step"] <= step))
+    if path.is_file():
+        replace_text(path, "".join(f"{line}\n" for line, values in logged_lines(path) if values["step"] <= step))
 
 
 def logged_lines(path: Path) -> list[tuple[str, dict]]:
     """The whole lines of a run's jsonl file, each with what it says; none if there is no file."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError, RecursionError):  # the last line of a killed run may be cut
+        with suppress(ValueError, AttributeError):  # the last line of a killed run may be cut
             values = json.loads(line)
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
+            if isinstance(values.get("step"), int):
                 found.append((line, values))
     return found
 
 
 def start_wandb(project: str | None, run: Path, config: dict):
-    """A run of the Weights & Biases project, if one is named. Raises UserError, and has written nothing then."""
+    """A run of the Weights & Biases project, if one is named, with an id that stays when it resumes.
+
+    Raises UserError, and has written nothing then.
+    """
     if not project:
         return None
+    file, is_new = run / "wandb" / "id", not (run / "wandb").exists()
     try:
         import wandb
-    except ImportError as error:
-        raise UserError(
-            "wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out."
-        ) from error
-    is_new = not (run / "wandb").exists()
-    try:
-        return wandb.init(
-            project=project, name=run.name, dir=str(run), config=config, resume="allow", id=_wandb_id(run)
-        )
-    except wandb.Error as error:
+
+        if not file.exists():
+            replace_text(file, f"{secrets.token_hex(8)}\n")
+        about = {"name": run.name, "dir": str(run), "config": config, "resume": "allow"}
+        return wandb.init(project=project, id=file.read_text(encoding="utf-8").strip(), **about)
+    except Exception as error:  # not installed, not logged in, no network
         if is_new:
             shutil.rmtree(run / "wandb", ignore_errors=True)
         raise UserError(
             f"Weights & Biases does not start ({' '.join(str(error).split())[:200]}).",
-            "Run `wandb login`, or leave --wandb out.",
+            "Run `pip install wandb` and `wandb login`, or leave --wandb out.",
         ) from error
 
 
-def _wandb_id(run: Path) -> str:
-    """An id that stays when a run resumes, and differs between runs of the same name."""
-    path = run / "wandb" / "id"
-    if not path.exists():
-        replace_text(path, f"{secrets.token_hex(8)}\n")
-    return path.read_text(encoding="utf-8").strip()
-
-
-def duration(seconds: float) -> str:
-    """h:mm:ss, with days where there are any."""
-    return str(timedelta(seconds=round(seconds)))
-
-
-NOT_TERMS = (
-    "samples", "epoch", "network", "loss", "lr", "skipped", "data_wait", "eta", "gradient_norm", "scale", "shift",
-    "temperature", "logit_scale", "n_pseudo", "u_image", "u_text", "u_part", "clipped", "text_tokens", "memory", "mfu",
-    "first_step",
+SILENT = (  # logged values that no line shows
+    "samples", "lr", "eta", "loss", "skipped", "first_step", "data_wait", "n_pseudo", "text_tokens", "clipped",
+    "is_best",
 )  # fmt: skip
+AFTER_THE_LOSS = {  # other terms of the loss come beside it
+    "scale": "a {:.2f}",
+    "shift": "b {:.2f}",
+    "logit_scale": "scale {:.2f}",
+    "temperature": "temperature {:.2f}",
+    "u_image": "u image {:.3f}",
+    "u_text": "u text {:.3f}",
+    "u_part": "u part {:.3f}",
+}
+SPEED = {"tokens_per_second": "{:.0f} tokens/s", "mfu": "MFU {:.1%}", "memory": "{:.1f} GiB"}
 SHORT = {"pseudo_positive": "pp"}
 
 
@@ -152,40 +137,32 @@ def step_of(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
-def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] | None = None) -> str:
-    """The progress line of a step. `v` as in metrics.jsonl; `terms` names the parts of the loss to show, None shows
-    all.
-    """
+def train_line(step: int, steps: int, values: dict[str, float]) -> str:
+    """The progress line of a step; `values` as in metrics.jsonl."""
+    v = {**values, "memory": values["memory"] / 2**30} if "memory" in values else values
     unit = next(name for name in v if name.endswith("_per_second")).removesuffix("_per_second")
-    if terms is None:
-        terms = [name for name in v if name not in NOT_TERMS and not name.endswith("_per_second")]
-    parts = [f"{SHORT.get(name, name)} {v[name]:.3f}" for name in terms if name in v]
-    skipped = f"{v['skipped']} steps skipped (NaN or Inf)" if v.get("skipped") else ""
-    gradient = f"gradient {v['gradient_norm']:.2f}" if "gradient_norm" in v else ""
-    gradient += f" ({100 * v['clipped']:.0f} % clipped)" if "clipped" in v else ""
+    heads = {"network": "network {}", "epoch": "epoch {:.2f}"}
+    shown = {*SILENT, "gradient_norm", *heads, *AFTER_THE_LOSS, *SPEED, f"{unit}_per_second"}
+    terms = ", ".join(f"{SHORT.get(name, name)} {value:.3f}" for name, value in v.items() if name not in shown)
+    loss = f"loss {v['loss']:.3f}" + f" ({terms})" * bool(terms) if "loss" in v else "every step was skipped"
+    gradient = "gradient {:.2f}" + (f" ({100 * v['clipped']:.0f} % clipped)" if "clipped" in v else "")
     fields = [
         step_of(step, steps),
-        f"network {v['network']}" if "network" in v else "",
-        f"epoch {v['epoch']:.2f}" if "epoch" in v else "",
-        f"loss {v['loss']:.3f}" + (f" ({', '.join(parts)})" if parts else "")
-        if "loss" in v
-        else "every step since the last line was skipped",
-        f"a {v['scale']:.2f} b {v['shift']:.2f}" if "scale" in v else "",
-        f"scale {v['logit_scale']:.2f}" if "logit_scale" in v and "scale" not in v else "",
-        f"temperature {v['temperature']:.2f}" if "temperature" in v else "",
-        f"u image {v['u_image']:.3f} text {v['u_text']:.3f}" if "u_text" in v else "",
-        f"u image {v['u_image']:.3f} part {v['u_part']:.3f}" if "u_part" in v else "",
-        gradient,
-        skipped,
+        *_said(heads, v),
+        loss,
+        *_said({**AFTER_THE_LOSS, "gradient_norm": gradient}, v),
+        f"{v['skipped']} steps skipped (NaN or Inf)" if v.get("skipped") else "",
         f"{v[f'{unit}_per_second']:.0f} {unit}/s, data {100 * v['data_wait']:.0f} %",
-        f"{v['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in v else "",
-        f"MFU {100 * v['mfu']:.1f} %" if "mfu" in v else "",
-        f"{v['memory'] / 2**30:.1f} GiB" if "memory" in v else "",
+        *_said(SPEED, v),
         f"lr {v['lr']:.1e}",
         # The first step may compile and fetch the first shards: it says little about the others.
-        f"first step {v['first_step']:.1f} s" if "first_step" in v else f"ETA {duration(v['eta'])}",
+        f"first step {v['first_step']:.1f} s" if "first_step" in v else f"ETA {timedelta(seconds=round(v['eta']))}",
     ]
     return " | ".join(field for field in fields if field)
+
+
+def _said(formats: dict[str, str], values: dict[str, float]) -> list[str]:
+    return [text.format(values[name]) for name, text in formats.items() if name in values]
 
 
 METRICS = {"rsum": "RSUM", "r_precision": "R-Precision"}  # that choose an epoch

@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 # What the command imports late: here, and not in every forked process again.
-from tensorboard.compat.proto import event_pb2  # noqa: F401
+from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import tests.jobs
 from finetune.run import main
