@@ -34,7 +34,6 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, rest
 
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Processes, Requests
-from probemb.data.weblists.corpora import CORPORA, KEPT, Dropped, find_lists, read_list
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError, nearest
 from probemb.files import replace_file
@@ -43,6 +42,7 @@ from probemb.progress import progress
 from probemb.runs.folder import MAX_STARTS, count_start
 from probemb.runs.lock import RunLock, refuse_locked
 from tools.download.archives import TITLES, fetch_archives
+from tools.download.lists import CORPORA, KEPT, Dropped, find_lists, read_list
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
 from tools.pools import process_pool
 

@@ -7,18 +7,18 @@ import time
 import open_clip
 import pytest
 
-from probemb.data.weblists.corpora import (
+from tools.download.lists import (
     NO_ADDRESS,
     NO_CAPTION,
     NO_ROW,
     NOT_UTF8,
     Dropped,
     Row,
+    clean_caption,
     clean_url,
     find_lists,
     read_list,
 )
-from probemb.data.weblists.markup import clean_caption
 
 
 def rows(corpus, path, **options):
@@ -55,8 +55,7 @@ def test_real_redcaps(shared_data):
 def test_rows_that_cannot_be_used(tmp_path):
     path = tmp_path / "list.tsv"
     path.write_bytes(
-        b"\xef\xbb\xbfa dog\thttp://a.b/1.jpg\r\n"
-        b"\n"
+        b"\xef\xbb\xbfa dog\thttp://a.b/1.jpg\r\n" + b"a cat\thttp://a.b/5.jpg\n" * 5 + b"\n"
         b"no address\n"
         b"a file\tfile:///etc/passwd\n"
         b" <b> </b> \thttp://a.b/2.jpg\n"
@@ -66,16 +65,19 @@ def test_rows_that_cannot_be_used(tmp_path):
     )
     assert rows("cc3m", path) == [
         Row("http://a.b/1.jpg", "a dog"),
-        Dropped("list.tsv, line 3", NO_ROW),
-        Dropped("list.tsv, line 4", NO_ADDRESS),
-        Dropped("list.tsv, line 5", NO_CAPTION),
-        Dropped("list.tsv, line 6", NOT_UTF8),
-        Dropped("list.tsv, line 7", NO_ROW),
+        *[Row("http://a.b/5.jpg", "a cat")] * 5,
+        Dropped("list.tsv, line 8", NO_ROW),
+        Dropped("list.tsv, line 9", NO_ADDRESS),
+        Dropped("list.tsv, line 10", NO_CAPTION),
+        Dropped("list.tsv, line 11", NOT_UTF8),
+        Dropped("list.tsv, line 12", NO_ROW),
         Row("http://a.b/4.jpg", "last line"),
     ]
     zipped = tmp_path / "list.tsv.gz"
     zipped.write_bytes(gzip.compress(path.read_bytes()))
-    assert [row.url for row in rows("cc3m", zipped) if isinstance(row, Row)] == ["http://a.b/1.jpg", "http://a.b/4.jpg"]
+    assert [row.url for row in rows("cc3m", zipped) if isinstance(row, Row)] == [
+        f"http://a.b/{i}.jpg" for i in (1, 5, 5, 5, 5, 5, 4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,6 @@ def test_no_caption_makes_a_special_token():
 
 
 def test_long_hostile_captions_take_no_time():
-
     started = time.monotonic()
     for text in (
         "<" * 2_000_000,
