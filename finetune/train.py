@@ -43,7 +43,7 @@ def train(config: Config, preemption: Preemption) -> int:
     method, out = METHODS[config.method], Path(config.out)
     say = partial(print, flush=True) if accelerator.is_main_process else lambda line: None
     earlier = newest_checkpoint(
-        config.out, config.resume, Config, lambda line: say(f"resume  {line}"), config.engine.timeout, method.trained
+        config.out, config.resume, lambda line: say(f"resume  {line}"), config.engine.timeout, method.trained
     )
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     task = (ComposedTask if method.composes else PairTask)(config)

@@ -21,7 +21,6 @@ Training Beyond Fixed Training Durations" (NeurIPS 2024), found best.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
@@ -34,7 +33,21 @@ def learning_rate(o: Optimizer, samples: int, total: int) -> float:
     """The rate of the step that ends at `samples` samples seen, of a run of `total`."""
     if samples < o.warmup_samples:
         return o.lr * samples / o.warmup_samples
-    return _SCHEDULES[o.schedule](o, samples, total)
+    cooling = total - o.cooldown_samples  # samples seen when the cooldown begins
+    cooled = min(1.0, max(0, samples - cooling) / o.cooldown_samples) if o.cooldown_samples else 0.0  # the share done
+    match o.schedule:
+        case "cosine":
+            progress = (samples - o.warmup_samples) / max(1, total - o.warmup_samples)
+            return o.end_lr + (o.lr - o.end_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        case "constant-cooldown":
+            return o.end_lr + (o.lr - o.end_lr) * (1 - cooled) ** o.cooldown_power
+        case "inverse-sqrt":
+            rate = o.lr * math.sqrt(o.warmup_samples / (min(samples, cooling) if o.cooldown_samples else samples))
+            return rate + (o.end_lr - rate) * cooled
+        case "wsd":
+            return o.end_lr + (o.lr - o.end_lr) * (1 - math.sqrt(cooled))
+        case _:
+            return o.lr
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
@@ -94,42 +107,3 @@ def check_schedule(o: Optimizer, total: int | None = None) -> None:
             f"of {total:,}.",
             "Shorten optimizer.warmup_samples or optimizer.cooldown_samples, or raise epochs or samples.",
         )
-
-
-def _cosine(o: Optimizer, samples: int, total: int) -> float:
-    progress = (samples - o.warmup_samples) / max(1, total - o.warmup_samples)
-    return o.end_lr + (o.lr - o.end_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def _constant(o: Optimizer, samples: int, total: int) -> float:
-    return o.lr
-
-
-def _constant_cooldown(o: Optimizer, samples: int, total: int) -> float:
-    return o.end_lr + (o.lr - o.end_lr) * (1 - _cooled(o, samples, total)) ** o.cooldown_power
-
-
-def _inverse_sqrt(o: Optimizer, samples: int, total: int) -> float:
-    start = min(samples, total - o.cooldown_samples) if o.cooldown_samples else samples
-    rate = o.lr * math.sqrt(o.warmup_samples / start)
-    return rate + (o.end_lr - rate) * _cooled(o, samples, total)
-
-
-def _wsd(o: Optimizer, samples: int, total: int) -> float:
-    return o.end_lr + (o.lr - o.end_lr) * (1 - math.sqrt(_cooled(o, samples, total)))
-
-
-def _cooled(o: Optimizer, samples: int, total: int) -> float:
-    """The share of the cooldown that is over, 0 before it."""
-    if not o.cooldown_samples:
-        return 0.0
-    return min(1.0, max(0, samples - (total - o.cooldown_samples)) / o.cooldown_samples)
-
-
-_SCHEDULES: dict[str, Callable[[Optimizer, int, int], float]] = {
-    "cosine": _cosine,
-    "constant": _constant,
-    "constant-cooldown": _constant_cooldown,
-    "inverse-sqrt": _inverse_sqrt,
-    "wsd": _wsd,
-}

@@ -9,7 +9,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,6 @@ from probemb.runs.folder import (
     refuse_another_run,
     refuse_endless_starts,
     refuse_full_disk,
-    refuse_something_else,
 )
 from probemb.runs.log import headline
 from probemb.runs.output import take_lock
@@ -142,11 +141,12 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         say(f"resume  {line}")
 
     copy = Copy(config.remote_copy) if config.remote_copy else None
-    if copy and config.resume:
-        refuse_something_else(config.out, Config, tell, config.engine.timeout)
-        # Any rank may be the one that fetches, and says so.
-        fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
-    earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
+
+    def fetch() -> None:
+        if copy:  # any rank may be the one that fetches, and says so
+            fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
+
+    earlier = newest_checkpoint(config.out, config.resume, tell, config.engine.timeout, fetch=fetch)
     if config.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
@@ -194,24 +194,11 @@ def make_stream(
     data = config.data
     weights = data.weights or [1.0] * len(config.train_paths)
     corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]
+    same = {field.name: getattr(data, field.name) for field in fields(Settings) if hasattr(data, field.name)}
     settings = Settings(
-        batch_size=config.batch_size,
-        seed=config.seed,
-        lanes=data.lanes,
-        window=data.window,
-        caption=data.captions,
-        workers=data.workers,
-        pin_memory=pin_memory,
-        draft=True,
-        failure_share=data.failure_share,
-        exif=data.exif,
-        verify_hash=data.verify_hash,
-        cache=data.cache,
-        cache_gib=data.cache_gib,
-        filter=data.filter,
+        batch_size=config.batch_size, seed=config.seed, caption=data.captions, pin_memory=pin_memory, draft=True, **same
     )
-    place = {"rank": rank, "world_size": world_size, "start_samples": samples}
-    return Stream(corpora, settings, transform, tokenizer, **place)
+    return Stream(corpora, settings, transform, tokenizer, rank=rank, world_size=world_size, start_samples=samples)
 
 
 def pick_device(config: Config) -> torch.device:

@@ -52,13 +52,9 @@ def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | N
     if not distributed.is_main():
         return None
     content = {"step": step, "adam_steps": steps, "state": state}
-    # Each parameter is stored once, under its first name.
-    weights = {name: whole[name] for name in shapes(engine)}
     moments |= {f"{AVERAGE}{name}": mean for name, mean in means.items()}
     random = {f"{rank}.{name}": t for rank, own in enumerate(generators) for name, t in own.items()}
-    mean_of = {id(whole[name]): mean for name, mean in means.items()}  # of each of a shared parameter's names
-    averaged = {name: mean_of.get(id(tensor), tensor) for name, tensor in whole.items()}
-    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: random}, content, averaged)
+    return Snapshot({WEIGHTS: whole, OPTIMIZER: moments, RANDOM: random}, content, whole | means)
 
 
 def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[str, Any]:
@@ -117,16 +113,17 @@ def _open(path: Path, name: str):
     return safe_open(path / name, framework="pt", device="cpu")
 
 
-def _shapes_in(file) -> dict[str, torch.Size]:
-    return {name: torch.Size(file.get_slice(name).get_shape()) for name in list(file.keys())}
+def _shapes_in(file) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
 
 
-def _check_shapes(path: Path, ours: dict[str, torch.Size], stored: dict[str, torch.Size]) -> None:
+def _check_shapes(path: Path, ours: dict[str, tuple], stored: dict[str, tuple]) -> None:
     """Compare names and shapes of the engine with those in a file. Raises UserError."""
-    found = [f"{name!r} is missing" for name in ours if name not in stored]
-    found += [f"{name!r} is unknown" for name in stored if name not in ours]
-    both = [(name, tuple(stored[name]), tuple(ours[name])) for name in ours if name in stored]
-    found += [f"{name!r} is {there} instead of {here}" for name, there, here in both if there != here]
+    found = [
+        f"{name!r} is {stored.get(name, 'missing')} instead of {ours.get(name, 'unknown')}"
+        for name in {**ours, **stored}
+        if ours.get(name) != stored.get(name)
+    ]
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         raise UserError(

@@ -76,19 +76,20 @@ class EngineState:
 
     def moments(self) -> dict[str, Tensor]:
         """{"exp_avg.NAME", "exp_avg_sq.NAME"}: whole, float32, CPU, on rank 0; empty on the others. Collective."""
-        held = {(name, key): self._adam_state(t)[key] for name, t in self.stepped.items() for key in MOMENTS}
-        return {f"{key}.{name}": t for (name, key), t in self.gather_all(held, lambda of: of[0]).items()}
+        out = {}
+        for key in MOMENTS:
+            held = {name: self._adam_state(stepped)[key] for name, stepped in self.stepped.items()}
+            out |= {f"{key}.{name}": whole for name, whole in self.gather(held).items()}
+        return out
 
-    def gather_all(self, sources: Mapping, name_of: Callable = lambda name: name) -> dict:
-        """Whole float32 CPU tensors of `sources`, each cut like the tensor stepped for the parameter `name_of(key)`, by
-        key on rank 0; {} on the others; collective."""
-        whole = {key: self._gather(name_of(key), source) for key, source in sources.items()}
+    def gather(self, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By parameter, `sources` that are cut like the tensors stepped for them: whole, float32, CPU, on rank 0; {} on
+        the others; collective."""
+        if self.stage == 0:
+            return {name: _copy(source) for name, source in sources.items() if distributed.is_main()}
+        device, parameters, pieces = self.engine.device, self.parameters, self.pieces
+        whole = {name: _whole_on_main(parameters[name], pieces[name], t, device) for name, t in sources.items()}
         return whole if distributed.is_main() else {}
-
-    def _gather(self, name: str, source: Tensor) -> Tensor | None:
-        if self.stage:
-            return _whole_on_main(self.parameters[name], self.pieces[name], source, self.engine.device)
-        return source.detach().cpu().contiguous().clone() if distributed.is_main() else None
 
     def fill(self, name: str, target: Tensor, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor into `target`, which is cut like the tensor stepped for it."""
@@ -166,7 +167,7 @@ class Average:
 
     def whole(self) -> dict[str, Tensor]:
         """{name of a trained parameter: whole float32 CPU tensor} on rank 0, {} on the others; collective."""
-        return self._held.gather_all({name: self._means[t] for name, t in self._held.stepped.items()})
+        return self._held.gather({name: self._means[t] for name, t in self._held.stepped.items()})
 
     @torch.no_grad()
     def load(self, read: Callable[[str], Tensor]) -> None:
@@ -228,7 +229,7 @@ def _adam(engine) -> torch.optim.Optimizer:
 
 
 def named_parameters(engine) -> dict[str, nn.Parameter]:
-    """The module's parameters under their uncompiled names, shared ones once."""
+    """The module's parameters under their uncompiled names."""
     return {_plain(name): p for name, p in engine.module.named_parameters()}
 
 
@@ -244,31 +245,26 @@ def named_buffers(engine) -> dict[str, Tensor]:
     return {_plain(name): t for name, t in entries if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
 
 
-def shapes(engine) -> dict[str, torch.Size]:
+def shapes(engine) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters and buffers before ZeRO cuts them."""
     tensors = {**named_parameters(engine), **named_buffers(engine)}
-    return {name: getattr(t, "ds_shape", t.shape) for name, t in tensors.items()}
+    return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in tensors.items()}
 
 
 def full_state_dict(engine) -> dict[str, Tensor]:
-    """The state dict of `engine.module`; collective.
+    """A copy of the state dict of `engine.module` on rank 0, {name: whole float32 CPU tensor} (buffers in their own
+    type); {} on the others; collective."""
+    out = {}
+    for name, p in named_parameters(engine).items():
+        if hasattr(p, "ds_tensor"):
+            out[name] = _whole_on_main(p, _partition_piece(p, 0), p.ds_tensor, engine.device)
+        elif distributed.is_main():
+            out[name] = _copy(p)
+    return out | {n: _copy(t) for n, t in named_buffers(engine).items()} if distributed.is_main() else {}
 
-    Returns:
-        {name: whole float32 tensor on the CPU} (buffers in their own type) on rank 0, a copy; {} on the others. A
-        shared parameter has an entry for each of its names.
-    """
-    out: dict[str, Tensor] = {}
-    done: dict[int, Tensor | None] = {}
-    for name, p in engine.module.named_parameters(remove_duplicate=False):
-        if id(p) not in done:
-            if hasattr(p, "ds_tensor"):
-                done[id(p)] = _whole_on_main(p, _partition_piece(p, 0), p.ds_tensor, engine.device)
-            else:
-                done[id(p)] = p.detach().cpu().contiguous().clone() if distributed.is_main() else None
-        out[_plain(name)] = done[id(p)]
-    if not distributed.is_main():
-        return {}
-    return out | {name: buffer.detach().cpu().contiguous().clone() for name, buffer in named_buffers(engine).items()}
+
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().cpu().contiguous().clone()
 
 
 def _plain(name: str) -> str:

@@ -80,7 +80,7 @@ class Snapshot(NamedTuple):
 
     tensors   by file
     content   of state.json, "step" among it
-    whole     {name: CPU tensor} of the module to be exported, shared parameters under each of their names; optional
+    whole     {name: CPU tensor} of the module to be exported; optional
     """
 
     tensors: dict[str, dict[str, Tensor]]

@@ -2,12 +2,11 @@
 starts that come to nothing.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
-import yaml
 from torch import nn
 
 from probemb.distributed import all_of, is_main
@@ -25,76 +24,55 @@ MAX_STARTS = 3
 def newest_checkpoint(
     out: str | Path,
     resume: bool,
-    config_class: type,
     tell: Callable[[str], object] | None = None,
     minutes: float = 0.0,
     trains: bool = True,
+    fetch: Callable[[], object] = lambda: None,
 ) -> Path | None:
     """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
     With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
-    ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `config_class` is
-    the dataclass that a run of this stage writes to config.yaml; without `trains` there are never checkpoints.
+    ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `fetch` may put a
+    checkpoint into the folder, once that is known to be a run's or empty; without `trains` there are never any.
     Raises UserError: a new run would overwrite something, such as the results of one whose checkpoints are gone, or
     another job writes the folder.
     """
     run = Path(out)
-    if resume:
-        refuse_something_else(run, config_class, tell, minutes)
-        earlier = find_checkpoint(run, verify=True, tell=tell)
-        logged = (run / "metrics.jsonl").exists() and not (run / "checkpoints").exists()
-        if not earlier and trains and (logged or any(run.glob("model*/*"))):
-            raise UserError(
-                f"{run} holds a run without its checkpoints: starting again would overwrite its model and metrics.",
-                "Put checkpoints/ back to continue it, or choose another --out.",
-            )
-        return earlier
-    refuse_locked(run, 0.0, tell)
+    refuse_locked(run, minutes if resume else 0.0, tell)
     restore_replaced(run)
-    if find_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
+    names = _names(run)
+    saved, configured = find_checkpoint(run, tell=lambda line: None), _is_configured(run)
+    begun = names <= {"checkpoints"} and all(path.name.startswith(".") for path in (run / "checkpoints").glob("*"))
+    if not resume and (saved or configured):
         raise UserError(f"{run} already holds a run.", "Add --resume to continue it, or choose another --out.")
-    if run.exists() and (not run.is_dir() or _names(run)):
-        raise UserError(f"{run} already holds something else.", "Choose another --out.")
-    return None
-
-
-def refuse_something_else(
-    out: str | Path, config_class: type, tell: Callable[[str], object] | None = None, minutes: float = 0.0
-) -> None:
-    """Refuse a folder in which no run can resume or start; for `newest_checkpoint`, and before a fetch of a copy, which
-    another rank may already have begun. Compares no sums. Raises UserError.
-    """
-    run = Path(out)
-    refuse_locked(run, minutes, tell)
-    restore_replaced(run)
-    if not find_checkpoint(run, tell=lambda line: None) and not _may_begin(run, config_class):
+    if names and not (resume and (saved or configured or begun)):
         raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
+    if not resume:
+        return None
+    fetch()
+    earlier = find_checkpoint(run, verify=True, tell=tell)
+    logged = (run / "metrics.jsonl").exists() and not (run / "checkpoints").exists()
+    if not earlier and trains and (logged or any(run.glob("model*/*"))):
+        raise UserError(
+            f"{run} holds a run without its checkpoints: starting again would overwrite its model and metrics.",
+            "Put checkpoints/ back to continue it, or choose another --out.",
+        )
+    return earlier
 
 
 def _names(run: Path) -> set[str]:
     """The names in a folder, without those left by an attempt that was killed before it started."""
+    if not run.is_dir():
+        return {run.name} if run.exists() else set()
     return {p.name for p in run.iterdir() if p.name not in (LOCK, "wandb") and not p.name.startswith(".config.yaml.")}
 
 
-def _may_begin(run: Path, config_class: type) -> bool:
-    """True if a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one into which
-    another rank fetches a copy, config.yaml first.
-    """
+def _is_configured(run: Path) -> bool:
+    """True if a folder has the config.yaml of a run."""
     try:
-        names = _names(run)
-    except FileNotFoundError:
-        return True
-    except NotADirectoryError:
+        return re.search(r"^out:", (run / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE) is not None
+    except (OSError, ValueError):
         return False
-    checkpoints = run / "checkpoints"
-    if names <= {"checkpoints"} and all(path.name.startswith(".") for path in checkpoints.glob("*")):
-        return True
-    try:
-        written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    # An earlier version may have had fewer keys.
-    return isinstance(written, dict) and {"out"} < set(written) <= {field.name for field in fields(config_class)}
 
 
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average: bool = False) -> None:

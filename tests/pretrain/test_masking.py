@@ -46,16 +46,6 @@ def test_chances_are_uniform_and_functions_of_their_place():
         assert shift.mean().item() == pytest.approx(0.25, abs=0.003)
     assert torch.equal(chances(7, torch.arange(500, 510))(50), draws[500:510, :50])
     assert (chances(8, torch.arange(1000))(100) == draws).float().mean() < 1e-3
-    assert draws[0, 0].item() == splitmix(7)
-    assert draws[3, 5].item() == splitmix(7 + (3 * 2**16 + 5) * 0x9E3779B97F4A7C15)
-
-
-def splitmix(z: int) -> float:
-    """The output function of SplitMix64 (Steele et al., 2014), in whole numbers."""
-    z %= 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return ((z ^ z >> 31) >> 11) / 2**53
 
 
 def test_masks_depend_on_the_samples_seen_and_keep_their_shares():

@@ -10,7 +10,6 @@ from pretrain.config import Config, Model
 from pretrain.objectives import CLIP, OBJECTIVES, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.trainer import loss_and_terms
 from probemb import Gaussian, distributed
-from probemb.losses import clip_loss, pairwise_match_loss, ring_clip_loss, ring_match_loss
 from probemb.options import to_dict
 from tests.losses.points import pairs
 from tests.ranks import run_ranks
@@ -70,27 +69,6 @@ def test_ranks_equal_one_process(world):
             np.testing.assert_allclose(rows / world, expected, rtol=0, atol=1e-12, err_msg=name)
         means = np.mean([one[name][1][4] for one in found], axis=0)
         np.testing.assert_allclose(means, grads[4], rtol=1e-10, atol=1e-12, err_msg=name)
-
-
-@pytest.mark.parametrize(("block", "distance"), [(1, "csd"), (3, "elk"), (100, "min-kl")])
-def test_rings_of_pcmepp_equal_its_gathered_losses(block, distance):
-    """Blocks that do not divide the items, and single ones; values and all gradients."""
-    image, text = pairs(10, 4)
-    found = []
-    for ring in (True, False):
-        leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
-        numbers = scalars_of("pcmepp").requires_grad_()
-        i, t, (tau, a, b) = Gaussian(*leaves[:2]), Gaussian(*leaves[2:]), numbers.unbind()
-        options = {"scale": a, "shift": b, "distance": distance, "vib": 0.1}
-        if ring:
-            losses = ring_clip_loss(i.mean, t.mean, tau, block), ring_match_loss(i, t, **options, block=block)
-        else:
-            losses = clip_loss(i.mean, t.mean, tau), pairwise_match_loss(i, t, **options)
-        value = losses[0].loss + 2 * losses[1].loss
-        found.append((value.item(), *torch.autograd.grad(value, [*leaves, numbers])))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
-    for one, other in zip(found[0][1:], found[1][1:]):
-        np.testing.assert_allclose(one, other, atol=1e-12)
 
 
 def test_each_makes_its_kind_of_model():

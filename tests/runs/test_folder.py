@@ -74,6 +74,9 @@ def test_damaged_newer_checkpoints_do_not_push_out_new_ones(tmp_path):
     finally:
         output.close()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+    damage(tmp_path, 3)
+    with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged"):
+        find_checkpoint(tmp_path, verify=True)
 
 
 def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
@@ -81,7 +84,7 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     folder = tmp_path / "checkpoints"
     (folder / "step-20").rename(folder / ".step-20.old")
     (folder / ".step-20.partial").mkdir()
-    assert newest_checkpoint(tmp_path, True, Config) == folder / "step-20"
+    assert newest_checkpoint(tmp_path, True) == folder / "step-20"
     assert complete_steps(tmp_path) == [20]
 
 
@@ -129,7 +132,7 @@ def test_a_failed_login_at_wandb_leaves_no_run(tmp_path, monkeypatch):
     config = Config(out=str(tmp_path / "run"), wandb="project")
     with pytest.raises(UserError, match="wandb login"):
         RunOutput(config, 0, 10)
-    assert newest_checkpoint(config.out, False, Config) is None
+    assert newest_checkpoint(config.out, False) is None
 
 
 def test_means_over_the_steps_between_two_log_lines():
