@@ -6,7 +6,6 @@ python -m tools.reference           # tests/test_docs.py fails while the page di
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,7 +17,7 @@ from finetune.config import Config as Finetuning
 from finetune.methods import GROUPS, METHODS
 from pretrain.config import Config as Pretraining
 from pretrain.objectives import OBJECTIVES
-from probemb.cli.configuration import read_file
+from probemb.cli.configuration import docstring_texts, read_file
 from probemb.data.reading import listed
 from zeroshot.imagenet import ImagenetConfig
 from zeroshot.retrieval import RetrievalConfig
@@ -119,13 +118,8 @@ def _choices(names: Any, classes: Mapping[str, Any], own: Mapping[str, dict] | N
 
 
 def _texts(cls: type) -> dict[str, str]:
-    """Texts of the fields in the docstrings of a dataclass and its bases, up to the first semicolon."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        arguments = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2]
-        for key, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", arguments, re.MULTILINE):
-            texts[key] = re.split(r"; (?![^(]*\))", " ".join(text.split()))[0].rstrip(".")
-    return texts
+    """Texts of the fields, up to the first semicolon."""
+    return {key: re.split(r"; (?![^(]*\))", text)[0].rstrip(".") for key, text in docstring_texts(cls).items()}
 
 
 def _shown(value: Any) -> str:

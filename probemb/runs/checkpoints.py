@@ -7,7 +7,6 @@ continues during a write in a thread.
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
@@ -24,8 +23,6 @@ from probemb.files import flush
 
 FORMAT, VERSION = "probemb training checkpoint", 1
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
-BLOCK = 1 << 22  # bytes hashed at a time
-USE_ANOTHER = "Resume from another checkpoint: remove this one, or move it away."
 
 logger = logging.getLogger(__name__)
 
@@ -34,45 +31,11 @@ class Damaged(UserError):
     """A checkpoint that is incomplete or changed."""
 
     def __init__(self, path: Path, reason: str):
-        super().__init__(f"The checkpoint {path} is damaged: {reason}.", USE_ANOTHER)
+        remedy = "Resume from another checkpoint: remove this one, or move it away."
+        super().__init__(f"The checkpoint {path} is damaged: {reason}.", remedy)
 
     def __reduce__(self):
         return UserError, (self.what, self.remedy)
-
-
-def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], content: dict[str, Any]) -> None:
-    """Write to a temporary folder, flush to disk, rename.
-
-    Args:
-        target: …/checkpoints/step-N; an existing one is replaced.
-        tensors: CPU tensors by name, by name of the file.
-        content: of state.json, without "files".
-
-    Raises OSError; the temporary folder is removed then, and earlier checkpoints are untouched.
-    """
-    partial, old = (target.with_name(f".{target.name}.{ending}") for ending in ("partial", "old"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(".step-*"):  # of writes and deletions that were killed
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        partial.mkdir()
-        files = {}
-        for name, entries in tensors.items():
-            files[name] = write_tensors(partial / name, entries)
-            flush(partial / name)
-        content = json.loads(json.dumps({**content, "files": files}))  # as it will be read, for the sum
-        text = json.dumps({**content, "sha256": sha256_of(content)}, indent=1)
-        (partial / STATE).write_text(text, encoding="utf-8")
-        flush(partial / STATE)
-        flush(partial)
-        if target.exists():  # between these two renames, this one step has no checkpoint under its name
-            target.rename(old)
-        partial.rename(target)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class Snapshot(NamedTuple):
@@ -88,20 +51,48 @@ class Snapshot(NamedTuple):
     whole: dict[str, Tensor] | None = None
 
     def write(self, run_dir: Path | str) -> Path:
-        """Write `run_dir`/checkpoints/step-N; not collective. Raises UserError: it could not be written; nothing of it
-        is left then.
+        """Write `run_dir`/checkpoints/step-N under a hidden name, flush it to disk, rename it; not collective.
 
         A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
+        Raises UserError: it could not be written; nothing of it is left then.
         """
         target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
+        partial, old = (target.with_name(f".{target.name}.{ending}") for ending in ("partial", "old"))
         try:
-            write_checkpoint(target, self.tensors, {"format": FORMAT, "version": VERSION, **self.content})
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for left in target.parent.glob(".step-*"):  # of writes and deletions that were killed
+                shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir()
+            files = {name: _write_tensors(partial / name, entries) for name, entries in self.tensors.items()}
+            content = {"format": FORMAT, "version": VERSION, **self.content, "files": files}
+            content = json.loads(json.dumps(content))  # as it will be read, for the sum
+            text = json.dumps({**content, "sha256": _sum_of(content)}, indent=1)
+            (partial / STATE).write_text(text, encoding="utf-8")
+            flush(partial / STATE)
+            flush(partial)
+            if target.exists():  # between these two renames, this one step has no checkpoint under its name
+                target.rename(old)
+            partial.rename(target)
+            flush(target.parent)
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
                 f"The checkpoint {target} could not be written: {error}.",
                 "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
             ) from error
+        shutil.rmtree(old, ignore_errors=True)
         return target
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | str]:
+    """Write a safetensors file of CPU tensors; returns its {"bytes", "sha256"}. Raises OSError."""
+    try:
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
+    except SafetensorError as error:  # a full disk, for example
+        raise OSError(str(error)) from None
+    path.chmod(0o644)  # safetensors makes it readable by its owner alone
+    flush(path)
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def read_state(path: Path | str) -> dict[str, Any]:
@@ -110,14 +101,49 @@ def read_state(path: Path | str) -> dict[str, Any]:
     return {**content["state"], "step": content["step"]}
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    """Write a safetensors file of CPU tensors; returns its {"bytes", "sha256"}. Raises OSError."""
+def read_content(path: Path) -> dict[str, Any]:
+    """state.json, checked against its own sum and the files' sizes. Raises UserError: damaged, or another version."""
     try:
-        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
-    except SafetensorError as error:  # a full disk, for example
-        raise OSError(str(error)) from None
-    path.chmod(0o644)  # safetensors makes it readable by its owner alone
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+        ours = content["format"] == FORMAT
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        raise Damaged(path, f"{STATE} is missing or cannot be read ({type(error).__name__})") from None
+    if ours and content.get("version") != VERSION:
+        raise UserError(
+            f"The checkpoint {path} has format {content.get('version')!r}, and this program reads {VERSION}.",
+            "Resume with the version of probemb that wrote it.",
+        )
+    if not ours or content.pop("sha256", None) != _sum_of(content):
+        raise Damaged(path, f"{STATE} has been changed since it was written")
+    for name in (WEIGHTS, OPTIMIZER, RANDOM):
+        try:
+            size, expected = (path / name).stat().st_size, content["files"][name]["bytes"]
+        except (OSError, KeyError):
+            raise Damaged(path, f"{name} is missing") from None
+        if size != expected:
+            raise Damaged(path, f"{name} has {size} bytes instead of {expected}")
+    return content
+
+
+def verify_files(path: Path, content: dict[str, Any]) -> None:
+    """Compare every file with its sum. Raises Damaged."""
+    for name in (WEIGHTS, OPTIMIZER, RANDOM):
+        try:
+            is_whole = _sha256(path / name) == content["files"][name]["sha256"]
+        except OSError as error:
+            raise Damaged(path, f"{name} cannot be read ({error.strerror})") from None
+        if not is_whole:
+            raise Damaged(path, f"the contents of {name} are not what was written")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sum_of(content: dict[str, Any]) -> str:
+    """The sum of state.json's content without the sum itself."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def find_checkpoint(
@@ -125,19 +151,10 @@ def find_checkpoint(
 ) -> Path | None:
     """The newest complete checkpoint of a run, or None if none was ever finished; not collective.
 
-    Args:
-        verify: also compare every file with its sum; otherwise only sizes and state.json are checked.
-        tell: gets a sentence for every newer one that is skipped, and for an unfinished write.
-
-    Raises UserError: all checkpoints are damaged, or one has another version.
+    `verify`: also compare every file with its sum, not its size alone; `tell`: gets a sentence for every newer one that
+    is skipped. Raises UserError: all checkpoints are damaged, or one has another version.
     """
-    run_dir = Path(run_dir)
-    tell = tell or logger.warning
     found = _finished(run_dir)
-    for left in (run_dir / "checkpoints").glob(".step-*.partial"):
-        step = left.name.removeprefix(".step-").removesuffix(".partial")
-        if step.isdigit() and all(_step(path) < int(step) for path in found):
-            tell(f"The checkpoint of step {step} was never finished: its write was interrupted.")
     for path in found:
         try:
             content = read_content(path)
@@ -145,11 +162,9 @@ def find_checkpoint(
                 verify_files(path, content)
             return path
         except Damaged as error:
-            tell(f"{error.what} It is skipped.")
+            (tell or logger.warning)(f"{error.what} It is skipped.")
     if found:
-        raise UserError(
-            f"Every checkpoint in {run_dir / 'checkpoints'} is damaged.", "Restore one, or start a new run."
-        )
+        raise UserError(f"Every checkpoint in {found[0].parent} is damaged.", "Restore one, or start a new run.")
     return None
 
 
@@ -166,7 +181,7 @@ def set_aside_after(run_dir: Path | str, step: int) -> None:
     """Hide the checkpoints after the step that a run resumes from: they are damaged, and `prune`, which compares no
     sums, would keep them in place of new ones. The next write deletes them. Raises OSError.
     """
-    for path in _finished(Path(run_dir)):
+    for path in _finished(run_dir):
         if _step(path) > step:
             gone = path.with_name(f".{path.name}.damaged")
             shutil.rmtree(gone, ignore_errors=True)
@@ -179,17 +194,14 @@ def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[
 
     One that cannot be deleted is logged and does not stop training.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, not {keep}")
-    found = _finished(Path(run_dir))
-    for step in superfluous([_step(path) for path in found], complete_steps(run_dir), keep, keep_every, also):
-        path = found[0].with_name(f"step-{step}")
-        gone = path.with_name(f".{path.name}.deleted")  # a half-deleted one must not look like a checkpoint
+    found = {_step(path): path for path in _finished(run_dir)}
+    for step in superfluous(found, complete_steps(run_dir), keep, keep_every, also):
+        gone = found[step].with_name(f".step-{step}.deleted")  # a half-deleted one must not look like a checkpoint
         try:
-            path.rename(gone)
+            found[step].rename(gone)
             shutil.rmtree(gone)
         except OSError as error:
-            logger.warning("The old checkpoint %s could not be deleted: %s.", path, error)
+            logger.warning("The old checkpoint %s could not be deleted: %s.", found[step], error)
 
 
 def superfluous(
@@ -203,19 +215,16 @@ def superfluous(
 def complete_steps(run_dir: Path | str) -> list[int]:
     """Steps of the complete checkpoints, newest first; sizes are checked, sums are not."""
     found = []
-    for path in _finished(Path(run_dir)):
-        try:
+    for path in _finished(run_dir):
+        with suppress(UserError):
             read_content(path)
-        except UserError:
-            continue
-        found.append(_step(path))
+            found.append(_step(path))
     return found
 
 
-def _finished(run_dir: Path) -> list[Path]:
+def _finished(run_dir: Path | str) -> list[Path]:
     """All step-N, newest first."""
-    folder = run_dir / "checkpoints"
-    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()]
+    found = [p for p in (Path(run_dir) / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
     return sorted(found, key=_step, reverse=True)
 
 
@@ -223,63 +232,9 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def read_content(path: Path) -> dict[str, Any]:
-    """state.json, checked against its own sum and the files' sizes. Raises Damaged; UserError: written by another
-    version.
-    """
-    try:
-        content = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Damaged(path, f"it has no {STATE}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(path, f"{STATE} cannot be read ({type(error).__name__})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Damaged(path, f"{STATE} is not that of a {FORMAT}")
-    if content.get("version") != VERSION:
-        raise UserError(
-            f"The checkpoint {path} has format {content.get('version')!r}, and this program reads {VERSION}.",
-            "Resume with the version of probemb that wrote it.",
-        )
-    if content.pop("sha256", None) != sha256_of(content):
-        raise Damaged(path, f"{STATE} has been changed since it was written")
-    for name in (WEIGHTS, OPTIMIZER, RANDOM):
-        try:
-            size, expected = (path / name).stat().st_size, content["files"][name]["bytes"]
-        except (OSError, KeyError, TypeError):
-            raise Damaged(path, f"{name} is missing") from None
-        if size != expected:
-            raise Damaged(path, f"{name} has {size} bytes instead of {expected}")
-    return content
-
-
-def verify_files(path: Path, content: dict[str, Any]) -> None:
-    """Compare every file with its sum. Raises Damaged."""
-    for name in (WEIGHTS, OPTIMIZER, RANDOM):
-        try:
-            sum_now = _sha256(path / name)
-        except OSError as error:
-            raise Damaged(path, f"{name} cannot be read ({error.strerror})") from None
-        if sum_now != content["files"][name]["sha256"]:
-            raise Damaged(path, f"the contents of {name} are not what was written")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def sha256_of(content: dict[str, Any]) -> str:
-    """The sum of state.json's content without the sum itself."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def free_bytes(folder: Path) -> int:
     """Free space on the disk of a folder, which need not exist yet."""
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
+    return shutil.disk_usage(folder).free

@@ -63,20 +63,14 @@ def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object]
         if _take(file, fcntl.LOCK_SH, run):
             return
         holder = _holder(file)
-        if minutes and started_again():
-            if tell:
-                tell(
-                    f"{run} is in use: {holder} is writing it. If it is an earlier start of this job, on a machine "
-                    f"that was lost, it ends by itself; waiting up to {minutes:g} minutes (engine.timeout)"
-                )
+        if minutes and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+            (tell or print)(
+                f"{run} is in use: {holder} is writing it. If it is an earlier start of this job, on a machine that "
+                f"was lost, it ends by itself; waiting up to {minutes:g} minutes (engine.timeout)"
+            )
             if _take(file, fcntl.LOCK_SH, run, 60 * minutes):
                 return
         raise _in_use(run, holder)
-
-
-def started_again() -> bool:
-    """True if Slurm has requeued this job at least once."""
-    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def _take(file, kind: int, run: Path, patience: float | None = None) -> bool:
