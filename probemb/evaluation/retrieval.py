@@ -47,6 +47,7 @@ BENCHMARKS = (*COCO, "pmrp")
 OWN, TRUE, CLASS = "own captions", "all true captions", "captions of the class"
 SIDES = {"i2t": "images", "t2i": "captions"}  # the queries of each direction
 PLAUSIBLE = {"r@1": "pmr1", "r_precision": "pmrp"}
+ALL = "all"  # rows
 SHOWN = 3  # closest items of each query that are kept
 MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is held at once, a byte each
 
@@ -61,8 +62,9 @@ PerQuery = dict[str, dict[str, Tensor]]  # side ("images", "captions") -> "posit
 
 
 class Fold(NamedTuple):
-    """Rows of images and of captions that are ranked alone (None: all), and the matches of both directions."""
+    """Rows of images and of captions that are ranked alone (None: all), a name for these, and both ways' matches."""
 
+    name: str
     rows: tuple[Tensor, Tensor] | None
     positives: tuple[Positives, Positives]
 
@@ -98,16 +100,17 @@ def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str,
 def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequence[str]) -> dict[str, Kind]:
     """By title."""
     known = known_positives(pairs, captions).items()
-    kinds = {title: Kind([Fold(None, (one, one.transposed()))]) for title, one in known}
+    kinds = {title: Kind([Fold(ALL, None, (one, one.transposed()))]) for title, one in known}
     if set(benchmarks) & set(COCO):
         test = _test_split(pairs, captions)
         everything = zip(test, (len(pairs.images), len(pairs.texts)))
         whole = all(torch.equal(rows, torch.arange(n)) for rows, n in everything)
-        folds = list(zip(*(side.chunk(FOLDS) for side in test)))
+        split = (ALL, None) if whole else ("test split", test)
+        folds = [(f"fold {i}", rows) for i, rows in enumerate(zip(*(side.chunk(FOLDS) for side in test)))]
         chosen = [one for name in COCO if name in benchmarks for one in COCO[name]]
         for one in sorted(chosen, key=lambda one: one.title == "CxC 1K"):  # last in the tables
-            rows = folds if one.folds > 1 else [None if whole else test]
-            kinds[one.title] = Kind([Fold(*fold) for fold in zip(rows, coco_positives(one))], one.metrics)
+            rows = folds if one.folds > 1 else [split]
+            kinds[one.title] = Kind([Fold(*fold, both) for fold, both in zip(rows, coco_positives(one))], one.metrics)
     return kinds
 
 
@@ -218,20 +221,19 @@ def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
         the lists of the whole data; title -> {"i2t": metrics, "t2i": metrics, "rsum": in percent}; values of single
         queries, as `evaluate_rankings` has them.
     """
-    depths: dict[int, list[int]] = {}
     folds = [fold for kind in kinds.values() for fold in kind.folds]
+    depths: dict[str, tuple[int, int]] = {}
     for fold in folds:
-        depth = depths.setdefault(_key(fold), [max(KS), max(KS)])
-        depth[:] = [max(deep, int(one.counts.max())) for deep, one in zip(depth, fold.positives)]
-    rows = {_key(fold): fold.rows for fold in folds}
-    lists = {key: ranker(tuple(depth), *(rows[key] or ())) for key, depth in depths.items()}
-    sizes = len(lists[0].i2t), len(lists[0].t2i)
+        before = depths.get(fold.name, (max(KS), max(KS)))
+        depths[fold.name] = tuple(max(depth, int(one.counts.max())) for depth, one in zip(before, fold.positives))
+    lists = {name: ranker(depths[name], *(rows or ())) for name, rows in dict(fold[:2] for fold in folds).items()}
+    sizes = len(lists[ALL].i2t), len(lists[ALL].t2i)
     found: dict[str, dict] = {}
     per_query: PerQuery = {side: {} for side in SIDES.values()}
     for title, kind in kinds.items():
         means: dict = {}
         for place, way in enumerate(SIDES):
-            queries = [query_metrics(lists[_key(fold)][place], fold.positives[place]) for fold in kind.folds]
+            queries = [query_metrics(lists[fold.name][place], fold.positives[place]) for fold in kind.folds]
             each = [mean_metrics(values) for values in queries]
             means[way] = {name: sum(one[name] for one in each) / len(each) for name in TITLES}
             for name in TITLES:
@@ -242,12 +244,7 @@ def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
         found[title] = {way: {name: one[name] for name in kind.metrics if name in one} for way, one in means.items()}
         if "rsum" in kind.metrics:
             found[title]["rsum"] = rsum(means["i2t"], means["t2i"])
-    return lists[0], found, per_query
-
-
-def _key(fold: Fold) -> int:
-    """Folds of the same rows have the same key."""
-    return 0 if fold.rows is None else id(fold.rows[0])
+    return lists[ALL], found, per_query
 
 
 def measure_plausible(
@@ -261,23 +258,25 @@ def measure_plausible(
     per_query: PerQuery = {side: {} for side in SIDES.values()}
     folds = list(zip(*(side.chunk(FOLDS) for side in test))) if test else []
 
-    def both(scores: Scores, images: Tensor, texts: Tensor, variant: str) -> dict:
+    def variants(scores: Scores, images: Tensor, texts: Tensor) -> dict[str, dict]:
         i2t, t2i = scores.both_ways()
         ways = {"i2t": (i2t, images, texts), "t2i": (t2i, texts, images)}
-        each = {way: plausible_match_r_precision(*one, variant=variant) for way, one in ways.items()}
-        return {way: {name: one[of] for name, of in PLAUSIBLE.items()} | one for way, one in each.items()}
+        return {
+            variant: {way: plausible_match_r_precision(*one, variant=variant) for way, one in ways.items()}
+            for variant in VARIANTS
+        }
 
-    for variant in VARIANTS:
+    for variant, ways in variants(ranker.scores, objects, objects[owner]).items():
         title = f"plausible matches, {variant}"
-        found[title] = both(ranker.scores, objects, objects[owner], variant)
         for way, side in SIDES.items():
-            values = found[title][way].pop("per_query")
+            values = ways[way].pop("per_query")
             per_query[side] |= {f"{title}: {TITLES[m]}": values[of] for m, of in PLAUSIBLE.items()}
-        if folds:
-            each = [both(ranker.scores.only(i, c), objects[i], objects[owner[c]], variant) for i, c in folds]
-            found[f"plausible matches 1K, {variant}"] = {
-                way: {name: sum(one[way][name] for one in each) / FOLDS for name in PLAUSIBLE} for way in SIDES
-            }
+        found[title] = {way: {m: one[of] for m, of in PLAUSIBLE.items()} | one for way, one in ways.items()}
+    each = [variants(ranker.scores.only(i, c), objects[i], objects[owner[c]]) for i, c in folds]
+    for variant in VARIANTS if folds else ():
+        found[f"plausible matches 1K, {variant}"] = {
+            way: {m: sum(one[variant][way][of] for one in each) / FOLDS for m, of in PLAUSIBLE.items()} for way in SIDES
+        }
     return found, per_query
 
 
@@ -286,7 +285,7 @@ def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: 
 
     positives: of the images, (N, M).
     """
-    kind = Kind([Fold(None, (positives, positives.transposed()))])
+    kind = Kind([Fold(ALL, None, (positives, positives.transposed()))])
     return measure(Ranker(ranking, images, texts, options), {"": kind})[1][""]
 
 

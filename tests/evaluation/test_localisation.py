@@ -10,7 +10,7 @@ from probemb.data.boxes import find_phrases
 from probemb.data.boxes.proposals import grid_proposals, read_region_proposals
 from probemb.distances import csd
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.localisation import KS, crop, localise, recall_at
+from probemb.evaluation.localisation import crop, localise
 from probemb.evaluation.rankings import RankingOptions
 from probemb.models import create_model, create_tokenizer, load_model
 
@@ -132,12 +132,3 @@ def test_a_scan_model_scores_phrases_with_each_region(entities, tmp_path):
                 first = [i for i in found.first[name][row].tolist() if i >= 0]
                 assert len(first) == len(proposals.rows[image])
                 assert [of[i] for i in first] == pytest.approx(sorted(of, reverse=True), abs=2e-3)
-
-
-def test_recall_is_the_best_of_the_first():
-    r = torch.Generator().manual_seed(0)
-    overlaps = torch.rand(40, 10, generator=r)
-    overlaps[:7, 4:] = -1  # images with four proposals
-    for k in KS:
-        expected = [max(row[:k]) >= 0.8 for row in overlaps.tolist()]
-        assert recall_at(overlaps, k, 0.8).tolist() == expected
