@@ -1,4 +1,4 @@
-"""What an uncertainty is worth: quality of retrieval, what is erased, true ambiguity, generality, and other predictors.
+"""The worth of an uncertainty: retrieval quality, erased inputs, true ambiguity, generality, and other predictors.
 
 PCME++ §4. "images" are queries of image to text, "captions" of text to image. Every score of a query is high for one
 that it calls uncertain; the signs are fixed before any data are seen.

@@ -68,7 +68,7 @@ def resample_accuracy(
 
 
 def _counts(n_resamples: int, n: int, generator: torch.Generator) -> Tensor:
-    """How often each of n items is drawn in every resample, (R, n) float32."""
+    """Draws of each of n items in every resample, (R, n) float32."""
     drawn = torch.randint(n, (n_resamples, n), generator=generator)
     return torch.zeros(n_resamples, n).scatter_add_(1, drawn, torch.ones(1).expand_as(drawn))
 
@@ -88,7 +88,7 @@ class PairMetrics(NamedTuple):
 
 
 def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
-    """How often each of C clusters is drawn, (R + 1, C) float32; row 0 is the data itself, all ones."""
+    """Draws of each of C clusters, (R + 1, C) float32; row 0 is the data itself, all ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([torch.ones(1, n_clusters), _counts(n_resamples, n_clusters, generator)])
 

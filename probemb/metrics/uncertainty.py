@@ -1,4 +1,4 @@
-"""What an uncertainty says of quality: bins, rank correlations, the gain of refusing, precision promised, calibration.
+"""Uncertainty against quality: bins, rank correlations, the gain of refusing, promised precision, calibration.
 
 An uncertainty is high for a query that is called doubtful. Standard errors are linearised (the sum of squared
 influences) at fixed ranks: exact to first order where there is no relation, somewhat too wide where there is one. Items

@@ -96,16 +96,9 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
             own = {way: {name: found["own captions"][way][name] for name in ("r@1", "r@5")} for way in ("i2t", "t2i")}
             for way, recalls in own.items():
                 assert {name: found["COCO 5K"][way][name] for name in recalls} == pytest.approx(recalls, abs=1e-12)
-        for name, metric, key in (("ECCV Caption", "mAP@R", "map_at_r"), ("CxC", "R-P", "r_precision")):
-            for side, way in (("images", "i2t"), ("captions", "t2i")):
-                mean = per_query[side][f"{name}: {metric}"].nanmean().item()
-                assert mean == pytest.approx(found[name][way][key], abs=1e-12)
-        for side, way in (("images", "i2t"), ("captions", "t2i")):  # each query within its own fold
-            folds = per_query[side]["COCO 1K: R@1"]
-            assert folds.isnan().sum() == 2 * extra * (side == "captions")
-            assert folds.nanmean().item() == pytest.approx(found["COCO 1K"][way]["r@1"], abs=1e-12)
+        for name in ("COCO 1K: R@1", "COCO 5K: R@1"):  # of 1K each query within its own fold
+            assert per_query["captions"][name].isnan().sum() == 2 * extra
         assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
-        assert per_query["captions"]["COCO 5K: R@1"].isnan().sum() == 2 * extra
         assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
         objects = (torch.rand(n, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
         rows, *_ = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco"], objects)
