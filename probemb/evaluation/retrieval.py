@@ -32,14 +32,13 @@ from probemb.gaussian import Gaussian
 from probemb.metrics.coco import COCO, FOLDS, coco_positives, coco_rows
 from probemb.metrics.plausible import VARIANTS, plausible_match_r_precision
 from probemb.metrics.retrieval import (
-    CHUNK_ELEMENTS,
     KS,
     TITLES,
     Positives,
     mean_metrics,
     query_metrics,
-    ranking,
     rsum,
+    score_metrics,
 )
 from probemb.progress import silent
 
@@ -348,22 +347,13 @@ def choose_tolerance(
 def sweep(
     queries: Gaussian, gallery: Gaussian, positives: Positives, metric: str, grid: Sequence[float] = GRID
 ) -> list[float]:
-    """The metric of queries (Q, D) under each weight of the gallery's u, in [0, 1].
-
-    Distances of the means are computed once, a block of queries at a time, and ranked under every weight.
-    """
+    """The metric of queries (Q, D) under each weight of the gallery's u, in [0, 1]."""
     names, ks = ([f"r@{k}" for k in KS], KS) if metric == "recall" else ([metric], ())
-    means, u = tolerance_scores(queries, gallery, 0, 0), gallery.uncertainty()
+    means, _ = tolerance_scores(queries, gallery, 0, 0).both_ways()
+    u, found = gallery.uncertainty(), []
     u = (u.double() - u.double().mean()).to(u.dtype)  # what all have in common changes no order, but blurs the scores
-    found: list[dict[str, list]] = [{name: [] for name in names} for _ in grid]
-    height = max(1, CHUNK_ELEMENTS // len(gallery))
-    for start in range(0, len(queries), height):
-        stop = min(start + height, len(queries))
-        block, part = means(slice(start, stop)), positives.of_queries(start, stop)
-        depth = max(1, *ks, int(part.counts.max()))
-        for weight, values in zip(grid, found):
-            per_query = query_metrics(ranking(torch.sub(block, u, alpha=weight), depth).cpu(), part, ks)
-            for name in names:
-                values[name].append(per_query[name])
-    means_of = [mean_metrics({name: torch.cat(parts) for name, parts in values.items()}) for values in found]
-    return [sum(values.values()) / len(values) for values in means_of]
+    for weight in grid:
+        per_query = score_metrics(lambda rows, by=weight: torch.sub(means(rows), u, alpha=by), positives, ks)
+        values = mean_metrics({name: per_query[name] for name in names})
+        found.append(sum(values.values()) / len(values))
+    return found

@@ -1,5 +1,7 @@
 """Scores by blocks of rows against the distances; the ranking by cross attention; which rankings fit a model."""
 
+import re
+
 import pytest
 import torch
 
@@ -31,6 +33,7 @@ from probemb.evaluation.rankings import (
     tolerance_scores,
 )
 from probemb.models import create_model
+from zeroshot.retrieval import RetrievalConfig
 
 SCORED = [name for name, ranking in RANKINGS.items() if ranking.scores]
 
@@ -135,6 +138,10 @@ def test_multi_instance_is_the_largest_of_all_pairs_of_embeddings(monkeypatch):
     found = scores_of("multi-instance", a, b)
     torch.testing.assert_close(found(slice(2, 9)), expected[2:9])
     assert torch.equal(Ranker("multi-instance", a, b)((4, 4)).i2t, expected.topk(4).indices)
+
+
+def test_help_names_every_ranking():
+    assert all(re.search(rf"[ :]{name}[, ]", " ".join(RetrievalConfig.__doc__.split())) for name in RANKINGS)
 
 
 def test_a_models_own_ranking_comes_first_and_others_must_fit():

@@ -175,7 +175,7 @@ def vague():
 def test_the_curve_is_that_of_the_ranking_under_every_weight(vague, monkeypatch):
     pairs, positives = vague
     whole = choose_tolerance(pairs, positives)
-    monkeypatch.setattr(retrieval, "CHUNK_ELEMENTS", 7 * M)
+    monkeypatch.setattr("probemb.metrics.retrieval.CHUNK_ELEMENTS", 7 * M)
     recall = choose_tolerance(pairs, positives, "recall")
     assert choose_tolerance(pairs, positives).curve == whole.curve  # by blocks of queries
     for place, weight in enumerate(GRID):
