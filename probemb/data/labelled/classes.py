@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from probemb.data.image_loader import Images
-from probemb.data.reading import check_unique, checked, read_json, read_lines, read_text
+from probemb.data.reading import as_list, as_text, check_unique, checked, malformed, read_json, read_lines, read_text
 from probemb.errors import UserError
 
 WNID = re.compile(r"n\d{8}")
@@ -85,8 +86,8 @@ def imagenet_folders(folders: Sequence[str]) -> tuple[str, ...] | None:
 def read_classes(path: str | Path) -> Classes:
     """Read a class-name file.
 
-    One of: one name a line; a JSON list of names; a JSON object {folder: name}; a JSON list of objects with a name
-    under "name", "open_clip_name" or "class_name", and optionally "index" and a key under "wnid", "key" or "folder".
+    One of: one name a line; a JSON list of names; a JSON object {folder: name}; a JSON list of objects with a "name"
+    (or "open_clip_name"), and optionally an "index" and a "wnid" or "folder".
     Raises UserError: a missing, empty or unreadable file, an empty name, an index that is missing or occurs twice.
     """
     path, keys = Path(path), None
@@ -106,26 +107,17 @@ def read_classes(path: str | Path) -> Classes:
 
 
 def _classes_from_json(content: object) -> tuple[list, list[str] | None]:
-    """Names and keys. Raises ValueError."""
-    if isinstance(content, dict) and isinstance(content.get("classes"), list):
-        content = content["classes"]
+    """Names and keys. Raises ValueError, KeyError, TypeError."""
     if isinstance(content, dict):
         return list(content.values()), list(content)
-    if not isinstance(content, list):
-        raise ValueError("it holds no list")
-    if not any(isinstance(entry, dict) for entry in content):
-        return content, None
-
-    def field(entry: object, *names: str):
-        return next((entry[n] for n in names if isinstance(entry, dict) and n in entry), None)
-
-    indices = [field(entry, "index", "label") for entry in content]
-    if any(index is not None for index in indices):
-        if sorted(map(str, indices)) != sorted(map(str, range(len(content)))):
+    if not all(isinstance(entry, dict) for entry in content):
+        return list(content), None
+    if any("index" in entry for entry in content):
+        content = sorted(content, key=lambda entry: entry["index"])
+        if [entry["index"] for entry in content] != list(range(len(content))):
             raise ValueError(f'its "index" entries are not 0 to {len(content) - 1}, each once')
-        content = [entry for _, entry in sorted(zip(indices, content), key=lambda pair: int(pair[0]))]
-    names = [field(entry, "name", "open_clip_name", "class_name") for entry in content]
-    keys = [field(entry, "wnid", "key", "folder") for entry in content]
+    names = [entry.get("name", entry.get("open_clip_name")) for entry in content]
+    keys = [entry.get("wnid", entry.get("folder")) for entry in content]
     return names, None if None in keys else list(map(str, keys))
 
 
@@ -152,27 +144,27 @@ def imagenet_templates() -> list[str]:
 
 
 def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
-    """CLIP's 80 templates, or those of a file: one a line, each with `{}` where the class name goes, or a JSON object
-    {class name: [prompts]} with the same number of prompts for every class.
+    """CLIP's 80 templates, or those of a file: one a line, each with `{}` (or CLIP_benchmark's `{c}`) where the class
+    name goes, or a JSON object {class name: [prompts]} with the same number of prompts for every class.
 
-    Raises UserError: a missing or empty file, a template without `{}` or that occurs twice, a class without prompts.
+    Raises UserError: a missing or empty file, a template without `{}`, a class without prompts.
     """
     if path is None:
         return imagenet_templates()
     path = Path(path)
-    if path.suffix.lower() == ".json":
-        found = read_json(path)
-        with checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
-            prompts = {name: found[name] for name in class_names}
-        texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
-        if not texts or len({len(row) for row in prompts.values()}) > 1:
-            raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class the same number.")
-        return prompts
-    templates = read_lines(path)
-    if not templates or any(one.count("{}") != 1 for one in templates) or len(set(templates)) < len(templates):
-        what = f"The template file {path} does not hold different templates, each with `{{}}` exactly once."
-        raise UserError(what, 'Write one a line, {} for the class name: "a photo of a {}."')
-    return templates
+    if path.suffix.lower() != ".json":
+        templates = list(dict.fromkeys(line.replace("{c}", "{}") for line in read_lines(path)))
+        if not templates or any(one.count("{}") != 1 for one in templates):
+            raise malformed(path, "a list of templates", "a line does not hold {} exactly once, or there is none")
+        return templates
+    found = read_json(path)
+    with checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
+        prompts = {name: as_list(found[name], "the prompts") for name in class_names}
+        for text in chain(*prompts.values()):
+            as_text(text, "a prompt")
+        if len({len(row) for row in prompts.values()} | {0}) != 2:
+            raise ValueError("the classes have no prompts, or different numbers of them")
+    return prompts
 
 
 def prompt_texts(class_names: Sequence[str], templates: Templates) -> list[str]:

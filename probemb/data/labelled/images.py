@@ -18,9 +18,10 @@ from probemb.data.labelled.classes import (
     imagenet_classes,
     imagenet_folders,
     read_classes,
+    read_templates,
     refuse_same_names,
 )
-from probemb.data.reading import malformed, parse_lines, read_lines, read_text
+from probemb.data.reading import malformed, parse_lines, read_text
 from probemb.data.shards.samples import IMAGE_EXTENSIONS, parse_sample, read_sample
 from probemb.errors import UserError, nearest
 
@@ -192,11 +193,8 @@ def _benchmark_split(path: Path) -> tuple[list[Path], Classes, tuple[str, ...] |
     if missing := [tar for tar in tars if not tar.is_file()]:
         raise UserError(f"{len(missing)} of the {len(tars)} shards are missing, such as {missing[0]}.", "Fetch them.")
     file = root / "zeroshot_classification_templates.txt"
-    lines = read_lines(file) if file.is_file() else []
-    templates = tuple(dict.fromkeys(line.replace("{c}", "{}") for line in lines))
-    if wrong := next((line for line in templates if line.count("{}") != 1), None):
-        raise malformed(file, "a list of templates", f"{wrong[:80]!r} does not hold {{c}} exactly once")
-    return tars, read_classes(root / "classnames.txt"), templates or None
+    templates = tuple(read_templates(file)) if file.is_file() else None
+    return tars, read_classes(root / "classnames.txt"), templates
 
 
 # ----------------------------------------------------------------------------------------------------------- classes
