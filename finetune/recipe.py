@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.config import Config, Optimizer
 from probemb.models import DualEncoder
-from probemb.models.layers import layer_rates
+from probemb.models.dual_encoder import layer_rates
 
 OPTIMIZERS = {"adamp": AdamP, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 

@@ -34,7 +34,7 @@ from probemb.data.randomness import number_of
 from probemb.errors import UserError
 from probemb.losses import LossOutput
 from probemb.models import DualEncoder, Encoded, as_one
-from probemb.models.layers import freeze_backbones
+from probemb.models.dual_encoder import freeze_backbones
 from probemb.runs.log import METRICS, count
 from probemb.runs.preemption import SIGNALS, Preemption
 from probemb.runs.watchdog import Progress, Watchdog

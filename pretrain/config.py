@@ -300,7 +300,7 @@ class Config:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
         # After parsing: models take seconds to import.
         from pretrain.masking import check_masks
-        from probemb.models.layers import check_frozen, freeze_backbones
+        from probemb.models.dual_encoder import check_frozen, freeze_backbones
 
         m, objective = self.model, OBJECTIVES[self.objective]
         if not objective.probabilistic:

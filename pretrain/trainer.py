@@ -32,8 +32,7 @@ from probemb import distributed
 from probemb.distributed import all_of
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.models.dual_encoder import DualEncoder, no_weight_decay
-from probemb.models.layers import layer_rates
+from probemb.models.dual_encoder import DualEncoder, layer_rates, no_weight_decay
 from probemb.runs.log import step_of
 from probemb.runs.watchdog import Progress
 from probemb.runs.window import Window

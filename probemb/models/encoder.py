@@ -183,8 +183,8 @@ class Encoder(nn.Module):
         self.log_var_head = unc_head(o, *unc_widths, log_var=True) if o.probabilistic else None
 
     @abstractmethod
-    def features(self, inputs: Tensor) -> BothFeatures:
-        """The mean's and the log-variance's features."""
+    def features(self, inputs: Tensor, kept: Tensor | None = None) -> BothFeatures:
+        """The mean's and the log-variance's features; of towers with `parts`, of the parts `kept`, (B, n) int64."""
 
     def parts(self, inputs: Tensor) -> Parts:
         """The patches or tokens that inputs can be reduced to. Raises UserError: inputs are read as a whole."""
@@ -192,11 +192,6 @@ class Encoder(nn.Module):
             f"{type(self).__name__} reads its inputs as a whole: they have no parts that could be left out.",
             "Set patch_dropout and masked_inclusion to 0, or choose an open_clip transformer such as ViT-B-16.",
         )
-
-    def features_of_parts(self, inputs: Tensor, kept: Tensor) -> BothFeatures:
-        """`features` of inputs reduced to `kept`, (B, n) int64, with as many tokens. Raises UserError as `parts`."""
-        self.parts(inputs)
-        raise NotImplementedError
 
     def place(self, name: str) -> Place:
         """Position of the parameter of that name (in `named_parameters` of this tower)."""
@@ -293,10 +288,8 @@ class Encoder(nn.Module):
         else:
             tokens, mask = mean_features.tokens, mean_features.mask
             tokens = tokens if want_tokens == "trunk" else head.embed_tokens(tokens)
-        return found | {
-            "tokens": tokens,
-            "mask": tokens.new_ones(tokens.shape[:2], dtype=bool) if mask is None else mask,
-        }
+        mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask
+        return found | {"tokens": tokens, "mask": mask}
 
     def encode(self, *inputs, **options) -> Encoded:
         """`forward`, as an `Encoded`."""
@@ -308,9 +301,11 @@ class Encoder(nn.Module):
             if kept is not None:
                 raise ValueError("cached features are of whole inputs, so they have no parts")
             return self.feature_layout.unpack(inputs)
+        if kept is not None:
+            self.parts(inputs)  # refuses a tower without
         self._updating = True
         try:
-            return self.features(inputs) if kept is None else self.features_of_parts(inputs, kept)
+            return self.features(inputs) if kept is None else self.features(inputs, kept)
         finally:
             self._updating = False
 

@@ -4,7 +4,7 @@ import pytest
 
 from probemb.models import create_model
 from probemb.models.architectures import architecture, build_stock
-from probemb.models.layers import freeze_backbones, layer_rates
+from probemb.models.dual_encoder import freeze_backbones, layer_rates
 
 NAME = "ViT-Micro-32"  # two blocks in each tower
 LAST_NORM = ("visual.ln_post.", "text.ln_final.")

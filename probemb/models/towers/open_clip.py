@@ -71,11 +71,9 @@ class TransformerTower(Encoder):
         self.blocks, self.branch_blocks = ([f"{name}.{i}" for i in range(len(x))] for name, x in zip(names, blocks))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute every block in the backward pass."""
         self.transformer.grad_checkpointing = enable
 
     def place(self, name: str) -> Place:
-        """[UNC] is in the branch."""
         return Place("branch") if name == "uncertainty_token" else super().place(name)
 
     def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -135,28 +133,20 @@ class ImageTransformer(TransformerTower, VisionTransformer):
         height, width = self.grid_size  # not the positions' shape: ZeRO-3 takes parameters away between two passes
         return height * width + 1
 
-    def features(self, pixels: Tensor) -> BothFeatures:
-        """(B, 3, H, W) -> features with T tokens, the class token first.
-
-        The branch's are neither normalised nor pooled by attention: PCME++ has no norm there. [UNC] is normalised.
-        """
-        return self._features_of(self._embed(pixels, None))
-
     def parts(self, pixels: Tensor) -> Parts:
         """Every patch, row by row, may be dropped."""
         optional = torch.ones(len(pixels), self.n_tokens - 1, dtype=torch.bool, device=pixels.device)
         return Parts(optional, torch.zeros_like(optional))
 
-    def features_of_parts(self, pixels: Tensor, kept: Tensor) -> BothFeatures:
-        """`features` with the class token and n patches, which keep their positions. All images keep n: no -1."""
-        return self._features_of(self._embed(pixels, kept))
-
     def project(self, pooled: Tensor) -> Tensor:
-        """CLIP's projection."""
         return project(pooled, self.proj)
 
-    def _embed(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
-        """Input of the first block: class token, T - 1 or n patches, maybe [UNC]."""
+    def features(self, pixels: Tensor, kept: Tensor | None = None) -> BothFeatures:
+        """(B, 3, H, W) -> features with T tokens, the class token first; or it and n patches, which keep their
+        positions (all images keep n: no -1).
+
+        The branch's are neither normalised nor pooled by attention: PCME++ has no norm there. [UNC] is normalised.
+        """
         patches = self.conv1(self.normalized(pixels, self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
         positions = self.positional_embedding.to(patches.dtype)
         patches = patches + positions[1:]
@@ -165,11 +155,7 @@ class ImageTransformer(TransformerTower, VisionTransformer):
             tokens = torch.cat([class_token, take_parts(patches, kept)], 1)
         else:
             tokens = self.patch_dropout(torch.cat([class_token, patches], 1))
-        return self.ln_pre(self._with_uncertainty_token(tokens))
-
-    def _features_of(self, tokens: Tensor) -> BothFeatures:
-        """The blocks and the pooling."""
-        mean_tokens, unc_tokens = self._branches(tokens)
+        mean_tokens, unc_tokens = self._branches(self.ln_pre(self._with_uncertainty_token(tokens)))
         if self.uncertainty_token is not None:
             mean_tokens, unc_tokens = mean_tokens[:, :-1], self.ln_post(mean_tokens[:, -1:])
         pooled = self._pool(mean_tokens)[0]
@@ -219,13 +205,6 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         unc_widths = (self.width, o.embed_dim) if self.published else None
         self.add_heads(o, self.width, self.width, own_projection=True, unc_widths=unc_widths)
 
-    def features(self, tokens: Tensor) -> BothFeatures:
-        """(B, L) int64, L at most the context length -> features with L tokens.
-
-        The mean's, and [UNC], pass through the tower's last norm (`ln_final`), the branch's do not.
-        """
-        return self._features_of(tokens, self.positional_embedding[: tokens.shape[1]])
-
     @property
     def required_parts(self) -> int:
         """A start and an end token, in towers that look for the end."""
@@ -249,14 +228,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         ends = (position == 0) | (position == there.sum(1, keepdim=True) - 1)
         return Parts(there & ~ends, there & ends)
 
-    def features_of_parts(self, tokens: Tensor, kept: Tensor) -> BothFeatures:
-        """`features` with n tokens, which keep their positions."""
-        ids, positions = take_tokens(tokens, kept, self.pad_id), self.positional_embedding[kept.clamp(min=0)]
-        there = take_parts(self.text_mask(tokens), kept) & (kept >= 0) if not self.published else kept >= 0
-        return self._features_of(ids, positions, there)
-
     def project(self, pooled: Tensor) -> Tensor:
-        """CLIP's projection, a matrix or a linear layer."""
         if self.text_projection is None:
             return at_least_float32(pooled)
         if isinstance(self.text_projection, nn.Linear):
@@ -296,8 +268,15 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         with_token = self.uncertainty_token is not None and not self.published
         return with_token and (self.cls_emb is not None or self._ends)
 
-    def _features_of(self, tokens: Tensor, positions: Tensor, there: Tensor | None = None) -> BothFeatures:
-        """Of tokens (B, L) at positions (L, W) or (B, L, W); `there`: (B, L), those that [UNC]'s tower shows."""
+    def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
+        """(B, L) int64, L at most the context length -> features with L tokens, or n, which keep their positions.
+
+        The mean's, and [UNC], pass through the tower's last norm (`ln_final`), the branch's do not.
+        """
+        positions, there = self.positional_embedding[: tokens.shape[1]], None
+        if kept is not None:
+            there = take_parts(self.text_mask(tokens), kept) & (kept >= 0) if not self.published else kept >= 0
+            tokens, positions = take_tokens(tokens, kept, self.pad_id), self.positional_embedding[kept.clamp(min=0)]
         kind = self.transformer.get_cast_dtype()
         x = self.token_embedding(tokens).to(kind) + positions.to(kind)
         if self.cls_emb is not None:

@@ -10,7 +10,7 @@ Shapes: B texts, T words, E width of the word vectors, H hidden size, W = H or 2
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -68,10 +68,6 @@ class WordTower(Encoder):
         optional = tokens != PADDING
         return Parts(optional, torch.zeros_like(optional))
 
-    def features_of_parts(self, tokens: Tensor, kept: Tensor) -> BothFeatures:
-        """`features` of n words."""
-        return self.features(take_tokens(tokens, kept, PADDING))
-
     def trim(self, tokens: Tensor) -> Tensor:
         """(B, T) without the columns behind the longest text."""
         longest = int((tokens != PADDING).sum(1).max()) if len(tokens) else 1
@@ -123,21 +119,21 @@ class WordMean(WordTower):
 
     table = property(lambda self: self.vectors)
 
-    def features(self, tokens: Tensor) -> BothFeatures:
+    def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
         """(B, T) int64 -> features; unknown words have no part in the mean, and a text of them alone is 0."""
+        if kept is not None:
+            tokens = take_tokens(tokens, kept, PADDING)
         x, known = F.embedding(tokens, self.vectors), (tokens > UNKNOWN)[..., None]
         pooled = (x * known).sum(1) / known.sum(1).clamp(min=1)
         features = Features(x, pooled, word_mask(tokens))
         return features, features if self.options.probabilistic else None
 
 
-class WordGRU(WordTower):
-    """Word vectors and layers of GRUs; the last `n_unc_layers` exist twice.
+@dataclass(frozen=True)
+class GRUShape:
+    """Sizes and wiring of a `WordGRU`, keys of an architecture's text_cfg.
 
-    The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
-    text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
-
-    Args:
+    Attributes:
         width, hidden, layers, bidirectional: E, H, number of layers, and whether there are two directions.
         pooling: "last" (each direction's last state), "max" or "mean" over the words; "last-word", both directions'
             states at the last word, of which the backward one has read that word alone, is what the public codes of
@@ -149,51 +145,62 @@ class WordGRU(WordTower):
         head_options: further `ModelOptions.pooling` of a head in this tower: {"pie": {"project": false}}.
     """
 
+    width: int = 300
+    hidden: int = 512
+    layers: int = 1
+    bidirectional: bool = True
+    pooling: str = "last"
+    context_length: int = 64
+    tokens: str = "states"
+    directions: str = "concatenated"
+    projection: bool = True
+    head_options: Mapping[str, dict] = field(default_factory=dict)
+
+    @property
+    def averaged(self) -> bool:
+        """True if states are the mean of two directions."""
+        return self.bidirectional and self.directions == "averaged"
+
+
+class WordGRU(WordTower):
+    """Word vectors and layers of GRUs (`GRUShape`); the last `n_unc_layers` exist twice.
+
+    The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
+    text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
+    """
+
     stem_prefixes = ("embedding.",)
 
-    def __init__(
-        self,
-        vocabulary: list[str],
-        o: ModelOptions,
-        n_unc_layers: int,
-        width: int = 300,
-        hidden: int = 512,
-        layers: int = 1,
-        bidirectional: bool = True,
-        pooling: str = "last",
-        context_length: int = 64,
-        tokens: str = "states",
-        directions: str = "concatenated",
-        projection: bool = True,
-        head_options: Mapping[str, dict] | None = None,
-    ):
+    def __init__(self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, **shape):
         super().__init__()
-        if {pooling, tokens, directions} - WIRING:
-            raise UserError(f"A GRU of words has no {pooling}, {tokens} or {directions}.", "Correct text_cfg.")
-        check_n_unc_layers(n_unc_layers, layers, "text")
-        self.context_length, self.vocabulary = context_length, list(vocabulary)
-        self.hidden, self.pooling, self.reads = hidden, pooling, tokens
-        self.averaged = bidirectional and directions == "averaged"
-        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
+        self.shape = shape = GRUShape(**shape)
+        if {shape.pooling, shape.tokens, shape.directions} - WIRING:
+            raise UserError(f"A GRU of words is not wired like that: {shape}.", "Correct the text_cfg.")
+        check_n_unc_layers(n_unc_layers, shape.layers, "text")
+        self.context_length, self.vocabulary = shape.context_length, list(vocabulary)
+        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), shape.width, padding_idx=PADDING)
         with torch.no_grad():  # unknown words may never be taught
-            self.embedding.weight.copy_(random_vectors(len(vocabulary), width))
-        sizes = [width] + [hidden * (1 + bidirectional)] * (layers - 1)
-        self.layers = nn.ModuleList(GRULayer(size, hidden, bidirectional) for size in sizes)
-        self.branch = None
-        if o.probabilistic:
-            own = sizes[layers - n_unc_layers :]
-            self.branch = nn.ModuleList(GRULayer(size, hidden, bidirectional) for size in own)
-        self.blocks = [f"layers.{i}" for i in range(layers)]
+            self.embedding.weight.copy_(random_vectors(len(vocabulary), shape.width))
+        sizes = [shape.width] + [shape.hidden * (1 + shape.bidirectional)] * (shape.layers - 1)
+
+        def layers(sizes: list[int]) -> nn.ModuleList:
+            return nn.ModuleList(GRULayer(size, shape.hidden, shape.bidirectional) for size in sizes)
+
+        self.layers = layers(sizes)
+        self.branch = layers(sizes[shape.layers - n_unc_layers :]) if o.probabilistic else None
+        self.blocks = [f"layers.{i}" for i in range(shape.layers)]
         self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
-        out = hidden * (1 + (bidirectional and not self.averaged))
-        o = replace(o, pooling={**(o.pooling or {}), **(head_options or {}).get(o.head, {})})
-        own_projection = not projection and out == o.embed_dim
-        self.add_heads(o, width if tokens == "words" else out, out, own_projection)
+        out = shape.hidden * (1 + (shape.bidirectional and not shape.averaged))
+        o = replace(o, pooling={**(o.pooling or {}), **shape.head_options.get(o.head, {})})
+        tokens = shape.width if shape.tokens == "words" else out
+        self.add_heads(o, tokens, out, own_projection=not shape.projection and out == o.embed_dim)
 
     table = property(lambda self: self.embedding.weight)
 
-    def features(self, tokens: Tensor) -> BothFeatures:
+    def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
         """(B, T) int64 -> features; their mask is True for words."""
+        if kept is not None:
+            tokens = take_tokens(tokens, kept, PADDING)
         mask = word_mask(tokens)
         length = mask.sum(1)
         with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
@@ -203,23 +210,23 @@ class WordGRU(WordTower):
                 x = layer(x, length)
             mean = self._run(self.layers[shared:], x, length, mask)
             unc = None if self.branch is None else self._run(self.branch, x, length, mask)
-        if self.reads == "words":
+        if self.shape.tokens == "words":
             mean, unc = mean._replace(tokens=words), unc and unc._replace(tokens=words)
         return mean, unc
 
     def _run(self, layers: nn.ModuleList, x: Tensor, length: Tensor, mask: Tensor) -> Features:
         for layer in layers:
             x = layer(x, length)
-        pooling = self.pooling
+        pooling = self.shape.pooling
         if pooling == "max":
             pooled = x.masked_fill(~mask[..., None], -torch.inf).amax(1)
         elif pooling == "mean":
             pooled = (x * mask[..., None]).sum(1) / length[:, None]
         else:
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-            hidden = x.shape[2] if pooling == "last-word" else self.hidden
+            hidden = x.shape[2] if pooling == "last-word" else self.shape.hidden
             pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
-        if self.averaged:
+        if self.shape.averaged:
             x, pooled = (state.unflatten(-1, (2, -1)).mean(-2) for state in (x, pooled))
         return Features(x, pooled, mask)
 
