@@ -58,7 +58,7 @@ class RunFolder(RunOutput):
     def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
         """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""
         for network, folder in zip(networks, (name, f"{name}-second")):
-            save_model(network, self.path / folder, overwrite=True)
+            save_model(network, self.path / folder)
 
     def save(self, state: State, window: dict) -> None:
         """Start writing a checkpoint of this moment; collective. `window` as from `Window.state`.

@@ -180,7 +180,7 @@ def measure_only(config: Config, model, task: Task, accelerator: Accelerator, sa
     if values:
         folder.report(0, values)
     place = folder.path / "model"
-    on_main(lambda: save_model(model, place, overwrite=True), place, REMEDY)
+    on_main(lambda: save_model(model, place), place, REMEDY)
     folder.close()
     say(f"model   {place}: as pretrained")
     return 0

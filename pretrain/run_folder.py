@@ -197,7 +197,7 @@ def export(model: DualEncoder, weights: dict[str, torch.Tensor], folder: Path, s
     own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     model.load_state_dict(own, assign=True)
     (folder / STEP).unlink(missing_ok=True)
-    save_model(model, folder, overwrite=True)
+    save_model(model, folder)
     replace_text(folder / STEP, f"{step}\n")
 
 

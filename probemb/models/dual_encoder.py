@@ -122,7 +122,6 @@ class DualEncoder(nn.Module):
         return self.visual.normalized(images, torch.float32) if images.dtype == torch.uint8 else images
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute every block in the backward pass instead of keeping its activations."""
         self.visual.set_grad_checkpointing(enable)
         self.text.set_grad_checkpointing(enable)
 
@@ -158,7 +157,6 @@ class DualEncoder(nn.Module):
         return self.scale.clone(), self.shift.clone()
 
     def match_numbers(self) -> tuple[float, float]:
-        """a and b as numbers."""
         a, b = self.match_scalars()
         return a.item(), b.item()
 
@@ -173,7 +171,6 @@ class DualEncoder(nn.Module):
 
     @property
     def predicts_matches(self) -> bool:
-        """True if there is a match probability."""
         return self.match_form != "none"
 
     def match_probability(
@@ -220,7 +217,6 @@ class DualEncoder(nn.Module):
         return which, *tower.place(rest)
 
     def in_stem(self, name: str) -> bool:
-        """True if a named parameter lies before a tower's blocks, see `Encoder.in_stem`."""
         _, tower, rest = self._tower_of(name)
         return tower is not None and tower.in_stem(rest)
 

@@ -65,12 +65,10 @@ class Encoded:
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> Encoded:
-        """The inverse of `tensors`."""
         more = {name: x for name, x in tensors.items() if name not in ("mean", "log_var")}
         return Encoded(Gaussian(tensors["mean"], tensors["log_var"]), **more)
 
     def float(self) -> Encoded:
-        """In at least float32."""
         return Encoded.of({n: x if x.dtype == torch.bool else at_least_float32(x) for n, x in self.tensors().items()})
 
     def __getitem__(self, rows) -> Encoded:
@@ -104,7 +102,6 @@ class FeatureLayout:
 
     @staticmethod
     def of(mean: Features, unc: Features | None, with_tokens: bool) -> FeatureLayout:
-        """The layout of a small batch of features."""
         held = _named(mean, unc)
         same = {f"unc_{name}" for name in ("tokens", "pooled") if unc and torch.equal(held[f"unc_{name}"], held[name])}
         kept = (name for name in held if name not in same and (with_tokens or "tokens" not in name))
@@ -112,7 +109,6 @@ class FeatureLayout:
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
         return sum(math.prod(shape) for _, shape in self.parts)
 
     def pack(self, mean: Features, unc: Features | None) -> Tensor:
@@ -204,7 +200,6 @@ class Encoder(nn.Module):
         return Place("trunk")
 
     def in_stem(self, name: str) -> bool:
-        """True if the parameter of that name lies before all blocks."""
         return name.startswith(self.stem_prefixes)
 
     def is_pretrained(self, name: str) -> bool:
@@ -216,7 +211,6 @@ class Encoder(nn.Module):
         return features.tokens if of_tokens else features.pooled
 
     def target_width(self, of_tokens: bool) -> int:
-        """The size of each of the `targets`."""
         return self.token_width if of_tokens else self.pooled_width
 
     def project(self, pooled: Tensor) -> Tensor:
@@ -292,7 +286,6 @@ class Encoder(nn.Module):
         return found | {"tokens": tokens, "mask": mask}
 
     def encode(self, *inputs, **options) -> Encoded:
-        """`forward`, as an `Encoded`."""
         return Encoded.of(self(*inputs, **options))
 
     def _features(self, inputs: Tensor, kept: Tensor | None) -> BothFeatures:

@@ -35,11 +35,9 @@ class Ensemble(nn.Module):
         self.match_form = forms.pop() if len(forms) == 1 else "none"
 
     def encode_image(self, pixels: Tensor) -> Gaussian:
-        """(B, 3, H, W) -> Gaussian (B, sum of all D)."""
         return self._side_by_side(lambda model: model.encode_image(pixels))
 
     def encode_text(self, tokens: Tensor) -> Gaussian:
-        """(B, L) int64 -> Gaussian (B, sum of all D)."""
         return self._side_by_side(lambda model: model.encode_text(tokens))
 
     def _side_by_side(self, encode: Callable[[DualEncoder], Gaussian]) -> Gaussian:
@@ -52,14 +50,12 @@ class Ensemble(nn.Module):
         return self.models[0].normalized(images)
 
     def cut_padding(self, tokens: Tensor) -> Tensor:
-        """(B, L) tokens without the columns that no model needs."""
         return max((model.cut_padding(tokens) for model in self.models), key=lambda cut: cut.shape[1])
 
     predicts_matches = DualEncoder.predicts_matches
     match_probability = DualEncoder.match_probability
 
     def match_numbers(self) -> tuple[float, float]:
-        """The means of their a and of their b."""
         a, b = zip(*(model.match_numbers() for model in self.models))
         return sum(a) / len(a), sum(b) / len(b)
 

@@ -189,7 +189,6 @@ def _architecture(
 
 
 def _depth(state: dict[str, Tensor], transformer: str) -> int:
-    """Number of blocks of a transformer."""
     pattern = re.compile(re.escape(transformer) + r"\.resblocks\.(\d+)\.")
     return 1 + max((int(match[1]) for match in map(pattern.match, state) if match), default=-1)
 
@@ -286,7 +285,6 @@ def check_architecture(name: str, ours: dict, their_name: str, theirs: dict, whe
 
 
 def shortened(value) -> str:
-    """A value of a configuration, in a message."""
     return f"of {len(value):,} words" if isinstance(value, list) and len(value) > 8 else str(value)
 
 

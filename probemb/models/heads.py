@@ -136,7 +136,6 @@ class GPOHead(nn.Module):
         return self.pool(self.linear(features.tokens), features.mask)
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        """Before pooling."""
         return self.linear(tokens_BTW)
 
 
@@ -179,7 +178,6 @@ class PIEHead(nn.Module):
             return (out.squeeze(1) if out.shape[1] == 1 else out), residual_BKD
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        """By the map behind the attention."""
         return self.fc(tokens_BTW)
 
 
@@ -228,7 +226,6 @@ class AverageHead(nn.Module):
         return (x * features.mask[..., None]).sum(1) / features.mask.sum(1, keepdim=True).clamp(min=1)
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        """By the linear map, if there is one."""
         return at_least_float32(self.linear(tokens_BTW))
 
 

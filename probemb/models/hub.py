@@ -26,7 +26,6 @@ from probemb.models import formats
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.formats import ModelFiles, check_memory, check_sizes, find_open_clip, published_reader, refused
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
-from probemb.models.options import DEFAULTS
 from probemb.models.weights import SHA256, digest_tensors, load_strictly, read_state_dict, tensors_sha256, write_model
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -50,33 +49,15 @@ class LoadedModel(NamedTuple):
 # --------------------------------------------------------------------------------------------------------------- saving
 
 
-def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) -> Path:
+def save_model(model: DualEncoder, folder: str | Path) -> Path:
     """Write `model.safetensors` and `config.json`; each is written aside, synced to disk and renamed.
 
-    Raises:
-        UserError: the folder holds a model of another configuration and `overwrite` is not set, or cannot be written.
+    Raises UserError: they cannot be written.
     """
     folder = Path(folder)
-    config = {**FORMAT, **model.config}
-    if not overwrite and _holds_another(folder, config):
-        raise UserError(
-            f"{folder} already holds another model.", "Choose another folder, or pass overwrite=True to replace it."
-        )
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    write_model(folder / WEIGHTS, state, folder / CONFIG, config, embed=True)
+    write_model(folder / WEIGHTS, state, folder / CONFIG, {**FORMAT, **model.config}, embed=True)
     return folder
-
-
-def _holds_another(folder: Path, config: dict) -> bool:
-    """True if a folder holds any model that is not of this configuration."""
-    if (folder / CONFIG).exists():
-        held = read_config(folder / CONFIG)
-    elif (folder / WEIGHTS).exists():
-        held = _embedded_config(folder / WEIGHTS) or {}
-    else:
-        return False
-    held.pop(SHA256, None)
-    return {**DEFAULTS, **held} != config
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
@@ -128,7 +109,6 @@ def saved_files(source: str) -> ModelFiles | None:
 
 
 def _locate(path_or_name: str | Path) -> ModelFiles:
-    """The files of a path or a hub name."""
     path, name = Path(path_or_name), str(path_or_name)
     why = "the path does not exist"
     try:

@@ -91,7 +91,6 @@ def _without_floats(transform: Compose, resize: str) -> Compose:
 
 
 def identity(regions: Tensor) -> Tensor:
-    """The transform of models that read regions."""
     return regions
 
 

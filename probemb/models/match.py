@@ -40,7 +40,6 @@ class MatchModel:
 
     @property
     def matches(self) -> bool:
-        """True if there is a match probability."""
         return self.form != "none"
 
     @classmethod

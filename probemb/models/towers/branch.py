@@ -58,7 +58,6 @@ class Branch(nn.ModuleList):
         return heard
 
     def forward(self, x: Tensor, arguments: list[tuple[tuple, dict]]) -> Tensor:
-        """The last block's output, in the trunk's layout."""
         for block, (args, kwargs) in zip(self, arguments):
             if self.grad_checkpointing:
                 x = checkpoint(block, x, *args, use_reentrant=False, **kwargs)

@@ -42,7 +42,6 @@ class HFText(Encoder):
             self.transformer.pooler = None  # BERT's, which no other head reads
 
     def features(self, tokens: Tensor) -> BothFeatures:
-        """(B, L) int64 -> features with L tokens."""
         branch = self.uncertainty_layers
         if branch is not None:
             branch.listen()
@@ -57,12 +56,10 @@ class HFText(Encoder):
         return mean, Features(unc, self._pool(unc, mask), mask)
 
     def trim(self, tokens: Tensor) -> Tensor:
-        """(B, L) tokens without the columns in which every text is padding."""
         position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         return tokens[:, : max(1, int((position * (tokens != self.pad_id)).max()))]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute layers in the backward pass."""
         if self.uncertainty_layers is not None:
             self.uncertainty_layers.grad_checkpointing = enable
         if enable:
@@ -71,7 +68,6 @@ class HFText(Encoder):
             self.transformer.gradient_checkpointing_disable()
 
     def in_stem(self, name: str) -> bool:
-        """The embeddings."""
         return name.startswith("transformer.") and "embed" in name and self.place(name) == ("trunk", 0)
 
     def _pool(self, tokens: Tensor, mask: Tensor) -> Tensor:

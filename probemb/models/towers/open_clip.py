@@ -129,7 +129,6 @@ class ImageTransformer(TransformerTower, VisionTransformer):
 
     @property
     def n_tokens(self) -> int:
-        """T, the class token included."""
         height, width = self.grid_size  # not the positions' shape: ZeRO-3 takes parameters away between two passes
         return height * width + 1
 
@@ -207,7 +206,6 @@ class TextTransformerTower(TransformerTower, TextTransformer):
 
     @property
     def required_parts(self) -> int:
-        """A start and an end token, in towers that look for the end."""
         return 2 if self._ends else 0
 
     def parts(self, tokens: Tensor) -> Parts:

@@ -67,7 +67,6 @@ class RegionTower(Encoder):
         self.add_heads(o, width, width, own_projection=width == o.embed_dim)
 
     def features(self, regions: Tensor) -> BothFeatures:
-        """(B, R, F) -> features with R tokens."""
         mask = existing(regions)
         x = regions.to(self.maps[0].weight.dtype)
         for linear in self.maps[:-1]:
@@ -100,7 +99,6 @@ class RegionTower(Encoder):
         return inputs if of_tokens else inputs.sum(1) / existing(inputs).sum(1, keepdim=True)
 
     def target_width(self, of_tokens: bool) -> int:
-        """F."""
         return self.region_shape[1]
 
 

@@ -51,7 +51,6 @@ class SmallCNN(Encoder):
         self.add_heads(o, widths[-1], widths[-1])
 
     def features(self, pixels: Tensor) -> BothFeatures:
-        """(B, 3, H, W) -> features with T tokens, row by row."""
         x = self.stem(self.normalized(pixels, self.stem[0].weight.dtype))
         shared = len(self.stages) - len(self.branch or ())
         for stage in self.stages[:shared]:

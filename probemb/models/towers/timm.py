@@ -78,7 +78,6 @@ class TimmTower(Encoder):
         self.train(self.training)
 
     def features(self, pixels: Tensor) -> BothFeatures:
-        """(B, 3, H, W) -> features with T tokens."""
         branch = self.uncertainty_blocks
         if branch is not None:
             branch.listen()
@@ -92,7 +91,6 @@ class TimmTower(Encoder):
         return mean, Features(unc_tokens, self._pool(unc_tokens))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks, where timm can do so for this model."""
         if self.uncertainty_blocks is not None:
             self.uncertainty_blocks.grad_checkpointing = enable
         try:
@@ -107,7 +105,6 @@ class TimmTower(Encoder):
         return Place("trunk", self._depths.get(name, 0)) if place.part == "trunk" else place
 
     def in_stem(self, name: str) -> bool:
-        """True for what is in the deepest group."""
         return self._depths.get(name, 0) == max(self._depths.values(), default=0) > 0
 
     @cached_property

@@ -69,7 +69,6 @@ class WordTower(Encoder):
         return Parts(optional, torch.zeros_like(optional))
 
     def trim(self, tokens: Tensor) -> Tensor:
-        """(B, T) without the columns behind the longest text."""
         longest = int((tokens != PADDING).sum(1).max()) if len(tokens) else 1
         return tokens[:, : max(1, longest)]
 
@@ -158,7 +157,6 @@ class GRUShape:
 
     @property
     def averaged(self) -> bool:
-        """True if states are the mean of two directions."""
         return self.bidirectional and self.directions == "averaged"
 
 
