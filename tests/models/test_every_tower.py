@@ -66,6 +66,8 @@ def test_a_single_file_is_the_whole_model(made, tmp_path):
     alone = (tmp_path / "run" / "model" / "model.safetensors").rename(tmp_path / "alone.safetensors")
     loaded, tokenizer, _ = load_model(alone)
     assert torch.equal(tokenizer(TEXTS), tokens)
+    assert loaded.config == model.config
+    assert list(loaded.state_dict()) == list(model.state_dict())
     for ours, theirs in zip(model(images, tokens)[:2], loaded(images, tokens)[:2]):
         assert_close(ours.mean, theirs.mean, rtol=0, atol=1e-6)
         assert_close(ours.log_var, theirs.log_var, rtol=0, atol=1e-5)
