@@ -20,10 +20,10 @@ from torch import Tensor
 from probemb.data.boxes.geometry import Box
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.compositions.dataset import Compositions
-from probemb.data.failures import BadSample, Failure, Tally
+from probemb.data.failures import BadSample, Failure, Tally, worst_places
 from probemb.data.pixels import stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
-from probemb.data.workers import describe_process, make_loader, naming_ended_workers, starting_workers
+from probemb.data.workers import describe_process, end_workers, make_loader, naming_ended_workers, starting_workers
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # rows
@@ -283,7 +283,7 @@ class Loader:
         with starting_workers():
             self._batches = iter(self._loader)
         if self._loader.num_workers and self._end is None:  # at exit before multiprocessing joins its children
-            self._end = Finalize(self, self._batches._shutdown_workers, exitpriority=10)
+            self._end = Finalize(self, end_workers, args=(self._batches,), exitpriority=10)
         while True:
             began = time.perf_counter()
             with naming_ended_workers(self._loader.num_workers):
@@ -293,10 +293,10 @@ class Loader:
                 return
             tally = self._tally
             if tally.add(len(self.rows.share), failures):
-                named = "; ".join(f"{name}: {failure.reason}" for name, failure in tally.worst())
                 raise UserError(
                     f"The images of {tally.failed} of {tally.read} {self.rows.what} cannot be used "
-                    f"({tally.failed / tally.read:.1%}, allowed are {tally.share:.1%}): {named}.",
+                    f"({tally.failed / tally.read:.1%}, allowed are {tally.share:.1%}): "
+                    f"{worst_places([tally.failures])[1]}.",
                     "Repair these images or leave them out, or allow a larger failure share.",
                 )
             if isinstance(batch, UserError):

@@ -34,7 +34,7 @@ from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Processes
 from probemb.data import scenes
 from probemb.data.shards.index import Shard, file_sha256, read_index, write_index
-from probemb.data.shards.writer import encode_captions, tar_writer
+from probemb.data.shards.samples import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.progress import progress

@@ -32,7 +32,7 @@ from probemb.data.compositions.tuples import COMBINATIONS
 from probemb.data.scenes import composed
 from probemb.data.scenes.predicates import Caption, Mention
 from probemb.data.scenes.world import Scene
-from probemb.data.shards.writer import encode_captions
+from probemb.data.shards.samples import encode_captions
 
 CAPTIONS = 5  # of an image in regions/ and entities/, as the published files have
 Box = tuple[float, float, float, float]

@@ -34,9 +34,16 @@ from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.shards.columns import TYPES, key_hash, score_column, write_columns
 from probemb.data.shards.index import INDEX_NAME, Shard, file_sha256, read_index, read_index_file, write_index
-from probemb.data.shards.samples import SampleSpan, group_members, list_samples, parse_sample, read_sample, sort_groups
+from probemb.data.shards.samples import (
+    SampleSpan,
+    copy_samples,
+    group_members,
+    list_samples,
+    parse_sample,
+    read_sample,
+    sort_groups,
+)
 from probemb.data.shards.tar import walk_tar
-from probemb.data.shards.writer import copy_samples
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.machine import cores

@@ -27,7 +27,7 @@ from probemb.cli.ranges import Count, Share
 from probemb.data.boxes import PhraseDataset, find_phrases
 from probemb.data.boxes.geometry import enclosing
 from probemb.data.failures import BadSample
-from probemb.data.shards.writer import encode_captions, tar_writer
+from probemb.data.shards.samples import encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop, phrase_overlaps, scale_of
 from probemb.progress import progress

@@ -55,26 +55,16 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of how a `Stream` orders and loads its samples.
+    """How a `Stream` orders and loads its samples: as the options `data.*` (see `pretrain.config.Data`), and
 
-    Args:
-        batch_size: the global batch, over all ranks.
-        lanes, window, seed: see `Order`. A run keeps them.
-        caption: which of a sample's captions: "random" draws one per epoch, "first" takes the first.
-        workers: processes that prepare batches, two ahead; 0 prepares them in this one. Each batch ahead, and one more,
-            has rows · 3·H·W bytes of shared memory, or four times that of float32.
-        pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
-        draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
-            enough pixels even then: faster, but not bit-identical where it applies.
-        failure_share: the run stops when more than this share of all ranks' samples cannot be used,
-        failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
-        exif: turn images as their EXIF orientation says.
-        verify_hash: compare the SHA-256 of each shard with its index when it is opened; the run stops at a difference.
-        cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
-            temporary one that ends with the stream.
-        cache_gib: its largest size.
-        filter: rules that a sample must meet; none by default.
-        fetch: retries and timeouts of remote shards.
+    batch_size       the global batch, over all ranks
+    workers          processes that prepare two batches ahead, in rows · 3·H·W bytes of shared memory for each and one
+                     more (four times that of float32); 0 prepares them in this one
+    pin_memory       put batches into page-locked memory, for an asynchronous copy to a GPU
+    draft            decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop
+                     has enough pixels even then: faster, but not bit-identical where it applies
+    failure_minimum  samples of all ranks, or a whole epoch, from which on the failure share counts
+    fetch            retries and timeouts of remote shards
     """
 
     batch_size: int
@@ -224,11 +214,6 @@ class Stream:
         if not folder:
             folder, self._remove_cache = temporary_folder()
         return ShardCache(Path(folder), limit, self.settings.fetch)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self.order.locate(self.samples_seen)[0]
 
     @property
     def identity(self) -> dict[str, int | str]:

@@ -57,10 +57,6 @@ class Tally:
         """True if these numbers, perhaps of all processes, exceed the share."""
         return read >= self.judged_from and failed > self.share * read
 
-    def worst(self) -> list[tuple[str, Failure]]:
-        """The five places with the most failures."""
-        return sorted(self.failures.items(), key=lambda item: -item[1].count)[:_WORST]
-
 
 def describe_failures(of_ranks: Sequence[Mapping[str, Failure]], what: str, places: str) -> list[str]:
     """Lines about the failures of all ranks, the worst places first; empty without failures."""

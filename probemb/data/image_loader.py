@@ -17,8 +17,12 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from PIL import Image
+
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
+from probemb.data.pixels import stack
 from probemb.data.shards.index import expand_braces, read_index
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.data.shards.tar import Member, walk_tar
@@ -26,9 +30,6 @@ from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-
     from probemb.data.boxes.geometry import Box
 
 
@@ -67,18 +68,15 @@ class Images:
 
     def part(self, index: int, box: Box | None) -> Image.Image:
         """The part of an image in a box of its stored pixels; None for all of it. Raises BadSample."""
-        return cropped(self.open(index), box)
-
-
-def cropped(image: Image.Image, box: Box | None) -> Image.Image:
-    """The crop in whole pixels, all that the box touches. Raises BadSample: the box does not lie in the image."""
-    if box is None:
-        return image
-    left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
-    right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))
-    if right <= left or bottom <= top:
-        raise BadSample(f"the box {tuple(round(at) for at in box)} lies outside of its {image.width}x{image.height}")
-    return image.crop((left, top, right, bottom))
+        image = self.open(index)
+        if box is None:
+            return image
+        left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))  # all pixels that the box touches
+        right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))
+        if right <= left or bottom <= top:
+            place = tuple(round(at) for at in box)
+            raise BadSample(f"the box {place} lies outside of its {image.width}x{image.height}")
+        return image.crop((left, top, right, bottom))
 
 
 def read_place(place: Place) -> bytes:
@@ -100,10 +98,8 @@ def read_place(place: Place) -> bytes:
 
 
 def find_tars(data: str | Path) -> list[Path]:
-    """Tars of a folder (those of its index.json, if any), of a pattern with wildcards and braces, or one tar; may be
-    empty.
-
-    Raises UserError if only some of the names of a brace range exist.
+    """Tars of a folder (those of its index.json, if any), of a pattern with wildcards and braces, or one tar; perhaps
+    none. Raises UserError if only some of the names of a brace range exist.
     """
     path = Path(data)
     if path.is_dir():
@@ -140,17 +136,12 @@ def in_both(these: Images, those: Images) -> list[str]:
 def image_digest(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
     """Size and digest of an image's last bytes; None if it cannot be read."""
     try:
-        fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
+        size = os.path.getsize(place.file) if place.size < 0 else place.size
+        tail = min(size, length)
+        data = read_place(Place(place.name, place.file, place.offset + size - tail, tail))
+    except (OSError, BadSample):
         return None
-    try:
-        size = os.fstat(fd).st_size if place.size < 0 else place.size
-        read = min(size, length)
-        return size, hashlib.blake2b(os.pread(fd, read, place.offset + size - read), digest_size=16).digest()
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+    return size, hashlib.blake2b(data, digest_size=16).digest()
 
 
 class _Decoded:
@@ -174,19 +165,15 @@ class _Decoded:
 
 
 def _collate(rows: list):
-    from probemb.data.pixels import stack
-
     good = [(index, pixels) for index, pixels, _ in rows if pixels is not None]
     bad = [(index, why) for index, pixels, why in rows if pixels is None]
     return [index for index, _ in good], stack([pixels for _, pixels in good]) if good else None, bad
 
 
 class ImageBatches:
-    """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` list the used and unusable
-    ones.
+    """Batches of pixels (B, 3, H, W) of every readable image; `kept` and `bad` list the used and unusable ones.
 
-    Raises UserError during iteration as soon as more than `max_bad` of all images are unusable; it names the `option`
-    that allows more.
+    Raises UserError as soon as more than `max_bad` of all images are unusable; it names the `option` that allows more.
     """
 
     def __init__(
@@ -199,8 +186,6 @@ class ImageBatches:
         self.bad = list(images.bad)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        import torch
-
         self.kept.clear()
         self.bad[:] = self.images.bad
         self._refuse_too_many()

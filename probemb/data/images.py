@@ -6,12 +6,12 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+from PIL.Image import Transpose
 
 from probemb.data.failures import BadSample
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
@@ -20,6 +20,10 @@ MAX_SCANS = 100  # of a JPEG; encoders write about ten, and each costs a pass ov
 MAX_MARKERS = 1000
 ORIENTATION = 0x0112  # EXIF's tag
 UPRIGHT, SIDEWAYS = 1, (5, 6, 7, 8)  # its values; width and height of the sideways ones are exchanged
+_TURNS = (
+    Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM, Transpose.TRANSPOSE,
+    Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90,
+)  # fmt: skip
 _SCAN, _END = 0xDA, 0xD9  # markers of a JPEG
 _BARE = {0x00, 0x01, 0xFF, *range(0xD0, 0xD9)}  # without a segment: stuffing, fill and restarts among them
 _BEFORE_SCANS = re.compile(rb"\xff.", re.DOTALL)
@@ -53,7 +57,8 @@ def decode_image(
         image.load()
         if exif and image.format == "PNG":  # EXIF may follow the pixels
             orientation = _orientation(image)
-        return _turned(_to_rgb(image), orientation)
+        image = _to_rgb(image)
+        return image if orientation == UPRIGHT else image.transpose(_TURNS[orientation - 2])
 
 
 def _markers(data: bytes) -> list[int]:
@@ -75,8 +80,6 @@ def _markers(data: bytes) -> list[int]:
 
 def _orientation(image: Image.Image) -> int:
     """EXIF's orientation of an opened image, 1 to 8; upright if it is missing, unknown or unreadable."""
-    from PIL import Image
-
     tags = Image.Exif()
     try:
         tags.load(image.info.get("exif"))
@@ -86,20 +89,8 @@ def _orientation(image: Image.Image) -> int:
     return found if found in range(1, 9) else UPRIGHT
 
 
-def _turned(image: Image.Image, orientation: int) -> Image.Image:
-    from PIL.Image import Transpose as Turn
-
-    if orientation == UPRIGHT:
-        return image
-    turns = (Turn.FLIP_LEFT_RIGHT, Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM, Turn.TRANSPOSE)
-    turns += (Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90)
-    return image.transpose(turns[orientation - 2])
-
-
 @contextmanager
 def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
-    from PIL import Image
-
     if data[:2] == b"\xff\xd8" and ((markers := _markers(data)).count(_SCAN) > MAX_SCANS or len(markers) > MAX_MARKERS):
         raise BadSample(f"the image has more than {MAX_SCANS} scans or {MAX_MARKERS:,} markers")
     try:
@@ -120,13 +111,9 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    from PIL import Image
-
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion clips at 255
-        import numpy as np
-
         pixels = np.asarray(image).clip(0, 65535).astype(np.uint32) >> 8
         return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:

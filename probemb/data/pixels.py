@@ -70,29 +70,19 @@ class RandomCrop(RandomResizedCrop):
         return resize(crop, self.size, self.interpolation)
 
     @staticmethod
-    def get_params(
-        img: Image.Image | Tensor, scale: Sequence[float], ratio: Sequence[float]
-    ) -> tuple[int, int, int, int]:
-        """(top, left, height, width), as torchvision draws them at a third of its time."""
-        return random_box(*(img.size if isinstance(img, Image.Image) else (img.shape[-1], img.shape[-2])), scale, ratio)
-
-
-def random_box(width: int, height: int, scale: Sequence[float], ratio: Sequence[float]) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of RandomResizedCrop in an image of this size, of the global random state."""
-    drawn, log_ratio = torch.empty(1), _log(tuple(ratio))
-    for _ in range(10):
-        area = width * height * drawn.uniform_(*scale).item()
-        aspect = drawn.uniform_(*log_ratio).exp().item()
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return torch.randint(height - h + 1, ()).item(), torch.randint(width - w + 1, ()).item(), h, w
-    # None fits: the largest box in the middle whose aspect is allowed.
-    w, h = width, height
-    if width / height < min(ratio):
-        h = round(width / min(ratio))
-    elif width / height > max(ratio):
-        w = round(height * max(ratio))
-    return (height - h) // 2, (width - w) // 2, h, w
+    def get_params(image: Image.Image | Tensor, scale: Sequence[float], ratio: Sequence[float]) -> tuple[int, ...]:
+        """(top, left, height, width), as torchvision draws them, at a third of its time."""
+        width, height = image.size if isinstance(image, Image.Image) else (image.shape[-1], image.shape[-2])
+        drawn, log_ratio = torch.empty(1), _log(tuple(ratio))
+        for _ in range(10):
+            area = width * height * drawn.uniform_(*scale).item()
+            aspect = drawn.uniform_(*log_ratio).exp().item()
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                return torch.randint(height - h + 1, ()).item(), torch.randint(width - w + 1, ()).item(), h, w
+        # None fits: the largest box in the middle whose aspect is allowed.
+        w, h = min(width, round(height * max(ratio))), min(height, round(width / min(ratio)))
+        return (height - h) // 2, (width - w) // 2, h, w
 
 
 @cache

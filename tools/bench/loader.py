@@ -27,7 +27,7 @@ from pretrain.stream.stream import Settings, Stream
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Workers
 from probemb.data.shards.index import Shard, read_index, write_index
-from probemb.data.shards.writer import encode_captions, tar_writer
+from probemb.data.shards.samples import encode_captions, tar_writer
 from probemb.models.inputs import Tokenizer, create_transforms
 from tools.bench.timing import in_turn, report, timer
 

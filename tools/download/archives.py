@@ -31,8 +31,7 @@ from probemb.data.captions.annotations import (
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.remote.sources import FetchPolicy, Remote, TransferState, fetch, is_remote
-from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
-from probemb.data.shards.writer import encode_captions, tar_writer
+from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.progress import progress

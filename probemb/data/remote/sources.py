@@ -33,7 +33,7 @@ import urllib3
 from requests.exceptions import InvalidSchema, InvalidURL, TooManyRedirects
 
 from probemb.data.failures import BadShard
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError
 
 Result = TypeVar("Result")
 WEB = ("http", "https")
@@ -119,21 +119,14 @@ def is_remote(source: str) -> bool:
 
 def check_scheme(remote: Remote) -> None:
     """Raises UserError for an address that cannot be read from; imports the package of its scheme."""
-    if remote.scheme in ("pipe", *WEB):
-        return
     try:
-        fsspec.get_filesystem_class(remote.scheme)
-    except ImportError as error:
+        if remote.scheme not in ("pipe", *WEB):
+            fsspec.get_filesystem_class(remote.scheme)
+    except (ImportError, ValueError) as error:  # the package is missing, or nobody knows the scheme
         raise UserError(
-            f"{remote} needs a package that is not installed: {str(error).rstrip('.')}.",
-            "Install it with pip into the environment of this project.",
-        ) from None
-    except ValueError:
-        known = ["pipe", *WEB, *fsspec.available_protocols()]
-        raise UserError(
-            f"Shards cannot be read from {remote}: '{remote.scheme}:' is not a known source."
-            f"{nearest(remote.scheme, known)}",
-            "Name a folder, an http(s) address, one that fsspec knows (s3://, gs://, …), or pipe:COMMAND.",
+            f"Shards cannot be read from {remote}: {str(error).rstrip('.')}.",
+            "Install its package with pip, or name a folder, an http(s) address, one that fsspec knows (s3://, gs://, "
+            "…), or pipe:COMMAND.",
         ) from None
 
 
@@ -190,9 +183,9 @@ def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> 
         asked = f"{offset}-{offset + size - 1}"
         with _answer(remote.address, {"Range": f"bytes={asked}"}, policy.timeout) as response:
             if response.status_code != 206:
-                raise TransferFailed("the server does not serve parts of files", wait=None)
+                raise TransferFailed("the server does not serve parts of files", final=True)
             if not response.headers.get("Content-Range", "").startswith(f"bytes {asked}/"):
-                raise TransferFailed("the server answers with another range than it was asked for", wait=None)
+                raise TransferFailed("the server answers with another range than it was asked for", final=True)
             sink.write(_chunks(response.raw))
 
     def attempt() -> bytes:
@@ -206,11 +199,11 @@ def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> 
 
 
 class TransferFailed(Exception):
-    """A failed attempt; `wait`: seconds that the server asks to wait, or None if no attempt can succeed."""
+    """A failed attempt; `final`: another cannot succeed."""
 
-    def __init__(self, reason: str, wait: float | None = 0.0, code: int | None = None):
+    def __init__(self, reason: str, final: bool = False, code: int | None = None):
         super().__init__(reason)
-        self.wait, self.code = wait, code
+        self.final, self.code = final, code
 
 
 class _Sink:
@@ -265,7 +258,7 @@ class _Sink:
                 if self._given_up:
                     raise TransferFailed("given up")
                 if self.file.tell() + len(data) > self.limit:
-                    raise TransferFailed(f"it has more than the expected {self.limit:,} bytes", wait=None)
+                    raise TransferFailed(f"it has more than the expected {self.limit:,} bytes", final=True)
                 try:
                     view = memoryview(data)
                     while view:
@@ -287,22 +280,22 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def _retry(attempt: Callable[[], Result], remote: Remote, policy: FetchPolicy) -> Result:
-    reason, pause = "", 0.0
-    for number in range(policy.attempts):
-        if number:
-            backoff = min(LONGEST_PAUSE, policy.backoff * 2 ** (number - 1)) * random.SystemRandom().uniform(0.5, 1)
-            time.sleep(max(backoff, min(pause, LONGEST_PAUSE)))
+    for number in range(1, policy.attempts + 1):
+        final = False
         try:
             return attempt()
         except TransferFailed as error:
-            reason, pause = str(error), error.wait
+            reason, final = str(error), error.final
         except TimeoutError:
-            reason, pause = f"no answer in {policy.timeout:g} s", 0.0
+            reason = f"no answer in {policy.timeout:g} s"
         except OSError as error:  # also of requests
-            reason, pause = _describe(error), 0.0
+            reason = _describe(error)
         reason = remote.hide(" ".join(reason.split()))[:LONGEST_REASON]
-        if pause is None or policy.attempts == 1:
+        if final or policy.attempts == 1:
             raise BadShard(f"{remote}: cannot be fetched ({reason})") from None
+        if number < policy.attempts:
+            pause = min(LONGEST_PAUSE, policy.backoff * 2 ** (number - 1))
+            time.sleep(pause * random.SystemRandom().uniform(0.5, 1))
     raise BadShard(f"{remote}: cannot be fetched in {policy.attempts} attempts (the last: {reason})")
 
 
@@ -315,17 +308,14 @@ def _answer(address: str, headers: dict[str, str], timeout: float) -> Iterator[r
         try:
             response = session.get(address, headers=headers, stream=True, timeout=timeout)
         except (InvalidURL, InvalidSchema, ValueError):  # whose messages may hold a password
-            raise TransferFailed(_INVALID, wait=None) from None
+            raise TransferFailed(_INVALID, final=True) from None
         except TooManyRedirects:
-            raise TransferFailed(f"more than {MOST_REDIRECTS} redirects", wait=None) from None
+            raise TransferFailed(f"more than {MOST_REDIRECTS} redirects", final=True) from None
         except requests.Timeout:
             raise TimeoutError from None
         if not response.ok:
-            asked = response.headers.get("Retry-After", "")
-            pause = float(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0.0
-            passing = response.status_code >= 500 or response.status_code in _TEMPORARY
-            reason = f"HTTP {response.status_code} {response.reason}"
-            raise TransferFailed(reason, pause if passing else None, response.status_code)
+            code = response.status_code
+            raise TransferFailed(f"HTTP {code} {response.reason}", code < 500 and code not in _TEMPORARY, code)
         try:
             yield response
         except urllib3.exceptions.TimeoutError:

@@ -69,7 +69,12 @@ def read_index(
     """
     if isinstance(source, (str, os.PathLike)):
         source = [source]
-    shards = [shard for one in source for shard in _read_source(one, policy)]
+    shards = []
+    for one in source:
+        remote = Remote(one) if isinstance(one, str) and is_remote(one) else None
+        if remote:
+            check_scheme(remote)
+        shards += (_read_commands if remote and remote.scheme == "pipe" else _read_source)(one, policy)
     if not shards:
         raise UserError("The list of shards is empty.", "Name at least one folder or pattern of webdataset shards.")
     refuse_repeats(shards)
@@ -112,71 +117,45 @@ def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
     return path
 
 
-def _read_source(given: str | os.PathLike, policy: FetchPolicy) -> list[Shard]:
-    source, path = os.fspath(given), Path(given)
-    if isinstance(given, str) and is_remote(given):
-        check_scheme(Remote(given))
-        return _read_commands(given, policy) if Remote(given).scheme == "pipe" else _read_remote(given, policy)
-    if not source.strip():
-        raise UserError("The data path is empty.", "Name a folder of webdataset shards.")
-    if path.is_dir():
-        return _check_files(read_index_file(path), path)
-    if path.is_file() and path.name == INDEX_NAME:
-        return _check_files(read_index_file(path.parent), path.parent)
-    return _read_pattern(source)
-
-
-def _read_pattern(pattern: str) -> list[Shard]:
-    """The shards of indexed folders that a path with braces and wildcards selects."""
-    names = expand_braces(pattern)
-    indexes: dict[Path, dict[str, Shard]] = {}
-    chosen: dict[Path, Shard] = {}
-    for name in map(Path, names):
-        folder, wild = name.parent, any(mark in name.name for mark in "*?[")
-        if not (folder.is_dir() if wild else name.exists()):
-            raise UserError(f"The data path {name} does not exist.", f"Check the spelling, or {_SCENES}.")
+def _read_source(source: str | os.PathLike, policy: FetchPolicy) -> list[Shard]:
+    """The shards of indexed folders that a path or address with braces and wildcards selects."""
+    indexes: dict[Path | Remote, dict[str, Shard]] = {}
+    chosen: dict[Path | Remote, Shard] = {}
+    for address in [os.fspath(source)] if os.path.exists(source) else expand_braces(os.fspath(source)):
+        folder, name = _split(address)
         if folder not in indexes:
-            indexes[folder] = {shard.name: shard for shard in read_index_file(folder)}
-        index = indexes[folder]
-        found = _choose(index, name.name, str(folder / INDEX_NAME), f"`{_index_command(folder)}`")
+            if isinstance(folder, Path):
+                shards = read_index_file(folder)
+            else:
+                shards = _fetch_index(folder.beside(INDEX_NAME), folder.beside, policy)
+            indexes[folder] = {shard.name: shard for shard in shards}
+        found = [indexes[folder][name]] if name in indexes[folder] else []
+        if not found and any(mark in name for mark in "*?["):
+            found = [shard for shard in indexes[folder].values() if fnmatch.fnmatchcase(shard.name, name)]
+        if not found:
+            remedy = "Correct the pattern, or bring the index up to date with `python -m tools.shards index`."
+            raise UserError(f"No shard of the index in {folder} fits {name}.", remedy)
         chosen.update((shard.path, shard) for shard in found)
-    for folder in indexes:
-        _check_files([shard for shard in chosen.values() if shard.path.parent == folder], folder)
+    for shard in chosen.values():
+        if isinstance(shard.path, Path):
+            _check_file(shard)
     return list(chosen.values())
 
 
-def _choose(index: dict[str, Shard], name: str, label: str, command: str) -> list[Shard]:
-    """The shards of an index that match a name, possibly with wildcards."""
-    if name in index:
-        return [index[name]]
-    wild = any(mark in name for mark in "*?[")
-    found = [shard for shard in index.values() if wild and fnmatch.fnmatchcase(shard.name, name)]
-    if not found:
-        raise UserError(
-            f"No shard of {label} fits {name}.", f"Correct the pattern, or bring the index up to date with {command}."
-        )
-    return found
-
-
-def _read_remote(source: str, policy: FetchPolicy) -> list[Shard]:
-    """The shards in remote folders that an address with braces and wildcards selects."""
-    indexes: dict[str, dict[str, Shard]] = {}
-    chosen: dict[Remote, Shard] = {}
-    for address in expand_braces(source):
-        whole, query = Remote(address).split()
-        folder, _, name = whole.rpartition("/")
-        if "/" not in whole.partition("://")[2]:  # a host alone
-            folder, name = whole, "*"
-        elif name == INDEX_NAME or not (name.endswith(".tar") or any(mark in name for mark in "*?[")):
-            folder, name = (folder if name == INDEX_NAME else whole), "*"
-        base = Remote(folder + query)
-        if base.address not in indexes:
-            rows = _fetch_index(base.beside(INDEX_NAME), base.beside, policy)
-            indexes[base.address] = {shard.name: shard for shard in rows}
-        command = "`python -m tools.shards index` and copy it there"
-        found = _choose(indexes[base.address], name, str(base.beside(INDEX_NAME)), command)
-        chosen.update((shard.path, shard) for shard in found)
-    return list(chosen.values())
+def _split(address: str) -> tuple[Path | Remote, str]:
+    """The folder of an index, and a pattern for the names of its shards."""
+    if not is_remote(address):
+        if not address.strip():
+            raise UserError("The data path is empty.", "Name a folder of webdataset shards.")
+        path = Path(address)
+        return (path, "*") if path.is_dir() else (path.parent, "*" if path.name == INDEX_NAME else path.name)
+    whole, query = Remote(address).split()
+    folder, _, name = whole.rpartition("/")
+    if "/" not in whole.partition("://")[2]:  # a host alone
+        folder, name = whole, "*"
+    elif name == INDEX_NAME or not (name.endswith(".tar") or any(mark in name for mark in "*?[")):
+        folder, name = (folder if name == INDEX_NAME else whole), "*"
+    return Remote(folder + query), name
 
 
 def _read_commands(source: str, policy: FetchPolicy) -> list[Shard]:
@@ -213,21 +192,17 @@ def _fetch_index(remote: Remote, beside: Callable[[str], Remote], policy: FetchP
     return _parse_index(content, str(remote), beside, remedy)
 
 
-def _index_command(folder: Path) -> str:
-    return f"python -m tools.shards index {shlex.quote(str(folder))}"
-
-
 def read_index_file(folder: Path) -> list[Shard]:
     """All shards with at least one sample in `folder/index.json`; the files themselves are not checked."""
-    path = folder / INDEX_NAME
-    rebuild = f"Rebuild it with `{_index_command(folder)}`."
+    path, command = folder / INDEX_NAME, f"`python -m tools.shards index {shlex.quote(str(folder))}`"
+    if not folder.is_dir():
+        raise UserError(f"The data path {folder} does not exist.", f"Check the spelling, or {_SCENES}.")
     if not path.is_file():
         if any(folder.glob("*.tar")):
-            remedy = f"Make it with `{_index_command(folder)}`."
-            raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
+            raise UserError(f"{folder} holds shards, but no index.json beside them.", f"Make it with {command}.")
         raise UserError(f"{folder} holds no webdataset shards.", f"Name the folder of the .tar files, or {_SCENES}.")
     with open(path, "rb") as file:
-        return _parse_index(file.read(MAX_INDEX_BYTES + 1), str(path), folder.joinpath, rebuild)
+        return _parse_index(file.read(MAX_INDEX_BYTES + 1), str(path), folder.joinpath, f"Rebuild it with {command}.")
 
 
 def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remote], rebuild: str) -> list[Shard]:
@@ -262,14 +237,13 @@ def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remot
     return shards
 
 
-def _check_files(shards: list[Shard], folder: Path) -> list[Shard]:
-    rebuild = f"If the shards are correct, bring the index up to date with `{_index_command(folder)}`."
-    for shard in shards:
-        try:
-            size = shard.path.stat().st_size
-        except OSError:
-            what = f"{folder / 'index.json'} names {shard.name}, which is missing or cannot be read."
-            raise UserError(what, rebuild) from None
-        if size != shard.bytes:
-            raise UserError(f"{shard.path} has {size:,} bytes, but its index says {shard.bytes:,}.", rebuild)
-    return shards
+def _check_file(shard: Shard) -> None:
+    command = f"`python -m tools.shards index {shlex.quote(str(shard.path.parent))}`"
+    remedy = f"If the shards are correct, bring the index up to date with {command}."
+    try:
+        size = shard.path.stat().st_size
+    except OSError:
+        what = f"{shard.path.parent / INDEX_NAME} names {shard.name}, which is missing or cannot be read."
+        raise UserError(what, remedy) from None
+    if size != shard.bytes:
+        raise UserError(f"{shard.path} has {size:,} bytes, but its index says {shard.bytes:,}.", remedy)

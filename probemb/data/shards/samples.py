@@ -4,16 +4,23 @@ A walk over the tar's headers finds the samples, so that a reader can seek to an
 untrusted: sizes are checked before they are used, and unusable data raises `BadShard` or `BadSample` with the reason.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from probemb.data.failures import BadSample
 from probemb.data.shards.tar import Member, walk_tar
+from probemb.files import replace_file
+
+if TYPE_CHECKING:
+    from webdataset import TarWriter
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 TEXT_EXTENSIONS = ("txt", "json", "cls")
@@ -154,3 +161,26 @@ def _parse_class(data: bytes) -> int:
     if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", data):
         raise BadSample("the cls is not a class index (a whole number from 0 on)")
     return int(data)
+
+
+def tar_writer(file: BinaryIO) -> TarWriter:
+    """webdataset's writer of samples {"__key__", extension: bytes}; the same samples give the same bytes."""
+    from webdataset import TarWriter  # which imports torch
+
+    return TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0)
+
+
+def copy_samples(shard: BinaryIO, spans: Iterable[SampleSpan], path: Path) -> None:
+    """Some samples of an open shard as the shard `path`, which is replaced atomically."""
+
+    def write(aside: Path) -> None:
+        with open(aside, "wb") as file, tar_writer(file) as tar:
+            for span in spans:
+                tar.write({"__key__": span.key, **read_sample(shard.fileno(), span)})
+
+    replace_file(path, write)
+
+
+def encode_captions(captions: Iterable[str]) -> bytes:
+    """The content of KEY.txt: one caption per line; line breaks inside a caption become blanks."""
+    return "\n".join(" ".join(caption.split()) for caption in captions).encode("utf-8", "replace")

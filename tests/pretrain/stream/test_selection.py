@@ -16,7 +16,7 @@ from pretrain.stream.filter import Filter, KeyList, Selection
 from pretrain.stream.stream import Settings, Stream
 from probemb.data.shards.columns import key_hash
 from probemb.data.shards.index import Shard, read_index
-from probemb.data.shards.writer import tar_writer
+from probemb.data.shards.samples import tar_writer
 from probemb.errors import UserError
 from tools.shards import main
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from pretrain.stream.stream import Settings, Stream
 from probemb.data.shards.index import Shard
-from probemb.data.shards.writer import tar_writer
+from probemb.data.shards.samples import tar_writer
 from probemb.errors import UserError
 from tests.imagesite import bomb
 
