@@ -293,7 +293,7 @@ def test_a_rank_without_text_parts_has_one_unused_text(data):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_many_bad_images_stop_the_run(tmp_path, workers):
     captioned = make(tmp_path / "a.tar", bad=(1, 5))
-    told = r"images of 6 of 36 pairs .*16\.7%, allowed are 5\.0%\): .*00[15]: the image can"
+    told = r"images of 6 of 36 pairs .*16\.7%, allowed are 5\.0%\): .*00[15]: 3 \(the image can"
     with pytest.raises(UserError, match=told):
         batches(captioned, batch_size=6, workers=workers)
     with pytest.raises(UserError, match="Not one image of a whole batch of 8"):

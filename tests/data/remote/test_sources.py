@@ -1,13 +1,16 @@
 """Fetching from real servers and commands that fail, stall, cut off and lie."""
 
 import json
+import socket
+import threading
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.sources import FetchPolicy, Remote, fetch
+from probemb.data.remote.sources import FetchPolicy, Remote, fetch, fetch_range
 from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.webserver import serve
@@ -133,3 +136,80 @@ def test_a_password_is_not_shown(rest):
     with pytest.raises(UserError) as error:
         read_index(f"http://me:gehe*im@{rest}", FetchPolicy(attempts=1, timeout=1))
     assert "gehe" not in error.value.what + error.value.remedy
+
+
+SHORT = FetchPolicy(attempts=1, timeout=0.5)
+LATE = 8  # seconds after which a request that should have ended counts as hanging, on a busy machine
+SECRET = "pass%2Fw%40rd"
+
+
+@contextmanager
+def listening(answer):
+    """A server on the loopback whose every connection is given to `answer`; yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def work() -> None:
+            with suppress(OSError):
+                while True:
+                    connection = server.accept()[0]
+                    threading.Thread(target=speak, args=(connection,), daemon=True).start()
+
+        def speak(connection) -> None:
+            with suppress(OSError), connection:
+                connection.recv(1 << 16)
+                answer(connection)
+
+        threading.Thread(target=work, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/a.tar"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "again"),
+    [
+        (b"HTTP/1.1 200 ", b"O"),
+        (b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-3/4\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+    ],
+)
+def test_an_answer_without_an_end(beginning, again, tmp_path):
+    """Never silent, never done."""
+
+    def drip(connection) -> None:
+        connection.sendall(beginning)
+        while True:
+            connection.sendall(again)
+            time.sleep(0.05)
+
+    with listening(drip) as address:
+        for ask in (
+            lambda: fetch_range(Remote(address), 0, 4, SHORT),
+            lambda: got(Remote(address), tmp_path, None, SHORT),
+        ):
+            began = time.monotonic()
+            with pytest.raises(BadShard, match=r"no answer in 0\.5 s"):
+                ask()
+            assert time.monotonic() - began < LATE
+
+
+@pytest.mark.parametrize("location", ["file:///etc/hostname", "gopher://h/?secret"])
+def test_redirects_to_what_is_not_the_web(location, tmp_path):
+    moved = f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
+    with listening(lambda connection: connection.sendall(moved)) as address:
+        with pytest.raises(BadShard, match="no valid web address") as refused:
+            got(Remote(address), tmp_path)
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"http://me:{SECRET}@127.0.0.1:1/a.tar?token=secret",
+        "http://me:hush\N{CARE OF}secret@127.0.0.1:1/a.tar",
+        "nosuch://me:hu/sh@host/a.tar",
+    ],
+)
+def test_no_message_has_a_password(address, tmp_path):
+    with pytest.raises(BadShard) as refused:
+        got(Remote(address), tmp_path, None, FetchPolicy(attempts=2, timeout=20, backoff=0.01))
+    for text in str(refused.value), str(Remote(address)):
+        assert not any(word in text for word in ("hush", "hu/sh", "sh@", SECRET, "secret@", "token"))
