@@ -2,7 +2,6 @@
 
 import io
 
-import numpy as np
 import pytest
 
 from probemb.data.npy import npy_header, read_npy
