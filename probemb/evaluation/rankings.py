@@ -470,11 +470,6 @@ def scores_of(name: str, images: Gaussian, captions: Gaussian, options: RankingO
     return RANKINGS[name].scores(images.to(options.device), captions.to(options.device), options)
 
 
-def describe_ranking(name: str, options: RankingOptions) -> str:
-    """Short description of a ranking's computation."""
-    return RANKINGS[name].how.format(**vars(options))
-
-
 def title_of(row: dict) -> str:
     """The title of a row of `evaluate_rankings`, with the origin of what was chosen for it: "tolerance, oracle"."""
     title, chosen = RANKINGS[row["ranking"]].title, row.get("chosen", "given")

@@ -25,7 +25,6 @@ from probemb.evaluation.rankings import (
     RankingOptions,
     Scores,
     Tolerance,
-    describe_ranking,
     tolerance_scores,
 )
 from probemb.gaussian import Gaussian
@@ -198,7 +197,7 @@ def evaluate_rankings(
                 found |= plausible
                 values = {side: values[side] | more[side] for side in values}
             about = {
-                "ranking": name, "how": describe_ranking(name, options), "ms_per_query": ranked.ms_per_query,
+                "ranking": name, "how": RANKINGS[name].how.format(**vars(options)), "ms_per_query": ranked.ms_per_query,
                 "index_seconds": ranked.build_seconds,
                 "numbers_per_item": NUMBERS[RANKINGS[name].keeps](pairs.texts, options),
             }  # fmt: skip

@@ -236,8 +236,12 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
     owner, texts = pairs.owner[rows], pairs.texts[rows]
     other = owner.roll(1)
     apart = other != owner  # neighbours in a drawn order may share their image
-    strangers = _lies_in(pairs.images[other[apart]], texts[apart], other[apart]) if apart.any() else None
-    own = {"pairs": len(rows), "lies_in": _lies_in(pairs.images[owner], texts, owner), "lies_in_other": strangers}
+
+    def lie_in(image: Tensor, texts: Gaussian) -> dict[str, float]:
+        return estimate(_shares(own_inclusion(pairs.images[image], texts) > 0, *_clusters(image)))
+
+    strangers = lie_in(other[apart], texts[apart]) if apart.any() else None
+    own = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": strangers}
     if captions.scenes is None:
         return {"own": own, "nested": None}
     rows = _drawn(len(pairs.owner), CAPTIONS, seed)
@@ -285,11 +289,6 @@ def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
     return inside.nonzero(as_tuple=True)
 
 
-def _lies_in(images: Gaussian, texts: Gaussian, image_P: Tensor) -> dict[str, float]:
-    """The share of the images that lie in the texts, row by row; image_P: which image each is."""
-    return estimate(_shares(own_inclusion(images, texts) > 0, *_clusters(image_P)))
-
-
 def _clusters(item_P: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(P,) clusters of pairs with the same item, and the bootstrap's weights, (R, C)."""
     cluster = item_P.unique(return_inverse=True)[1]
@@ -298,10 +297,8 @@ def _clusters(item_P: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def _shares(hit_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> Tensor:
     """The share of hits under every row of weights, (R,) float64."""
-    sums = torch.zeros(weights_RC.shape[1], 2, dtype=torch.float64)
-    sums.index_add_(0, cluster_P, torch.stack([hit_P.double(), torch.ones(len(hit_P), dtype=torch.float64)], 1))
-    hits_R, pairs_R = (weights_RC.double() @ sums).unbind(1)
-    return hits_R / pairs_R
+    hits_C, pairs_C = torch.bincount(cluster_P, hit_P.double()), torch.bincount(cluster_P).double()
+    return (weights_RC.double() @ hits_C) / (weights_RC.double() @ pairs_C)
 
 
 def _drawn(n: int, wanted: int, seed: int) -> Tensor:
