@@ -9,27 +9,25 @@ from __future__ import annotations
 import base64
 import io
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+from torch import Tensor
 
 from probemb.data.failures import BadSample
+from probemb.data.image_loader import Images
 from probemb.files import replace_file, replace_text
 from probemb.reports.figures import GREY, PALETTE, Chart
-from probemb.reports.results import figures_folder, provenance
+from probemb.reports.results import FIGURES, provenance
 from probemb.reports.text import correlations, percent, printable
-
-if TYPE_CHECKING:
-    from PIL import Image
-    from torch import Tensor
-
-    from probemb.data.image_loader import Images
 
 TEMPLATES = Path(__file__).with_name("templates")
 THUMBNAIL = 104  # pixels of the longer side
@@ -63,14 +61,12 @@ class Figure(NamedTuple):
     kind = "figure"
 
 
-def line_figure(
-    name: str, x_label: str, y_label: str, lines: Mapping[str, Sequence], title: str = "", note: str = ""
-) -> Figure:
+def line_figure(name: str, x_label: str, y_label: str, lines: Mapping[str, Sequence], title: str = "") -> Figure:
     """Lines by their names: x, y of every point and, if given, half the length of its error bar."""
     chart = Chart(name, x_label=x_label, y_label=y_label)
     for (label, (xs, ys, *spread)), colour in zip(lines.items(), PALETTE):
         chart.line(xs, ys, label, colour, points=True, spread=spread[0] if spread else None)
-    return Figure(chart, title, note)
+    return Figure(chart, title)
 
 
 def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label: str, title: str = "") -> list[Figure]:
@@ -80,9 +76,8 @@ def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label:
     return [Figure(Chart(name, x_label=x_label, y_label=y_label).bins(bins, things), title, correlations(bins))]
 
 
-def rejection_figure(name: str, curves: Mapping[str, dict | None], y_label: str, title: str) -> list[Figure]:
+def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title: str) -> list[Figure]:
     """Scores of what is left when the least certain are refused (`probemb.metrics.RejectionCurve` as dicts)."""
-    curves = {by: curve for by, curve in curves.items() if curve}
     if not curves:
         return []
     chart = Chart(name, x_label="least certain refused, %", y_label=y_label)
@@ -126,19 +121,16 @@ Block = str | Table | list[Figure] | list[Card]
 
 
 class Page(NamedTuple):
-    """A report: sections (title, blocks), those without blocks left out; tiles (value, title, unit)."""
+    """A report: sections (title, blocks), those without blocks left out."""
 
     title: str
     lead: str
     sections: Sequence[tuple[str, Sequence[Block]]]
-    tiles: Sequence[tuple[str, str, str]] = ()
 
 
 def print_page(page: Page) -> None:
     """Print the paragraphs and tables of its sections."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for block in (block for _, blocks in page.sections for block in blocks):
         if isinstance(block, str) and block:
             print(printable(block))
@@ -148,24 +140,23 @@ def print_page(page: Page) -> None:
         for i, heading in enumerate(block.headings):
             table.add_column(Text(printable(heading)), justify="left" if i < block.left else "right")
         for row in block.rows:
-            if not row:
+            cells = (Cell(one) if isinstance(one, str) else one for one in row)
+            if row:
+                table.add_row(*(Text(printable(text), COLOURS.get(kind, "")) for text, kind in cells))
+            else:
                 table.add_section()
-                continue
-            cells = [Cell(one) if isinstance(one, str) else one for one in row]
-            table.add_row(*(Text(printable(text), COLOURS.get(kind, "")) for text, kind in cells))
         console.print(table)
 
 
 def write_page(file: Path, page: Page, generator: str) -> None:
-    """Write the page, and each of its figures as PDF and PNG to `figures_folder(file)`.
+    """Write the page, and each of its figures as PDF and PNG to FIGURES beside it.
 
-    Raises OSError: a file cannot be written. ValueError: two figures have one name.
+    Raises OSError: a file cannot be written.
     """
-    folder, shown = figures_folder(file), {}
+    folder, shown = file.with_name(FIGURES), {}
 
     def draw(chart: Chart) -> Markup:
-        if shown.setdefault(chart.name, chart) is not chart:
-            raise ValueError(f"two figures are named {chart.name}")
+        shown[chart.name] = chart
         return Markup(chart.svg())
 
     environment = Environment(
@@ -186,10 +177,7 @@ def write_page(file: Path, page: Page, generator: str) -> None:
 
 
 def thumbnail(picture: Image.Image | Tensor, side: int | None = None) -> str:
-    """A small copy of an image as a data URI; shrinks `picture` itself. Empty for regions, which show nothing.
-
-    side: pixels of the longer one.
-    """
+    """A small copy of an image, at most `side` pixels, as a data URI; empty for regions, which show nothing."""
     if not hasattr(picture, "thumbnail"):
         return ""
     picture.thumbnail((side, side) if side else (THUMBNAIL * 2, THUMBNAIL))
@@ -198,10 +186,10 @@ def thumbnail(picture: Image.Image | Tensor, side: int | None = None) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def picture_of(images: Images, index: int, note: str, kind: str = "", side: int | None = None) -> list[Picture]:
+def picture_of(images: Images, index: int, note: str, kind: str = "") -> list[Picture]:
     """An image of a data set in a list, which is empty if its file has changed since it was read."""
     try:
-        return [Picture(thumbnail(images.open(index), side), note, kind)]
+        return [Picture(thumbnail(images.open(index)), note, kind)]
     except BadSample:
         return []
 

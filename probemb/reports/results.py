@@ -14,6 +14,8 @@ from typing import Any
 from probemb.errors import UserError
 from probemb.files import replace_text
 
+FIGURES = "figures"  # folder of a page's figures
+
 
 def results_folder(out: str | None, model: str, name: str, elsewhere: str) -> Path:
     """--out, or `name` in the model's run folder, or the folder `elsewhere` for a model that has none."""
@@ -41,7 +43,7 @@ def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
     for name in names:
         file = folder / name
         if not file.exists():
-            if file.suffix == ".html" and (used := figures_folder(file)).exists() and any(used.iterdir()):
+            if file.suffix == ".html" and (used := folder / FIGURES).exists() and any(used.iterdir()):
                 raise UserError(f"{used} holds files of another origin.", "Name another folder with --out.")
             continue
         ours = False
@@ -50,11 +52,6 @@ def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
                 ours = generator.encode() in opened.read(4096)
         if not ours:
             raise UserError(f"{file} exists and was not written by this command.", "Name another folder with --out.")
-
-
-def figures_folder(page: Path) -> Path:
-    """The folder of a page's figures: `figures` beside report.html, `X-figures` beside another X.html."""
-    return page.with_name("figures" if page.name == "report.html" else f"{page.stem}-figures")
 
 
 def write_json(file: Path, content: dict, generator: str) -> None:

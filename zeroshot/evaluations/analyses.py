@@ -298,7 +298,7 @@ def ellipses(config: EllipsesConfig) -> None:
         wider = float((geometric_sigma(pairs.texts) < sigma).double().mean())
         results["generic"] = {"text": config.generic, "sigma": sigma, "wider_than_captions": wider, **vars(shape)}
         for figure in figures:
-            figure.chart.ellipses(ellipse_rows(shape, [config.generic]), "generic caption, 99 %", RED, wide=True)
+            figure.chart.ellipses(ellipse_rows(shape, [config.generic]), "generic caption, 99 %", RED)
         lines.append(f"generic caption: σ {number(sigma)}, larger than {wider:.0%} of the captions have")
     page = Page(
         "Embeddings in a plane",
