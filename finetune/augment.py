@@ -59,14 +59,11 @@ class Mix(NamedTuple):
 def draw_mix(
     batch: int, height: int, width: int, rng: np.random.Generator | np.random.RandomState, o: MixOptions
 ) -> Mix:
-    """Mixup and CutMix for a batch of images. Source: PCME++ §2.4, §B.2, Table C.4.
+    """Mixup and CutMix for a batch of images, image i with image B−1−i. Source: PCME++ §2.4, §B.2, Table C.4.
 
-    Image i is mixed with image B−1−i, with probability ratio · prob, in mode "batch" all alike or none. CutMix's
-    box has sides √(1 − λ) of the image's around a random centre, cropped to the image; λ ~ Beta(α, α) is then the share
-    of area that is left, and α 0 turns a kind off.
-
-    With a RandomState the draws and their order are those of PCME++'s public code, except that it ignores the ratio if
-    only one kind is on.
+    CutMix's box has sides √(1 − λ) of the image's around a random centre, cropped to the image; λ ~ Beta(α, α) is then
+    the share of area that is left. With a RandomState the draws and their order are those of PCME++'s public code,
+    except that it ignores the ratio if only one kind is on.
     """
     both = o.mixup > 0 and o.cutmix > 0
     lam, use_cutmix = (_draw_batch if o.mode == "batch" else _draw_elements)(batch, rng, o, both)

@@ -266,10 +266,7 @@ class Config:
 
 
 def with_method_file(argv: Sequence[str]) -> list[str]:
-    """The command line with the method's own YAML before all other `--config` files, which win over it.
-
-    `--method` decides, else the `method` of the last `--config` that has one, else pcmepp.
-    """
+    """The command line with the method's own YAML before all other `--config` files, which win over it."""
     method = given("method", argv) or "pcmepp"
     return [f"--config={CONFIGS / f'{method}.yaml'}", *argv] if method in METHODS else list(argv)
 
@@ -280,13 +277,12 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
     recipe, epochs, o = given("epochs", argv, options=False) or Config.epochs, config.epochs, config.optimizer
     if not 0 < epochs < recipe or max(o.freeze_epochs + 1, o.decaying + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
         return config, ""
-    phases = {name: getattr(o, name) for name in ("freeze_epochs", "warmup_epochs", "decay_epochs")}
     fewer = [min(epochs - 1, round(phase * epochs / recipe)) for phase in (o.freeze_epochs, *o.decays)]
     now = {"freeze_epochs": fewer[0], "warmup_epochs": round(o.warmup_epochs * epochs / recipe, 3)}
     if o.schedule == "step":
         now["decay_epochs"] = tuple(fewer[1:]) if isinstance(o.decay_epochs, tuple) else fewer[1]
     now = {name: value for name, value in now.items() if given(f"optimizer.{name}", argv, files=False) is None}
-    told = ", ".join(f"{name} {phases[name]} -> {value}" for name, value in now.items() if value != phases[name])
+    told = ", ".join(f"{name} {getattr(o, name)} -> {now[name]}" for name in now if now[name] != getattr(o, name))
     config = replace(config, optimizer=replace(o, **now))
     return config, f"recipe  of {recipe} epochs, shortened to {epochs}: {told}" if told else ""
 

@@ -31,20 +31,18 @@ JUDGED_FROM = 1000  # rows
 
 class Rows:
     """Data set: (epoch, step) -> this rank's rows of that global batch, collated, or the error, and (name, reason) of
-    images that could not be used. A subclass has
+    images that could not be used. A subclass has `what`, the name of rows,
 
     read(epoch, number)   one row, a function of the seed and the arguments; raises if an image cannot be used
     collate(rows)         a batch
     digest                of the data that batches are made of; a run must be resumed with the same
 
-    Args:
-        number: rows of an epoch. An incomplete last batch is left out of its epoch.
-        transform: PIL image -> (3, H, W) uint8. It may draw from the global random numbers of torch, numpy and
-            Python, which are seeded for every image and restored afterwards.
-        batch_size: the global batch, over all ranks, of which this one reads rows [rank·b, (rank+1)·b).
+    `number` rows are an epoch, without an incomplete last batch. `transform` may draw from the global random numbers of
+    torch, numpy and Python, which are seeded for every image and restored afterwards. `batch_size` is the global one,
+    over all ranks, of which this one reads rows [rank·b, (rank+1)·b).
     """
 
-    what: ClassVar[str]  # the name of rows
+    what: ClassVar[str]
 
     def __init__(self, data, number, transform: Callable, tokenizer: Callable, batch_size, seed=0, rank=0, world=1):
         self.data, self.number, self.batch_size, self.seed = data, number, batch_size, seed
@@ -163,12 +161,12 @@ class Pairs(Rows):
         return digest.hexdigest()[:16]
 
 
-def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> tuple[CaptionDataset, np.ndarray]:
-    """The data with a share of its captions at wrong images, and the image of each caption, (M,) int64.
+def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> CaptionDataset:
+    """The data with a share of its captions at wrong images.
 
     The images of these captions are permuted among themselves: every image keeps its number of captions, and of the
-    floor(ratio · M) captions drawn, a few may return to their own image. Pair p of the result is caption
-    `np.argsort(image_of, kind="stable")[p]` of the clean data. Source: NCR §4.1; PCME++ Table 2 (20 % and 50 %).
+    floor(ratio · M) captions drawn, a few may return to their own image. Source: NCR §4.1; PCME++ Table 2 (20 % and
+    50 %).
     """
     owner = np.array(dataset.owner(), np.int64)
     draw = np.random.RandomState([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, 0x6E6F])
@@ -180,7 +178,7 @@ def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> tuple[
 
     flat = dataset.flat()
     moved = [[flat[caption] for caption in group] for group in groups]
-    return replace(dataset, captions=moved, caption_ids=None, scenes=None), image_of
+    return replace(dataset, captions=moved, caption_ids=None, scenes=None)
 
 
 # -------------------------------------------------------------------------------------------------- composed queries
@@ -198,7 +196,6 @@ class TupleBatch(NamedTuple):
     text_used: Tensor  # (t,) bool: False for the unused row
     target_index: Tensor  # (b,) int64: which image of `Compositions` the target is
     concepts: Tensor  # (b, c) int64: what a correct target has; c = k but for changes of attributes, where it is 1
-    example_index: Tensor  # (b,) int64: which combination, or which source image of changes
 
 
 class Tuples(Rows):
@@ -213,9 +210,8 @@ class Tuples(Rows):
         super().__init__(data, data.n_examples * repeats, *settings, **more)
 
     def read(self, epoch: int, number: int) -> tuple:
-        """Index of the example, the example, its target, and for each part pixels or tokens."""
-        which = number % self.data.n_examples
-        example = self.data.draw(which, stream_of("example", self.seed, epoch, number))
+        """The example, its target, and for each part pixels or tokens."""
+        example = self.data.draw(number % self.data.n_examples, stream_of("example", self.seed, epoch, number))
         target = self.image(example.target, epoch, number, 0)
         parts = [
             self.image(part.image, epoch, number, place, box=part.box)
@@ -223,30 +219,25 @@ class Tuples(Rows):
             else self.tokens(part.text, example.target)
             for place, part in enumerate(example.parts, 1)
         ]
-        return which, example, target, parts
+        return example, target, parts
 
     def collate(self, rows: list) -> TupleBatch:
         images, texts, places = [], [], []
-        for _, example, _, parts in rows:
+        for example, _, parts in rows:
             row = []
             for part, content in zip(example.parts, parts):
                 kind = images if part.is_image else texts
                 row.append(len(kind) if part.is_image else -len(kind) - 1)
                 kind.append(content)
             places.append(row)
-        numbers, examples, targets, _ = map(list, zip(*rows))
+        examples, targets, _ = map(list, zip(*rows))
         used = torch.ones(max(1, len(texts)), dtype=torch.bool)
         if not texts:
             used[0] = False
             texts.append(self.tokens(self.data.concepts[examples[0].concepts[0]], examples[0].target))
+        asked = ([example.target for example in examples], [example.concepts for example in examples])
         return TupleBatch(
-            stack(targets + images),
-            torch.stack(texts),
-            torch.tensor(places),
-            used,
-            torch.tensor([example.target for example in examples]),
-            torch.tensor([example.concepts for example in examples]),
-            torch.tensor(numbers),
+            stack(targets + images), torch.stack(texts), torch.tensor(places), used, *map(torch.tensor, asked)
         )
 
     @property
@@ -305,15 +296,14 @@ class Loader:
 
     @property
     def failures(self) -> dict[str, Failure]:
-        """By name of the image, what this rank could not use since the process started."""
+        """By name of the image, of this rank since the process started."""
         return self._tally.failures
 
     def waiting_for(self) -> str:
         """The workers that prepare batches, with what keeps them from it."""
         workers = enumerate(getattr(self._batches, "_workers", ()))
-        return ", ".join(
-            ["waiting for data", *(f"data-worker-{i} ({describe_process(worker.pid)})" for i, worker in workers)]
-        )
+        named = (f"data-worker-{i} ({describe_process(worker.pid)})" for i, worker in workers)
+        return ", ".join(["waiting for data", *named])
 
     def close(self) -> None:
         """End the workers; dropping the loader or ending the interpreter does the same."""
@@ -324,9 +314,8 @@ class Loader:
 def refuse_unusable(data: CaptionDataset | Compositions, share: float) -> None:
     """Raise UserError if images are missing, or listing found more than this share of samples unusable."""
     bad, total = data.images.bad, len(data) + len(data.images.bad)
-    of = f", split '{data.split}'," if data.split else ""
     if len(bad) > share * total:
         raise UserError(
-            f"{len(bad)} of {total} samples of {data.source}{of} cannot be used ({bad[0][0]}: {bad[0][1]}).",
+            f"{len(bad)} of {total} samples of {data.source} cannot be used ({bad[0][0]}: {bad[0][1]}).",
             "Repair them or leave their shards out, or allow a larger failure share.",
         )

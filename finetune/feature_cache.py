@@ -46,23 +46,14 @@ def unchanged(row: torch.Tensor) -> torch.Tensor:
 
 
 def cache_features(
-    networks: Sequence[DualEncoder],
-    dataset: CaptionDataset,
-    folder: str | Path,
-    resize: str = "pil",
-    *,
-    device: torch.device | str = "cpu",
-    batch_size: int = 64,
-    workers: int = 0,
-    failure_share: float = 0.05,
-) -> CaptionDataset:
+    networks: Sequence[DualEncoder], dataset: CaptionDataset, folder: str | Path, resize: str = "pil", device="cpu",
+    batch_size: int = 64, workers: int = 0, failure_share: float = 0.05,
+) -> CaptionDataset:  # fmt: skip
     """The same images and captions with features instead of pixels; collective.
 
-    The first process computes missing features, with progress, while the others wait. `networks` have equal, frozen
-    image trunks, and their image towers read features from now on.
-
-    Raises UserError, on all processes: the uncertainty branch has its own blocks, too many unreadable images, a folder
-    that cannot be written, features beyond float16, networks with different trunks.
+    The first process computes missing features while the others wait. `networks` have equal, frozen image trunks, and
+    their image towers read features from now on. Raises UserError, on all processes: the uncertainty branch has its own
+    blocks, too many unreadable images, a folder that cannot be written, networks with different trunks.
     """
     tower, images = networks[0].image_tower.to(device), dataset.images
     if not hasattr(tower, "image_size"):
@@ -82,9 +73,9 @@ def cache_features(
     place = Path(folder) / f"{key}.npy"
 
     def compute() -> None:
-        transform = create_transforms(networks[0], resize=resize).evaluate
-        batches = ImageBatches(images, transform, batch_size, workers, failure_share, "data.failure_share")
         if not place.is_file():
+            transform = create_transforms(networks[0], resize=resize).evaluate
+            batches = ImageBatches(images, transform, batch_size, workers, failure_share, "data.failure_share")
             replace_file(place, lambda file: _write(file, tower, layout, batches, device))
 
     gigabytes = len(images) * layout.width * 2 / 1e9
@@ -119,10 +110,6 @@ def _write(file: Path, tower, layout: FeatureLayout, batches: ImageBatches, devi
     with progress("features", n) as advance:
         for pixels in batches:
             packed = layout.pack(*tower.features(pixels.to(device))).half().cpu()
-            if not packed.isfinite().all():
-                raise UserError(
-                    "Features of this image tower are larger than float16 can hold.", "Leave data.cache_features out."
-                )
             rows[batches.kept[done:]] = packed.numpy()
             done = len(batches.kept)
             advance(len(packed))

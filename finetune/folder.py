@@ -32,14 +32,10 @@ FREE_TO_CHANGE = (
 )
 DIGEST = ("pairs", "the training pairs", "path")  # see `refuse_another_run`
 VALIDATED = {"rsum": rsum_words, "r_precision": composed_words}  # what a validation's values have
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RunFolder(RunOutput):
-    """Files of a finetuning run: those of `RunOutput`, its lock, and the models. `identity` is of the training pairs.
-
-    Raises UserError on all ranks: another job holds the folder, or it cannot be written.
-    """
+    """Files of a finetuning run: those of `RunOutput`, its lock, and the models. `identity`: of the training pairs."""
 
     def __init__(self, config: Config, identity: dict, step: int = 0, steps: int = 0):
         self.identity = identity
@@ -118,7 +114,7 @@ def load_checkpoint(path: Path, state: State) -> dict:
     for name, optimizer, parameter in _parameters(state):
         if f"step.{name}" in moments:
             step, whole = moments[f"step.{name}"], isinstance(optimizer, AdamP)  # its steps are Python's
-            held = {key: moments[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
+            held = {key: moments[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": int(step) if whole else step, **held}
     sums = load_file(path / RANDOM)
     return {"sums": {name: sums[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}

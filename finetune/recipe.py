@@ -42,9 +42,9 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
     groups: dict[str, dict] = {}
 
     def add(name: str, parameter: nn.Parameter, multiplier: float, decay: float, frozen_first: bool = False) -> None:
-        rate = o.lr * multiplier
-        group = {"name": name, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
-        groups.setdefault(name, {**group, "image_backbone": frozen_first})["params"].append(parameter)
+        group = {"name": name, "params": [], "weight_decay": decay, "image_backbone": frozen_first}
+        rates = dict.fromkeys(("lr", "initial_lr"), o.lr * multiplier)
+        groups.setdefault(name, group | rates)["params"].append(parameter)
 
     layers = layer_rates(model, o.layer_decay, stem=False)
     for name, parameter in model.named_parameters():
@@ -104,11 +104,11 @@ class Schedule:
         return samples // self.epoch_samples
 
     def frozen(self, samples: int) -> bool:
-        """True if the image backbone is frozen after `samples` samples."""
+        """Of the image backbone, after `samples` samples."""
         return self.locked or self.epoch(samples) < self.optimizer.freeze_epochs
 
     def averages(self, samples: int) -> bool:
-        """True if the weights go into the average at the end of an epoch, after `samples` samples."""
+        """Whether the weights at the end of an epoch, after `samples` samples, go into the average."""
         return self.epoch(samples - 1) >= self.epochs - self.average_epochs
 
 

@@ -24,15 +24,13 @@ from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.runs.preemption import Preemption
 
-PROG = "finetune/run.py"
-
 
 def main() -> int:
     """Read the configuration and train; returns the exit code: 0, or another one when it was asked to stop."""
     argv = with_method_file(sys.argv[1:])
     groups = [f"  {group}: {', '.join(methods)}" for group, methods in GROUPS.items()]
     description = "\n".join(["Finetune PCME++, or another method, on images with captions. --method takes", *groups])
-    config, told = shortened(parse_config(Config, PROG, description, argv), argv)
+    config, told = shortened(parse_config(Config, "finetune/run.py", description, argv), argv)
     if told and os.environ.get("RANK", "0") == "0":
         print(told, flush=True)
     with Preemption() as preemption:

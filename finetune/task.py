@@ -49,14 +49,11 @@ class Task:
 
     A subclass has
 
-    find(split)                        the data
-    texts                              of the training split
-    rows()                             the training rows; raises UserError: settings that do not fit the data
-    inputs(batch, model, step)         augmented images, tokens and the mask of image tokens, on the device, and how the
-                                       whole batch is mixed
-    gather(embedded, batch, mix, **now)   the examples of all ranks, with gradient; `embedded` are the tensors of both
-                                       towers' `Encoded`, `now` epoch, step and network of the `Batch`
-    measure(model)                     validation, in percent
+    find(split), texts              the data, and the texts of the training split
+    rows()                          the training rows; raises UserError: settings that do not fit the data
+    inputs(batch, model, step)      augmented images, tokens and the mask of image tokens, on the device, and the `Mix`
+    gather(embedded, batch, mix, epoch, step, network)      the examples of all ranks, with gradient
+    measure(model)                  validation, in percent
     """
 
     metric: ClassVar[str]  # of the validation, which selects the epoch
@@ -107,9 +104,8 @@ class PairTask(Task):
         if data.positives == "class":
             for captions in filter(None, (self.train, self.validation)):
                 captions.class_numbers()  # refuses data without classes
-        self.image_of = None  # the image of each caption, where captions are moved
         if self.train is not None and config.noise_ratio:
-            self.train, self.image_of = shuffle_captions(self.train, config.noise_ratio, config.seed)
+            self.train = shuffle_captions(self.train, config.noise_ratio, config.seed)
         if data.unpaired is not None:
             self.unpaired = find_captions(data.unpaired, "train", images=data.unpaired_images, exif=data.exif)
 
@@ -124,17 +120,15 @@ class PairTask(Task):
     def prepare(self, networks, device, bf16=False) -> None:
         """With `data.cache_features`, also read the networks' features."""
         super().prepare(networks, device, bf16)
-        data, cached = self.config.data, self.config.data.cache_features is not None and self.train is not None
+        o, batch_size = self.config.data, self.config.engine.eval_batch_size
         for name in ("train", "validation", "unpaired"):
             if (split := getattr(self, name)) is None:
                 continue
             check_words(networks[0], split)
-            if cached:
-                options = {"device": device, "batch_size": self.config.engine.eval_batch_size, "workers": data.workers}
-                options["failure_share"] = data.failure_share
-                setattr(self, name, cache_features(networks, split, data.cache_features, data.resize, **options))
-        if cached:
-            self.transforms = Transforms(unchanged, unchanged)
+            if o.cache_features is not None and self.train is not None:
+                where = o.cache_features, o.resize, device, batch_size, o.workers, o.failure_share
+                setattr(self, name, cache_features(networks, split, *where))
+                self.transforms = Transforms(unchanged, unchanged)
 
     def rows(self) -> Pairs:
         config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None
@@ -275,13 +269,11 @@ class ComposedTask(Task):
             # A text tower whose only text is no part takes part in the backward pass, as DDP expects.
             both.append(torch.cat([image[:b, None], part + 0 * (text * unused[:, None]).sum()], 1))
         mean, log_var = distributed.gather_together(both)
-        numbers = torch.cat([batch.target_index[:, None], batch.example_index[:, None], batch.concepts], 1)
-        numbers = distributed.gather_host(numbers)
-        positives = torch.from_numpy(self.train.matches(numbers[:, 2:].numpy(), numbers[:, 0].numpy()))
-        match, index = positives.to(self.device).to(mean.dtype), (numbers[:, 0], numbers[:, 1])
+        numbers = distributed.gather_host(torch.cat([batch.target_index[:, None], batch.concepts], 1)).numpy()
+        match = torch.from_numpy(self.train.matches(numbers[:, 1:], numbers[:, 0])).to(self.device).to(mean.dtype)
         targets, parts = Gaussian(mean[:, 0], log_var[:, 0]), Gaussian(mean[:, 1:], log_var[:, 1:])
         generator = self.generator(step, self.LOSS, self.device)
-        return Batch(Encoded(targets), None, match, *index, step=step, generator=generator, parts=parts, **now)
+        return Batch(Encoded(targets), None, match, None, None, step=step, generator=generator, parts=parts, **now)
 
     def measure(self, model) -> dict[str, float]:
         """R-Precision and recalls of all queries."""

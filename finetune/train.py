@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin
@@ -40,7 +39,7 @@ from probemb.runs.preemption import Preemption
 def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
     accelerator = start_accelerator(config)
-    method, out = METHODS[config.method], Path(config.out)
+    method = METHODS[config.method]
     say = partial(print, flush=True) if accelerator.is_main_process else lambda line: None
     earlier = newest_checkpoint(
         config.out, config.resume, lambda line: say(f"resume  {line}"), config.engine.timeout, method.trained
@@ -53,10 +52,8 @@ def train(config: Config, preemption: Preemption) -> int:
     if not method.trained:
         return measure_only(config, networks[0], task, accelerator, say)
 
-    rows = task.rows()
-    loader = Loader(
-        rows, config.data.workers, pin_memory=accelerator.device.type == "cuda", failure_share=config.data.failure_share
-    )
+    rows, pin_memory = task.rows(), accelerator.device.type == "cuda"
+    loader = Loader(rows, config.data.workers, pin_memory=pin_memory, failure_share=config.data.failure_share)
     identity, position = {"pairs": rows.digest}, Position()
     if earlier:
         saved = read_state(earlier)
@@ -73,8 +70,6 @@ def train(config: Config, preemption: Preemption) -> int:
     window = load_checkpoint(earlier, state) if earlier else None
 
     folder = RunFolder(config, identity, step, steps)
-    if config.noise_ratio:
-        on_main(lambda: np.save(out / "noise.npy", task.image_of), out, REMEDY)
     say(describe(config, state.joint, rows, accelerator, steps, step, earlier))
     schedule = make_schedule(config, len(networks), loader.steps)
     trainer = Trainer(accelerator, state, task, loader, schedule, config, folder, preemption, window)
@@ -96,7 +91,7 @@ def train(config: Config, preemption: Preemption) -> int:
         of = f"epoch {position.epoch}"
         if position.best is not None:
             of = f"epoch {position.best_epoch}, validation {METRICS[task.metric]} {position.best:.1f}"
-        say(f"model   {out / 'model'} is of {of}{', and so is model-second' if state.joint.second else ''}")
+        say(f"model   {folder.path / 'model'} is of {of}{', and so is model-second' if state.joint.second else ''}")
     settle()
     accelerator.end_training()
     return preemption.exit_code if stopped else 0
@@ -106,14 +101,12 @@ def start_accelerator(config: Config) -> Accelerator:
     """accelerate's process group, on the GPUs or the CPU. Raises UserError, see `check_engine` and `check`."""
     timeout = timedelta(minutes=config.engine.timeout)
     precision = training_precision(config.engine.precision, gpu_capability())
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False), InitProcessGroupKwargs(timeout=timeout)]
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not accelerate's launcher
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timeout),
-        ],
+        kwargs_handlers=handlers,
     )
     if accelerator.num_processes > 1:
         control_group(timeout)

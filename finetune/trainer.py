@@ -1,11 +1,8 @@
 """The finetuning loop, from top to bottom; accelerate does the distribution (DDP).
 
-Every rank embeds its own examples; embeddings and labels of all ranks are gathered with gradient, and every rank
-computes the loss of the whole batch. DDP's mean of the gradients is then that of one process on the whole batch, for
-any loss.
-
-A method with two networks trains the first for an epoch, then the second, with the pairs in another order: only one of
-them has gradients and activations in memory. An epoch has the steps of both.
+Every rank embeds its own examples, gathers all ranks' with gradient, and computes the loss of the whole batch: DDP's
+mean of the gradients is then that of one process, for any loss. A method with two networks trains the first for an
+epoch, then the second, with the pairs in another order: only one of them has gradients and activations in memory.
 """
 
 from __future__ import annotations
@@ -58,7 +55,6 @@ class Joint(nn.Module):
 
     @property
     def networks(self) -> list[DualEncoder]:
-        """The models, one or two."""
         return [self.model] if self.second is None else [self.model, self.second]
 
 
@@ -115,10 +111,7 @@ class Network(nn.Module):
 
 
 class Trainer:
-    """Trains a `State` on the accelerator's device, epoch by epoch; `window` is of a checkpoint, see `Window.state`.
-
-    Logs and saves to `folder`: after `end_epoch`, every `config.save_every` steps, and when stopped.
-    """
+    """Trains a `State`, epoch by epoch; `window` is of a checkpoint, see `Window.state`."""
 
     def __init__(
         self, accelerator: Accelerator, state: State, task: Task, loader: Loader, schedule: Schedule, config: Config,
@@ -143,19 +136,17 @@ class Trainer:
 
     @property
     def step_in_epoch(self) -> int:
-        """Steps done of this epoch: all of them until its validation has ended."""
+        """Steps done of this epoch, which has those of all networks: all of them until its validation has ended."""
         return self.step - self.position.epoch * self.epoch_steps
 
     @property
     def model(self) -> DualEncoder:
-        """The network that is being trained."""
         return self.networks[self.network]
 
     def fit(self) -> bool:
         """Train to the end; returns whether it was asked to stop before, having finished its step and saved.
 
-        Raises UserError: the loss or its gradient is NaN or Inf (nothing is stepped), or data cannot be read. A
-        `Watchdog` ends the process when nothing moves for `engine.timeout` minutes.
+        Raises UserError: the loss or its gradient is NaN or Inf (nothing is stepped), or data cannot be read.
         """
         with Watchdog(self.progress, Path(self.config.out), self.config.engine.timeout):
             return self._fit()
@@ -184,7 +175,7 @@ class Trainer:
                     longest = config.optimizer.clip_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.trained, longest).detach()
                     finite = out.loss.isfinite().all() & norm.isfinite()
-                    nonfinite, stopping = distributed.any_rank([~finite, self.stop()], self.device)
+                    nonfinite, stopping = distributed.sum_over_ranks([~finite, self.stop()], self.device) > 0
                     if nonfinite:
                         raise self._nonfinite(out, norm)
                     # ------------------------------------------------------------------------------------------- step
@@ -222,7 +213,6 @@ class Trainer:
         return False
 
     def stop(self) -> bool:
-        """True if this process was asked to stop, or cannot write."""
         return self.preemption.asked() or self.folder.failed
 
     def end_epoch(self, epoch: int, average: AveragedModel | None) -> bool:
@@ -315,8 +305,8 @@ class Trainer:
         self.folder.report(self.step, {**at, **values, "lr": lr})
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
-        terms = {"loss": out.loss, **out.terms, "gradient norm": norm}
-        listed = ", ".join(f"{name} {float(torch.as_tensor(value).detach()):.4g}" for name, value in terms.items())
+        terms = {"loss": out.loss.detach(), **out.terms, "gradient norm": norm}
+        listed = ", ".join(f"{name} {float(value):.4g}" for name, value in terms.items())
         return UserError(
             f"At step {self.step + 1} the loss or its gradient is NaN or Inf ({listed}); the step was skipped.",
             "Start a new run with a lower optimizer.lr: --resume would repeat this step.",

@@ -268,7 +268,7 @@ class ProLIP(_Sigmoid):
         # The loss is one of a set of pairs; those that have copies come first.
         rows = torch.arange(len(image), device=image.mean.device)
         order = (rows % (len(image) // len(pairs.masked[0])) != 0).int().argsort(stable=True)
-        return prolip_loss(image[order], text[order], *self.scale_and_bias(pairs), *pairs.masked, **options)
+        return prolip_loss(image[order], text[order], *self.scale_and_bias(pairs), pairs.masked, **options)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": SigLIP, "prolip": ProLIP}

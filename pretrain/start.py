@@ -27,7 +27,7 @@ from pretrain.stream.stream import Corpus, Settings, Stream
 from pretrain.trainer import Position, Trainer, make_optimizer
 from probemb.data.failures import describe_failures
 from probemb.data.shards.index import read_index
-from probemb.distributed import all_of, any_host, same_everywhere, settle
+from probemb.distributed import all_of, same_everywhere, settle, sum_host
 from probemb.errors import UserError
 from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models.create import fill_word_vectors
@@ -122,7 +122,7 @@ def train(config: Config, preemption: Preemption) -> int:
         say(f"{config.out} is finished: {run.position.step} of {run.steps} steps were done.")
     if config.remote_copy:  # all ranks wait: a launcher may end the others when one ends
         folder.finish_copy(seconds=30 * config.engine.timeout)  # half of what a collective may take
-        any_host([False])
+        sum_host([0])
     settle()
     torch.distributed.destroy_process_group()
     if lock:

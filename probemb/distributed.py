@@ -29,8 +29,7 @@ _pretended: int | None = None  # see `pretend`
 def pretend(world: int) -> Iterator[None]:
     """Meanwhile this process is rank 0 of `world` ranks that all have its own tensors, and nothing is sent.
 
-    With 1, a rank computes something without the others. With more, shapes, memory and FLOPs are those of a rank, but
-    not the values.
+    With 1, a rank computes without the others. With more, shapes, memory and FLOPs are right, but not the values.
     """
     global _pretended
     before, _pretended = _pretended, world
@@ -41,7 +40,6 @@ def pretend(world: int) -> Iterator[None]:
 
 
 def pretending() -> bool:
-    """True if `pretend` is in force."""
     return _pretended is not None
 
 
@@ -60,12 +58,6 @@ def world_size() -> int:
 def is_main() -> bool:
     """True on rank 0, which writes and prints."""
     return rank() == 0
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    if world_size() > 1:
-        dist.barrier()
 
 
 def init_process_group(timeout_minutes: float = 30) -> None:
@@ -176,7 +168,7 @@ def gather(x: Tensor) -> Tensor:
 
 def swap(x: Tensor, other: int, n: int) -> Tensor:
     """Send (m, …) to another rank, which sends (n, …) here in the same call; with this rank itself, `x`."""
-    if other == rank() or pretending():
+    if other == rank():
         return x
     received = x.new_empty(n, *x.shape[1:])
     both = (dist.isend, x.contiguous()), (dist.irecv, received)
@@ -190,8 +182,6 @@ def gather_host(x: Tensor) -> Tensor:
     """(n, ...) on the CPU of each of W ranks to (W n, ...) in rank order; between the hosts, which wait for no GPU."""
     if world_size() == 1:
         return x
-    if pretending():
-        return x.repeat(world_size(), *[1] * (x.ndim - 1))
     found = [torch.empty_like(x) for _ in range(world_size())]
     dist.all_gather(found, x.contiguous(), group=control_group())
     return torch.cat(found)
@@ -232,26 +222,17 @@ def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
     return image, text
 
 
-def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str, float]:
-    """The mean of every scalar over the ranks, in one collective; every rank must pass the same names."""
-    packed = torch.tensor([float(v) for v in values.values()], dtype=torch.float64, device=device)
+def sum_over_ranks(numbers: Sequence[Tensor | float | bool], device=None) -> Tensor:
+    """Each number's () sum over all ranks, in float64 on the CPU; one collective, for which the host waits."""
+    packed = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device).detach().reshape(()) for x in numbers])
     if world_size() > 1:
         dist.all_reduce(packed)
-        packed /= world_size()
-    return dict(zip(values, packed.tolist()))
+    return packed.cpu()
 
 
-def any_rank(flags: list[bool | Tensor], device=None) -> list[bool]:
-    """For each flag (Python's, or a () tensor on the device), whether any rank has set it; in one collective."""
-    packed = torch.stack([torch.as_tensor(flag, dtype=torch.float32, device=device) for flag in flags])
-    if world_size() > 1:
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return [value > 0 for value in packed.tolist()]
-
-
-def any_host(flags: list[bool]) -> list[bool]:
-    """For each flag, whether any rank has set it; collective between the hosts, which wait for no GPU."""
-    return [value > 0 for value in sum_host(flags)]
+def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str, float]:
+    """The mean of every scalar over the ranks, in one collective; every rank must pass the same names."""
+    return dict(zip(values, (sum_over_ranks(list(values.values()), device) / world_size()).tolist()))
 
 
 def sum_host(numbers: list[int]) -> list[int]:
@@ -260,14 +241,6 @@ def sum_host(numbers: list[int]) -> list[int]:
     if world_size() > 1:
         dist.all_reduce(packed, group=control_group())
     return packed.tolist()
-
-
-def sum_over_ranks(numbers: Sequence[Tensor]) -> Tensor:
-    """Each number's () sum over all ranks, in float64 on the CPU; one collective, for which the host waits."""
-    packed = torch.stack([number.detach().double() for number in numbers])
-    if world_size() > 1:
-        dist.all_reduce(packed)
-    return packed.cpu()
 
 
 def max_over_ranks(value: float, device=None) -> float:

@@ -52,7 +52,7 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
         "tirg": composed.TIRG,
     },
     "trains nothing": {
-        "clip-zs": points.ZeroShot,
+        "clip-zs": variant(Method, trained=False, heads=("clip",)),
     },
 }
 METHODS: dict[str, type[Method]] = {name: cls for group in GROUPS.values() for name, cls in group.items()}

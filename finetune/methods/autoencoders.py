@@ -130,7 +130,7 @@ class MMDMSE(MSE):
 
 @dataclass(frozen=True)
 class Prior(MSE.Options):
-    """Options of a prior on the codes.
+    """Reconstruction, and a prior on the codes.
 
     Args:
         image_prior: weight of the image codes' divergence from the prior.
@@ -226,10 +226,7 @@ class VAEMH(MSE):
 
 
 class JWAESCAN(JWAEMH, SCAN):
-    """jWAE-MH with SCAN's scores: every region and word has a code, reconstructed and held to the prior.
-
-    A caption is generated from the mean of its words' codes.
-    """
+    """jWAE-MH with SCAN's scores: every region and word has a code; a caption is generated from its words' mean."""
 
     @dataclass(frozen=True)
     class Options(SCAN.Options, JWAEMSE.Options):
@@ -276,16 +273,15 @@ class JWAESCAN(JWAEMH, SCAN):
 
     def places(self, batch: Batch) -> tuple[int, int]:
         """The region and the word that the public code shows the discriminator in a step: any but the last one."""
-        # Of the run's seed and the step; the same for the encoders' step and the discriminator's.
+        # The same for the encoders' step and the discriminator's.
         generator = torch.Generator().manual_seed(batch.generator.initial_seed())
         last = (max(1, side.tokens.shape[1] - 1) for side in (batch.images, batch.texts))
         return tuple(int(torch.randint(n, (), generator=generator)) for n in last)
 
     def prior_loss(self, codes: Tensor) -> Tensor:
         """Loss of the encoders, (); published, its gradient is the discriminator's too."""
-        if not self.options.published:
-            return super().prior_loss(codes)
-        return jwae.encoder_loss(self.aside.discriminator(codes))
+        published, judge = self.options.published, self.aside.discriminator
+        return jwae.encoder_loss(judge(codes)) if published else super().prior_loss(codes)
 
     def keep_gradients(self) -> None:
         """Published: they become the sum over all steps, of the encoders' loss and of its own."""

@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # `--help` reads the options of a method, and loads no towers
 class Batch:
     """One step's pairs, of all ranks. Of methods that compose queries, images are the targets and texts None."""
 
-    images: Encoded  # (N, D), with tokens if the method wants them
+    images: Encoded  # (N, D) or (N, K, D), with tokens if the method wants them
     texts: Encoded | None
     match: Tensor  # (N, N) in [0, 1], images in rows: same image, mixed and smoothed; which targets have all concepts
-    image_index: Tensor  # (N,) on the CPU: which image of the training data
-    pair_index: Tensor  # (N,) on the CPU: which caption of the training data, or which combination was asked for
+    image_index: Tensor | None  # (N,) on the CPU: which image of the training data; None of composed queries
+    pair_index: Tensor | None  # (N,) on the CPU: which caption
     epoch: int  # from 0
     step: int  # since the start of the run
     generator: torch.Generator  # on the embeddings' device, seeded alike on every rank
@@ -41,12 +41,10 @@ class Batch:
 
     @property
     def image(self) -> Gaussian:
-        """(N, D) or (N, K, D)."""
         return self.images.gaussian
 
     @property
     def text(self) -> Gaussian:
-        """(N, D) or (N, K, D)."""
         return self.texts.gaussian
 
 
@@ -70,10 +68,7 @@ class Hinge:
 
 
 class Method:
-    """A finetuning method: its options, what it asks of the encoders, and its loss.
-
-    Where the defaults of its YAML differ from those of `Options`, the YAML's count.
-    """
+    """A finetuning method: its options, whose defaults its YAML may replace; what it asks of the encoders; its loss."""
 
     @dataclass(frozen=True)
     class Options:
@@ -133,10 +128,10 @@ class Method:
         """Called on all ranks before an epoch."""
 
     def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
-        """Trained scalars that are logged, by name."""
-        return {name: getattr(model, name) for name in self.trains}
+        """Trained scalars that are logged, by name: a and b of a match probability."""
+        return {name: getattr(model, name) for name in ("scale", "shift") if name in self.trains}
 
 
 def variant(method: type[Method], **attributes: Any) -> type[Method]:
-    """The same method with other attributes, such as another composer."""
+    """A method with other attributes, such as another composer."""
     return type(method.__name__, (method,), attributes)

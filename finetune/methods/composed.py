@@ -15,17 +15,12 @@ from probemb.losses.mpc import mpc_loss, sampled_cosine_loss, scaled_cosine_loss
 
 
 class Composed(Method):
-    """Base of MPC and its baselines: the model has a composer, and the loss is a softmax over targets.
-
-    Attributes:
-        composer: its name in `probemb.models.composers`.
-        composed_ranking: what the loss compares, and so the validation unless `compose.ranking` says otherwise.
-    """
+    """Base of MPC and its baselines: the model has a composer, and the loss is a softmax over targets."""
 
     composes = True
     ranking = "mean"
-    composer: ClassVar[str]
-    composed_ranking: ClassVar[Literal["cosine", "density"]] = "cosine"
+    composer: ClassVar[str]  # its name in `probemb.models.composers`
+    composed_ranking: ClassVar[str] = "cosine"  # what the loss compares, and so the validation by default
 
     @classmethod
     def model_options(cls, options) -> dict:
@@ -65,9 +60,7 @@ class PCMEAddition(Composed):
     def softmax(self) -> dict:
         """The options of the losses."""
         o = self.options
-        return {
-            "n_samples": o.samples, "temperature": o.temperature, "reverse": o.reverse, "log_var_l2": o.log_var_l2
-        }  # fmt: skip
+        return dict(n_samples=o.samples, temperature=o.temperature, reverse=o.reverse, log_var_l2=o.log_var_l2)
 
     def loss(self, batch: Batch, model) -> LossOutput:
         query, noise = model.composer(batch.parts).gaussian, batch.generator

@@ -29,9 +29,8 @@ class Clean:
 class NCR(Method):
     """NCR: two networks; each one's losses of the last epoch classify pairs as clean for the other.
 
-    A row of the buffers belongs to the network whose losses it comes from. Losses are kept from the steps of the epoch;
-    the published code measures all of them again between epochs. Noisy pairs train only in the second half of the
-    epochs.
+    A row of the buffers belongs to the network whose losses it comes from. Losses are those of the epoch's steps (the
+    published code measures them again between epochs). Noisy pairs train only in the second half of the epochs.
     """
 
     @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
-from torch import Tensor
 
 from finetune.methods.base import Batch, Method
 from probemb.cli.ranges import Distance
@@ -66,6 +65,3 @@ class PCMEPlusPlus(Method):
         similarity = batch.image.mean @ batch.text.mean.T
         clip = infonce_loss(similarity, model.inverse_temperature(), batch.match).loss
         return LossOutput(out.loss + o.clip * clip, {"clip": clip, **out.terms})
-
-    def scalars(self, model) -> dict[str, Tensor]:
-        return {name: getattr(model, name) for name in ("scale", "shift")}

@@ -1,4 +1,4 @@
-"""Point embeddings: InfoNCE, triplet losses, order embeddings, several embeddings of an item, and pretrained CLIP."""
+"""Point embeddings: InfoNCE, triplet losses, order embeddings, several embeddings of an item."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from finetune.methods.base import Batch, Hinge, Method
@@ -17,13 +17,6 @@ from probemb.losses.output import cosine_similarity
 from probemb.losses.triplet import order_similarity, pvse_loss
 
 HALF_SIDE = 0.1  # of P2RM's rectangles at the start, times the square root of D
-
-
-class ZeroShot(Method):
-    """Pretrained CLIP: nothing is trained."""
-
-    trained = False
-    heads = ("clip",)
 
 
 class InfoNCE(Method):
@@ -61,9 +54,32 @@ class VSE(Method):
 
     Options = Hinge
 
+    def similarity(self, batch: Batch) -> Tensor:
+        """(N, N), images in rows."""
+        return cosine_similarity(batch.image, batch.text)
+
     def loss(self, batch: Batch, model) -> LossOutput:
-        similarity, o = cosine_similarity(batch.image, batch.text), self.options
-        return triplet_loss(similarity, batch.match, o.margin, o.hardest_in(batch.epoch))
+        o = self.options
+        return triplet_loss(self.similarity(batch), batch.match, o.margin, o.hardest_in(batch.epoch))
+
+
+class Order(VSE):
+    """Order embeddings: a caption lies above its image. Units of the margin are the penalty's."""
+
+    @dataclass(frozen=True)
+    class Options(Hinge):
+        """Triplet loss of order penalties. Source: order embeddings (Vendrov et al.) §5.1, VSE++ §4.4.
+
+        Args:
+            squared: the squared penalty; False for its root, as in VSE++'s public code.
+        """
+
+        squared: bool = True
+
+    ranking = "order"
+
+    def similarity(self, batch: Batch) -> Tensor:
+        return order_similarity(batch.image.mean, batch.text.mean, squared=self.options.squared)
 
 
 class P2RM(Method):
@@ -84,9 +100,8 @@ class P2RM(Method):
         self.module.log_half_image, self.module.log_half_text = nn.Parameter(start.clone()), nn.Parameter(start)
 
     def loss(self, batch: Batch, model) -> LossOutput:
-        o, half = self.options, (self.module.log_half_image.exp(), self.module.log_half_text.exp())
-        hardest = o.hardest_in(batch.epoch)
-        return p2rm_loss(batch.image, batch.text, batch.match, *half, o.margin, o.weight, hardest)
+        o, half = self.options, (x.exp() for x in self.module.parameters())
+        return p2rm_loss(*(batch.image, batch.text, batch.match), *half, o.margin, o.weight, o.hardest_in(batch.epoch))
 
 
 class DAA(Method):
@@ -112,31 +127,6 @@ class DAA(Method):
         return daa_loss(similarity, semantic, batch.match, **options)
 
 
-class Order(Method):
-    """Order embeddings: a caption lies above its image."""
-
-    @dataclass(frozen=True)
-    class Options:
-        """Triplet loss of order penalties. Source: order embeddings (Vendrov et al.) §5.1, VSE++ §4.4.
-
-        Args:
-            margin: of the hinges, in units of the penalty.
-            hardest: the hardest negative alone, as Order++ of VSE++.
-            squared: the squared penalty; False for its root, as in VSE++'s public code.
-        """
-
-        margin: PositiveFloat = 0.05
-        hardest: bool = False
-        squared: bool = True
-
-    ranking = "order"
-
-    def loss(self, batch: Batch, model) -> LossOutput:
-        o = self.options
-        similarity = order_similarity(batch.image.mean, batch.text.mean, squared=o.squared)
-        return triplet_loss(similarity, batch.match, o.margin, o.hardest)
-
-
 class PVSE(Method):
     """PVSE: the closest ones of K embeddings of both, that differ, from one space."""
 
@@ -152,8 +142,6 @@ class PVSE(Method):
         """
 
         embeddings: PositiveInt = 2
-        margin: PositiveFloat = 0.1
-        warmup_epochs: NonNegativeInt = 0
         diversity: NonNegativeFloat = 0.1
         mmd: NonNegativeFloat = 0.01
         kernel: Literal["rbf", "unsquared"] = "rbf"
@@ -164,8 +152,8 @@ class PVSE(Method):
 
     @classmethod
     def model_options(cls, options) -> dict:
-        more = {"ranking": "csd"} if options.embeddings == 1 else {}
-        return {**super().model_options(options), "n_embeddings": options.embeddings, **more}
+        ranking = "csd" if options.embeddings == 1 else cls.ranking
+        return super().model_options(options) | {"n_embeddings": options.embeddings, "ranking": ranking}
 
     def loss(self, batch: Batch, model) -> LossOutput:
         o, residuals = self.options, (batch.images.tokens, batch.texts.tokens)

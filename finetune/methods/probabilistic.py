@@ -51,7 +51,7 @@ class PCME(Method):
     def loss(self, batch: Batch, model) -> LossOutput:
         o = self.options
         return pcme_loss(
-            batch.image, batch.text, batch.match, n_samples=o.samples, scale=model.scale, shift=model.shift, vib=o.vib,
+            batch.image, batch.text, batch.match, samples=o.samples, scale=model.scale, shift=model.shift, vib=o.vib,
             vib_form=o.vib_form, uniformity_weight=o.uniformity, generator=batch.generator,
         )  # fmt: skip
 
@@ -99,7 +99,6 @@ class ProLIP(Method):
         )  # fmt: skip
 
     def scalars(self, model) -> dict[str, Tensor]:
-        """a and b of the match probability that follows."""
         return dict(zip(("scale", "shift"), model.match_scalars()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import nn
 
 from finetune.methods.base import Batch, Hinge, Method
@@ -34,7 +34,6 @@ class SCAN(Method):
             lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
         """
 
-        warmup_epochs: NonNegativeInt = 0
         direction: Literal["t2i", "i2t"] = "t2i"
         aggregation: Literal["lse", "mean", "sum", "max"] = "lse"
         norm: Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"] = (
@@ -65,10 +64,7 @@ def cross_attention(options: SCAN.Options) -> CrossAttention:
 
 
 class Captioned(Method):
-    """Adds captions generated from regions to the loss of the class behind it. Source: VSRN (Li et al., ICCV 2019).
-
-    The decoder attends to the regions before every word.
-    """
+    """Adds captions generated from regions to the loss of the class behind it. Source: VSRN (Li et al., ICCV 2019)."""
 
     @dataclass(frozen=True)
     class Options:

@@ -22,15 +22,11 @@ def clip_loss(
     all_text_ND: Tensor | None = None,
     offset: int = 0,
 ) -> LossOutput:
-    """Mean of both directions' cross entropies of logit_scale * cosine.
+    """Mean of both directions' cross entropies of logit_scale * cosine, of unit rows; item i of one matches that of the
+    other. `logit_scale` is the inverse temperature itself, not its logarithm.
 
-    With ranks, pass the gathered means and the row at which this rank's items start: the mean over the ranks is the
-    loss of one process on the whole batch, in value and gradient.
-
-    Args:
-        image_BD, text_BD: unit rows; item i of one matches item i of the other.
-        logit_scale: the inverse temperature itself, not its logarithm.
-        all_image_ND, all_text_ND: unit rows of all ranks, N = W * B.
+    With ranks, pass the gathered rows, N = W * B, and the row at which this rank's items start: the mean over the ranks
+    is the loss of one process on the whole batch, in value and gradient.
     """
     image_BD, text_BD = at_least_float32(image_BD), at_least_float32(text_BD)
     all_image_ND = image_BD if all_image_ND is None else at_least_float32(all_image_ND)
@@ -48,12 +44,8 @@ def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | floa
     """`clip_loss` over all ranks' items, B on each: texts go round, so memory is O(B * block + B D) on any W ranks.
 
     The mean over the ranks is the loss of one process on the whole batch, in value and gradient; a text's gradient is
-    the sum over the ranks, as with `distributed.gather`. There are no gradients of second order.
-
-    Args:
-        image_BD, text_BD: unit rows; item i of one matches item i of the other.
-        logit_scale: the inverse temperature itself, not its logarithm.
-        block: texts that are compared at a time.
+    the sum over the ranks, as with `distributed.gather`. There are no gradients of second order. `block` texts are
+    compared at a time.
     """
     with torch.autocast(image_BD.device.type, enabled=False):
         image_BD, text_BD = at_least_float32(image_BD), at_least_float32(text_BD)
@@ -124,12 +116,8 @@ def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Ten
     """Mean of both directions' cross entropies of tau * similarity against the labels. Source: PCME++, rival InfoNCE.
 
     The target of a row or column is its labels divided by their sum: two captions of one image share the mass equally,
-    a mixed image keeps lam and 1 - lam. A row or column without any match is left out of the mean.
-
-    Args:
-        similarity_NM: cosines, images in rows; N = M unless `match_NM` is given.
-        tau: the multiplier itself, an inverse temperature, not its logarithm.
-        match_NM: in [0, 1]; None is the identity.
+    a mixed image keeps lam and 1 - lam. A row or column without any match is left out of the mean. `match_NM` is in
+    [0, 1], images in rows; None is the identity.
     """
     with torch.autocast(similarity_NM.device.type, enabled=False):
         logits = tau * at_least_float32(similarity_NM)
@@ -143,7 +131,7 @@ def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Ten
 
 
 def _cross_entropy_of_labels(logits: Tensor, match: Tensor) -> Tensor:
-    """Cross entropy against every row's normalised labels, mean over the rows with labels."""
+    """Mean over the rows with labels."""
     mass = match.sum(1, keepdim=True)
     target = match / torch.where(mass > 0, mass, torch.ones_like(mass))
     return -(target * logits.log_softmax(1)).sum() / (mass > 0).sum().clamp(min=1)

@@ -50,10 +50,8 @@ def pairwise_match_loss(
     the loss of one process on the whole batch, in value and gradient.
 
     Args:
-        image, text: (B, D) and (C, D); C = B unless `match` is given.
-        match: (B, C) in [0, 1], images in rows; None is the identity.
-        scale, shift: a and b of Eq. 2. For "match-probability" they act inside the probability.
-        distance: a name in DISTANCES.
+        image, text: (B, D) and (C, D); C = B unless `match` is given: (B, C) in [0, 1], images in rows.
+        scale, shift: a and b of Eq. 2. For the distance "match-probability" they act inside the probability.
         pseudo_positive, vib: weights alpha and beta.
         all_image, all_text: the gathered batch, (N, D) each, or None.
         generator: of the samples of "match-probability"; None is torch's own.

@@ -28,16 +28,13 @@ def target_softmax(
     """Cross entropy of every query's own target among all targets, mean over the queries. Source: MPC Eq. 7.
 
     Args:
-        similarity_NT: larger is closer.
         positives_NT: bool, targets that are correct for a query: other ones than its own are left out instead of being
             negatives. None: all others are negatives, as in the paper.
         temperature: divides the similarities; 1 in the paper.
         reverse: weight, from 0 to 1, of the cross entropy of every target's own query among the queries; the other
             direction has the rest. 0 in the paper, 0.5 in its public code.
 
-    Returns:
-        terms "query_to_target", "target_to_query" if it has a weight, and "r@1", the share of queries whose own target
-        is the closest.
+    The term "r@1" is the share of queries whose own target is the closest.
     """
     with torch.autocast(similarity_NT.device.type, enabled=False):
         logits = at_least_float32(similarity_NT)
@@ -86,11 +83,9 @@ def mpc_loss(
 
     Args:
         parts: (N, k, D); query: their composition, (N, D); target: (T, D).
-        positives, temperature, reverse: see `target_softmax`.
         generator: source of the noise, on the embeddings' device; seeded alike on every rank.
         form: "sampled" (Eq. 6), "expected" (its closed form), or "code" (`mpc_code_loss`).
-        n_samples: J.
-        log_var_l2: lambda of Eq. 8.
+        n_samples: J; log_var_l2: lambda of Eq. 8; else see `target_softmax`.
     """
     if form == "code":
         z_TJD, z_NJD = (code_embedding(g)[1].sample(n_samples, generator) for g in (target, query.gaussian))
@@ -207,13 +202,10 @@ def sampled_cosine_loss(
 ) -> LossOutput:
     """Softmax over targets of the mean cosine of samples, + weighted squared log-variances. Source: MPC Eq. 5, 7, 8.
 
-    PCME + addition, and "MPC w/o Eq. 6". The mean over all J x J pairs of samples is the product of the means of the
-    unit vectors, so the pairs are never made.
+    The mean over all J x J pairs of samples is the product of the means of the unit vectors: no pairs are made.
 
-    Args:
-        query: the composition (N, D); otherwise as `mpc_loss`.
-        samples: (N, J, D) of the compositions and (T, J, D) of the targets, instead of drawn ones.
-        as_code: the composition counts in `log_var_l2`, as in the public code.
+    `samples`: (N, J, D) of the compositions and (T, J, D) of the targets, instead of drawn ones. `as_code`: the
+    composition counts in `log_var_l2`, as in the public code.
     """
     with torch.autocast(query.mean.device.type, enabled=False):
         if samples is None:

@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 # ----------------------------------------------------------------------------------------------------------------- NCR
-# NCR: noisy correspondences found by their losses, and a margin that shrinks with a pair's estimated label.
-#
-# One epoch of warm-up; then, every epoch, the pairs' losses are split by a mixture of two normals, labels are refined,
-# and the triplet loss is minimised with a margin per pair. Two networks are trained, each with the split by the other
-# one's losses. Source: Noisy Correspondence Rectifier, NeurIPS 2021.
+# Noisy Correspondence Rectifier (NeurIPS 2021). After a warm-up, pairs' losses are split by a mixture of two normals
+# every epoch, labels are refined, and the triplet loss is minimised with a margin per pair. Two networks are trained,
+# each with the split by the other one's losses.
 
 SOFT_MARGINS = {
     "linear": lambda label: label,
@@ -46,14 +44,10 @@ def ncr_loss(
     hardest: bool = True,
     published_margins: bool = False,
 ) -> LossOutput:
-    """Triplet loss whose margin is a function of every pair's label. Source: NCR, soft margin.
-
-    A pair's margin is margin * y for "linear", margin * (10^y - 1) / 9 for "exponential", and
-    margin * (sin(pi y - pi / 2) + 1) / 2 for "sin", in both hinges in which the pair is the positive.
+    """Triplet loss whose margin is SOFT_MARGINS of a pair's label, wherever it is the positive. Source: NCR.
 
     Args:
-        similarity_NN: images in rows, a pair's own similarity on the diagonal.
-        label_N: estimated labels y in [0, 1]; None is the full margin for all.
+        label_N: estimated labels in [0, 1]; None is the full margin for all.
         match_NN: pairs that are not negatives, see `triplet_loss`.
         hardest: the largest hinge of every row and column; False (the warm-up) is the mean over all N.
         published_margins: broadcast labels of shape (N,), (N, 1) or (N, N) over both hinges, as the authors' code
@@ -93,8 +87,8 @@ def refine_labels(
 ) -> Tensor:
     """Labels for training, (N,): w + (1 - w) p for pairs classified as clean, the mean of p and q for the others.
 
-    p is the network's own prediction; the probability w of being clean and the classification come from the other
-    network's losses; q is the other network's prediction, by default p. Source: NCR.
+    p is the network's own prediction, q the other's, by default p; the probability w of being clean and the
+    classification come from the other network's losses. Source: NCR.
     """
     p, q = predicted_N, predicted_N if predicted_by_other_N is None else predicted_by_other_N
     return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * p, (p + q) / 2)
@@ -105,12 +99,8 @@ def clean_probability(
 ) -> Tensor:
     """Posterior probability that a pair belongs to the normal with the lower mean, (N,) float64 on the CPU.
 
-    The losses of the whole training set, scaled to [0, 1], are fitted by scikit-learn's mixture of two normals, with
-    the published settings. Losses that are all equal are all clean: probability 1. Source: NCR.
-
-    Args:
-        max_iterations, tolerance: of the expectation maximisation, in the mean log-likelihood.
-        variance_floor: added to both variances.
+    The losses of the whole training set, scaled to [0, 1], are fitted by a mixture of two normals, with the published
+    settings. Losses that are all equal are all clean: probability 1. Source: NCR.
     """
     from sklearn.exceptions import ConvergenceWarning  # sklearn costs --help more than a second
     from sklearn.mixture import GaussianMixture
@@ -140,9 +130,7 @@ def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------- DECL
-# DECL: similarities as evidence of a Dirichlet distribution over the batch, robust to noisy correspondences.
-#
-# Source: Deep Evidential Cross-modal Learning and robust dynamic hinge loss, ACM MM 2022.
+# Deep Evidential Cross-modal Learning (ACM MM 2022): similarities as evidence of a Dirichlet distribution.
 
 
 def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
@@ -166,10 +154,8 @@ def evidential_loss(evidence_NM: Tensor, label_NM: Tensor, kl_weight: float = 0.
     """Expected squared error of the matches' probabilities plus kl_weight * misplaced evidence, (N,), rows are queries.
 
     With alpha = evidence + 1 the expectation over the Dirichlet is (label - mean)^2 plus the variance. The second
-    term is the KL to the uniform Dirichlet without the evidence of the query's matches.
-
-    Args:
-        label_NM: in [0, 1]. A row of zeros is a query without a match; several matches share the probability.
+    term is the KL to the uniform Dirichlet without the evidence of the query's matches. Labels are in [0, 1]: a row of
+    zeros is a query without a match; several matches share the probability.
     """
     alpha = evidence_NM + 1
     total = alpha.sum(1, keepdim=True)
@@ -224,15 +210,7 @@ def decl_loss(
 ) -> LossOutput:
     """Mean of both directions' evidential losses + hinge_weight * sum of the clean pairs' dynamic hinges. Source: DECL.
 
-    Args:
-        similarity_NN: images in rows.
-        match_NN: which pairs match; None is the identity.
-        clean_N: pairs classified as clean; the texts of the others match nothing, and they have no hinge. None: all
-            (warm-up).
-        negatives: see `n_negatives`.
-
-    Returns:
-        terms "evidential" and "hinge".
+    The texts of pairs not in `clean_N` match nothing, and they have no hinge; None: all are clean (warm-up).
     """
     n = len(similarity_NN)
     clean_N = similarity_NN.new_ones(n) if clean_N is None else clean_N.to(similarity_NN.dtype)
@@ -246,26 +224,15 @@ def decl_loss(
 
 
 # ---------------------------------------------------------------------------------------------------------------- P2RM
-# P2RM: point-to-rectangle matching as a regulariser of the triplet loss (Wang et al., ACM Multimedia 2022).
-#
-# There is no public code. The abstract and PCME++ (section 3.2 and Table 1) state: an item is extended from a point to
-# a rectangle, whose points stand for possible matches in the other modality; similarity is a distance between points
-# and rectangles; it regularises VSE's triplet loss with the hardest negative, without an additional head. The rest is
-# assumed:
-#
-# - a rectangle is axis-aligned around the item's embedding (the unit mean that VSE ranks by);
-# - its half-sides h are one learned vector per modality;
-# - the distance from a point p to the rectangle around c is squared Euclidean, sum_k max(0, |p_k - c_k| - h_k)^2, 0
-#   inside; the similarity is minus a half of it, which is cosine - 1 for h = 0, so that margins keep their meaning;
-# - the regulariser is the triplet loss on point-to-rectangle similarities, the mean of both directions;
-# - its weight, the initial half-sides, and ranking by the cosine of the points.
+# Point-to-rectangle matching (Wang et al., ACM Multimedia 2022) as a regulariser of VSE's triplet loss, without public
+# code. An item is extended from a point to a rectangle, whose points stand for possible matches in the other modality
+# (the abstract; PCME++ §3.2). Assumed: a rectangle is axis-aligned around the unit mean, with one learned vector of
+# half-sides per modality; its similarity to a point is minus a half of the squared Euclidean distance, which is
+# cosine - 1 for half-sides of 0, so that margins keep their meaning; the mean of both directions; weight and start.
 
 
 def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor) -> Tensor:
-    """Squared Euclidean distance from points to axis-aligned rectangles, (N, M), 0 inside.
-
-    Nothing of size N x M x D is held.
-    """
+    """Squared Euclidean distance from points to axis-aligned rectangles, (N, M), 0 inside."""
 
     def outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
         return ((point - centre).abs() - half_side).clamp(min=0).square()
@@ -308,12 +275,7 @@ def p2rm_loss(
     weight: float = 1.0,
     hardest: bool = True,
 ) -> LossOutput:
-    """Triplet loss of the cosines of the means + weight * triplet loss of point-to-rectangle similarities.
-
-    Args:
-        half_image_D, half_text_D: half-sides of each modality's rectangles.
-        match, margin, hardest: of both, see `triplet_loss`.
-    """
+    """Triplet loss of the cosines of the means + weight * triplet loss of point-to-rectangle similarities."""
     point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
     with torch.autocast(point_i.device.type, enabled=False):
         triplet = triplet_loss(cosine_similarity(image, text), match, margin, hardest).loss
@@ -324,7 +286,7 @@ def p2rm_loss(
 
 
 # ----------------------------------------------------------------------------------------------------------------- DAA
-# DAA: a triplet loss, and agreement of the ranks by similarity with the ranks by the captions' tf-idf.
+# A triplet loss, and agreement of the ranks by similarity with the ranks by the captions' tf-idf.
 
 
 def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = False) -> Tensor:
@@ -347,15 +309,10 @@ def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = F
 def daa_regulariser(
     similarity_NM: Tensor, semantic_NM: Tensor, temperature: float = 0.001, published: bool = False
 ) -> Tensor:
-    """1 - average semantic precision of one direction, in [0, 1). Source: DAA.
+    """1 - average semantic precision of one direction, queries in rows, in [0, 1). Source: DAA.
 
-    The precision is the mean over all pairs of min / max of the two ranks within the row, by `similarity_NM` and by
-    `semantic_NM`. Call it on transposes for the other direction.
-
-    Args:
-        similarity_NM: of the embeddings, queries in rows.
-        semantic_NM: of the captions, without gradient.
-        published: see `soft_rank`; off by default, as the code's rank is not the paper's.
+    The precision is the mean over all pairs of min / max of the two ranks within the row. `published`: see `soft_rank`;
+    off by default, as the code's rank is not the paper's.
     """
     rank = soft_rank(similarity_NM, temperature, published)
     with torch.no_grad():
@@ -376,12 +333,7 @@ def daa_loss(
 ) -> LossOutput:
     """Triplet loss + weight * (both directions' `daa_regulariser`). Source: DAA, weight 25.
 
-    Args:
-        semantic_NN: `CaptionSimilarity` of the batch, images in rows.
-        match_NN, margin, hardest: see `triplet_loss`.
-
-    Returns:
-        terms "triplet" and "daa".
+    `semantic_NN`: `CaptionSimilarity` of the batch, images in rows.
     """
     triplet = triplet_loss(similarity_NN, match_NN, margin, hardest).loss
     i2t = daa_regulariser(similarity_NN, semantic_NN, temperature, published)

@@ -28,8 +28,7 @@ def pcme_loss(
     *,
     scale: Tensor | float,
     shift: Tensor | float,
-    n_samples: int = 8,
-    samples: tuple[Tensor, Tensor] | None = None,
+    samples: int | tuple[Tensor, Tensor] = 8,
     vib: float = 0.0,
     vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl",
     uniformity_weight: float = 0.0,
@@ -44,20 +43,17 @@ def pcme_loss(
     Args:
         image, text: (N, D) and (M, D).
         match: (N, M) in [0, 1]; None is the identity. Soft labels weigh both sides of the cross entropy.
-        samples: (N, J, D) and (M, K, D) instead of `n_samples` drawn ones of each item.
+        samples: drawn of each item; or themselves, (N, J, D) and (M, K, D).
         vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which
             the published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma
             where log sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
         squared, eps: see `pair_nll`; the PCME++ authors' code has eps = 0.
         generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
-
-    Returns:
-        terms "match", and "vib" and "uniformity" where they have a weight.
     """
     with torch.autocast(image.mean.device.type, enabled=False):
         image, text = image.float(), text.float()
-        if samples is None:
-            samples = image.sample(n_samples, generator), text.sample(n_samples, generator)
+        if isinstance(samples, int):
+            samples = image.sample(samples, generator), text.sample(samples, generator)
         # Image to text and text to image are the same sum.
         terms = {"match": 2 * pair_nll(*samples, scale, shift, match, squared, eps).sum()}
         loss = terms["match"]
@@ -83,10 +79,8 @@ def pair_nll(
 
     p is the mean over all J x K sample pairs of s(shift - scale * distance), s(x) = e^x / (e^x + e^-x) = sigmoid(2 x).
 
-    Args:
-        match_NM: labels m in [0, 1]; None is the identity. None and bool labels need half the memory of floats.
-        squared: the squared Euclidean distance instead of the Euclidean one.
-        eps: added under the root, which has no slope at zero.
+    Labels m are in [0, 1]; None is the identity. None and bool labels need half the memory of floats. `squared`: the
+    squared Euclidean distance; `eps` is added under the root, which has no slope at zero.
     """
     n, j, _ = z_image_NJD.shape
     m, k, _ = z_text_MKD.shape

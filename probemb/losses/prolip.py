@@ -25,10 +25,8 @@ def siglip_loss(
     With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
     value and gradient. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
 
-    Args:
-        image_BD, text_BD: unit rows; item i of one matches item i of the other.
-        scale: the inverse temperature itself, not its logarithm; bias: of the logits, negative at the start.
-        block: texts that are compared at a time.
+    Rows are of unit length; `scale` is the inverse temperature itself, `bias` is negative at the start. `block` texts
+    are compared at a time.
     """
     loss = _sigmoid_loss(image_BD, image_BD.new_zeros(len(image_BD)), text_BD, None, scale, bias, block)
     return LossOutput(loss, {"siglip": loss})
@@ -39,8 +37,7 @@ def prolip_loss(
     text: Gaussian,
     scale: Tensor | float,
     bias: Tensor | float,
-    masked_image: Gaussian | None = None,
-    masked_text: Gaussian | None = None,
+    masked: tuple[Gaussian, Gaussian] | None = None,
     match: Tensor | None = None,
     *,
     vib: float = 1e-4,
@@ -49,7 +46,6 @@ def prolip_loss(
     inclusion_scale: float = 1000.0,
     form: Form = "exact",
     eps: float = -10.0,
-    block: int = BLOCK,
 ) -> LossOutput:
     """Pairwise contrastive loss + vib * L_vib + inclusion of images in texts and of inputs in their masked copies.
 
@@ -59,31 +55,24 @@ def prolip_loss(
     Args:
         image, text: (B, D), unit means; item i of one matches item i of the other.
         scale: the inverse temperature itself; bias: of the logits.
-        masked_image, masked_text: (n, D), n <= B: the first n items with most of their patches or words gone.
+        masked: images and texts (n, D), n <= B: the first n items with most of their patches or words gone.
         match: (B, B) in [0, 1], images in rows; None is the identity. With it the items are the whole batch: other
             ranks are not asked for theirs.
-        vib, inclusion, masked_inclusion: weights.
-        inclusion_scale: c of -log sigmoid(c H).
+        vib, inclusion, masked_inclusion: weights; inclusion_scale: c of -log sigmoid(c H).
         form: "exact", or "code": the public code's vib, which reads `log_var` as log sigma, and inclusion
-            (`inclusion_per_dimension`); eps: of the code's inclusion.
-        block: texts that are compared at a time.
-
-    Returns:
-        terms "ppcl", "vib", "inclusion", "image_inclusion", "text_inclusion".
+            (`inclusion_per_dimension`), with eps.
     """
     image, text = image.float(), text.float()
     u_image, u_text = image.uncertainty(), text.uncertainty()
-    loss = _sigmoid_loss(image.mean, u_image, text.mean, u_text, scale, bias, block, match)
+    loss = _sigmoid_loss(image.mean, u_image, text.mean, u_text, scale, bias, BLOCK, match)
     terms = {"ppcl": loss}
     with torch.autocast(image.mean.device.type, enabled=False):
         of_code = form == "code"
         terms["vib"] = sum(vib_kl(Gaussian(g.mean, 0.5 * g.log_var) if of_code else g) for g in (image, text))
         loss = loss + vib * terms["vib"]
         pairs = {"inclusion": (image, text, inclusion)}
-        if masked_image is not None:
-            pairs["image_inclusion"] = (image[: len(masked_image)], masked_image.float(), masked_inclusion)
-        if masked_text is not None:
-            pairs["text_inclusion"] = (text[: len(masked_text)], masked_text.float(), masked_inclusion)
+        for name, whole, part in zip(("image_inclusion", "text_inclusion"), (image, text), masked or ()):
+            pairs[name] = (whole[: len(part)], part.float(), masked_inclusion)
         for name, (inner, outer, weight) in pairs.items():
             if weight:
                 terms[name] = inclusion_loss(inner, outer, inclusion_scale, form, eps)
@@ -101,12 +90,8 @@ def inclusion_loss(
 def inclusion_per_dimension(inner: Gaussian, outer: Gaussian, form: Form = "exact", eps: float = -10.0) -> Tensor:
     """H, the log of the integral of p_1^2 p_2 over that of p_1 p_2^2, row by row and for each dimension, (B, D).
 
-    `distances.inclusion` is its sum over dimensions. Source: ProLIP §3.3.
-
-    Args:
-        inner, outer: (B, D), p_1 and p_2.
-        form: "exact"; or "code", the public code's, which counts the ratio of the widths twice and weighs the distance
-            of the means by e^eps.
+    `distances.inclusion` is its sum over dimensions. The public code's form, "code", counts the ratio of the widths
+    twice and weighs the distance of the means by e^eps. Source: ProLIP §3.3.
     """
     v1, v2 = inner.var, outer.var
     left, right = 2 * v1 + v2, v1 + 2 * v2

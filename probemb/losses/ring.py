@@ -36,11 +36,8 @@ def sum_over_pairs(
     gradients are computed in the forward pass, so nothing of the size of the pairs is kept; there are none of second
     order.
 
-    Args:
-        term: (*image, *some texts, *scalars) -> the sum over their pairs, ().
-        image, text: tensors of B items each, of one floating type.
-        scalars: tensors that `term` takes too, such as a temperature.
-        block: texts that `term` gets at a time.
+    `term`: (*image, *at most `block` texts, *scalars) -> the sum over their pairs, (); `image` and `text` are tensors
+    of B items each, of one floating type.
     """
     tensors = (*image, *text, *scalars)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

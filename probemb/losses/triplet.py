@@ -33,19 +33,17 @@ def triplet_loss(
     are neither negatives nor positives. Labels above 0 everywhere, such as smoothed ones, leave no negatives.
 
     Args:
-        similarity_NN: larger is closer, images in rows.
+        similarity_NN: larger is closer, images in rows; `margin` is in its units.
         match_NN: which pairs match; None is the identity.
-        margin: in the units of the similarity.
         hardest: the largest hinge of every row and column (VSE++) rather than the sum (VSE0; VSE infinity's warm-up).
         reduce: "sum" over the pairs, or PVSE's "mean": over N hardest hinges of a direction, or over all N x N, in
             which positives count as 0.
     """
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
     if hardest:
-        i2t, t2i = row_NN.max(1).values.sum(), column_NN.max(0).values.sum()
+        loss = row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
     else:
-        i2t, t2i = row_NN.sum(), column_NN.sum()
-    loss = i2t + t2i
+        loss = row_NN.sum() + column_NN.sum()
     if reduce == "mean":
         loss = loss / (len(row_NN) if hardest else row_NN.numel())
     return LossOutput(loss, {"triplet": loss})
@@ -77,11 +75,8 @@ ORDER_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of a block of rows times M
 def order_similarity(image_ND: Tensor, text_MD: Tensor, absolute: bool = True, squared: bool = True) -> Tensor:
     """Minus the penalty ||max(0, text - image)||^2 of every pair, (N, M), at most 0. Source: order embeddings, Eq. 2.
 
-    In at least float32, also under autocast. Nothing of size N x M x D is held.
-
-    Args:
-        absolute: of the absolute values of both, as order embeddings define it; VSE++ takes them as they are.
-        squared: False for the norm itself, as the public code of VSE++ and PVSE has it.
+    In at least float32, also under autocast. `absolute`: of the absolute values of both, as order embeddings define it;
+    VSE++ takes them as they are. `squared`: False for the norm itself, as the public code of VSE++ and PVSE has it.
     """
     with torch.autocast(image_ND.device.type, enabled=False):
         image_ND, text_MD = at_least_float32(image_ND), at_least_float32(text_MD)
@@ -146,13 +141,9 @@ def prob_triplet_loss(
     """Sum over the N pairs of both directions' hinges, max(0, margin + s(negative) - s(pair)).
 
     Source: Probabilistic VSE++/VSRN Eq. 3, which takes the largest hinge of every row and column; its text speaks of
-    semi-hard negatives. Other pairs with a match above 0 are neither negatives nor positives.
+    semi-hard negatives, the hardest of those that are farther than the pair itself.
 
-    Args:
-        match: (N, N), which pairs match; None is the identity.
-        similarity: a name in GAUSSIAN_SIMILARITIES.
-        margin: in the units of the similarity: nats, or the distance itself.
-        negatives: "hardest"; "semi-hard", the hardest of those that are farther than the pair itself; or "all".
+    `similarity` is a name in GAUSSIAN_SIMILARITIES; `margin` is in its units: nats, or the distance itself.
     """
     similarity_NN = GAUSSIAN_SIMILARITIES[similarity](image, text)
     with torch.autocast(similarity_NN.device.type, enabled=False):
@@ -177,11 +168,8 @@ MMDKernel = Literal["rbf", "unsquared"]
 def multi_instance_similarity(image_NKD: Tensor, text_MKD: Tensor, similarity: Similarity = "cosine") -> Tensor:
     """The largest of the K x K similarities of every pair, (N, M), in at least float32. Source: PVSE, L_mil.
 
-    (N, D) and (M, D) stand for K = 1. Cosines are of unit embeddings. Beyond a few million products of embeddings a
-    block of images is computed at a time, and again in the backward pass.
-
-    Args:
-        similarity: "cosine", or "order" (`order_similarity` without the square, as in the public code).
+    (N, D) and (M, D) stand for K = 1. Cosines are of unit embeddings; "order" is `order_similarity` without the square,
+    as in the public code.
     """
     image_NKD, text_MKD = _several(image_NKD), _several(text_MKD)
     m, k = text_MKD.shape[:2]
@@ -215,9 +203,7 @@ def diversity(residual_NKD: Tensor) -> Tensor:
 def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: MMDKernel = "rbf") -> Tensor:
     """Squared maximum mean discrepancy of two sets of points, mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
 
-    Args:
-        gamma: of k(x, y) = exp(-gamma |x - y|^2).
-        kernel: "rbf", or "unsquared" for exp(-gamma |x - y|), which PVSE's public code computes.
+    k(x, y) = exp(-gamma |x - y|^2) for "rbf"; "unsquared" is exp(-gamma |x - y|), which PVSE's public code computes.
     """
 
     def mean(a: Tensor, b: Tensor) -> Tensor:
@@ -256,15 +242,8 @@ def pvse_loss(
 
     Of N pairs, (N, K, D) each, or (N, D) for K = 1, with which it is the triplet loss alone.
 
-    Args:
-        residuals: what the attention adds to the images' and the texts' features, (N, K, D) each; needed where
-            K > 1 and diversity has a weight.
-        margin, hardest, reduce: of the triplet loss; with "sum" the regularisers are sums over the batch too (the
-            public code's other choice).
-        gamma, kernel: see `mmd`.
-
-    Returns:
-        terms "triplet", and "diversity" and "mmd" where they count.
+    `residuals`: what the attention adds to the images' and the texts' features, (N, K, D) each. With `reduce` "sum" the
+    regularisers are sums over the batch too (the public code's other choice).
     """
     mean_i, mean_t = _several(image.mean), _several(text.mean)
     n, k, _ = mean_i.shape
@@ -288,14 +267,12 @@ def _several(mean: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------- SCAN
 
-SCAN_T2I = CrossAttention()
-
 
 def scan_loss(
     images: Tokens,
     texts: Tokens,
     match_NN: Tensor | None = None,
-    how: CrossAttention = SCAN_T2I,
+    how: CrossAttention = CrossAttention(),  # noqa: B008 - frozen
     margin: float = 0.2,
     hardest: bool = True,
 ) -> LossOutput:
@@ -303,14 +280,7 @@ def scan_loss(
 
     Of the hardest negatives' hinges only 3 N of the N x N scores have a gradient: the pairs' own, and the hardest ones
     of every row and column. So all scores are computed without one, and those again with it; the loss and its gradient
-    are the same.
-
-    Args:
-        images, texts: N items' tokens, of unit length for SCAN (`unit_tokens`).
-        match_NN: which pairs match; None is the identity. Other captions of the same image are neither negatives nor
-            positives.
-        margin: in units of the aggregated score.
-        hardest: the largest hinge of every row and column rather than the sum.
+    are the same. Tokens have unit length for SCAN (`unit_tokens`).
     """
     if not hardest:
         return triplet_loss(attention_scores(images, texts, how), match_NN, margin, hardest=False)

@@ -79,35 +79,6 @@ def check_mixing(v, case):
         assert torch.equal((mixed > 0).float(), hard)
 
 
-def loop(images, mix):
-    """Mixing image by image, as the definition says."""
-    out = images.clone()
-    for i, (lam, use_cutmix, box, j) in enumerate(zip(*(x.tolist() for x in mix))):
-        if use_cutmix:
-            top, bottom, left, right = box
-            out[i, :, top:bottom, left:right] = images[j, :, top:bottom, left:right]
-        else:
-            out[i] = lam * images[i] + (1 - lam) * images[j]
-    return out
-
-
-@pytest.mark.parametrize("options", [{}, {"ratio": 1.0}, {"mode": "batch", "ratio": 1.0}, {"prob": 0.5}])
-@pytest.mark.parametrize("batch", [1, 7])
-def test_mixing_equals_a_loop(options, batch):
-    generator = np.random.default_rng(3)
-    images = torch.randn(batch, 3, 12, 20, dtype=torch.float64)
-    before = images.clone()
-    for _ in range(4):
-        mix = draw_mix(batch, 12, 20, generator, MixOptions(**{"ratio": 0.25, **options}))
-        torch.testing.assert_close(mix_images(images, mix), loop(images, mix), rtol=0, atol=1e-7)
-        for i in mix.use_cutmix.nonzero().flatten():
-            top, bottom, left, right = mix.boxes[i].tolist()
-            share = torch.zeros(12, 20)
-            share[top:bottom, left:right] = 1
-            assert mix.lam[i].item() == pytest.approx(1 - share.mean().item(), abs=1e-6)
-    assert torch.equal(images, before)
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return create_tokenizer(create_model("ViT-Micro-32"))

@@ -14,7 +14,6 @@ from finetune.recipe import make_schedule
 from probemb.cli.configuration import parse_config
 from probemb.errors import UserError
 from probemb.models.architectures import architecture
-from probemb.options import to_yaml
 
 ROOT = CONFIGS.parents[1]
 EXAMPLES = sorted((CONFIGS.parent / "examples").glob("*.yaml"))
@@ -34,14 +33,6 @@ def test_the_methods_file_then_config_files_then_options_decide(tmp_path):
     assert (config.method, config.epochs, config.loss.margin, config.loss.warmup_epochs) == ("ncr", 7, 0.3, 1)
     config = resolved("--loss.margin=0.4", "--method=vse", f"--config={mine}")  # options win wherever they stand
     assert (config.method, config.epochs, config.loss) == ("vse", 7, METHODS["vse"].Options(margin=0.4))
-
-
-@pytest.mark.parametrize("method", ["pcmepp", "clip-zs"])
-def test_a_written_configuration_reads_back(method, tmp_path):
-    config = resolved("--method", method, "--out", str(tmp_path / "run"))
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert resolved("--config", str(tmp_path / "config.yaml")).loss == config.loss
-    assert parse_config(Config, "", "", ["--config", str(tmp_path / "config.yaml")]).optimizer == config.optimizer
 
 
 def test_help_names_the_methods_own_options_without_loading_towers():
@@ -141,10 +132,3 @@ def test_settings_that_cannot_work_or_have_no_effect_are_refused(words):
 def test_a_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(UserError, match=r"batch_size is 16, which 3 processes cannot share evenly. Set it to .* 18"):
         check(resolved("--batch-size=16"), 3)
-
-
-def test_options_of_other_methods_name_them():
-    with pytest.raises(UserError, match=r"vse does not use loss.distance.* pcmepp, pcmepp-clip"):
-        resolved("--method=vse", "--loss.distance=kl")
-    with pytest.raises(UserError, match=r"'pcmep'. Did you mean 'pcmepp'"):
-        resolved("--method=pcmep")

@@ -228,33 +228,6 @@ def test_unpaired_items_are_reconstructed_and_held_to_the_prior_but_not_matched(
         close(told, autoencoder(name)[0].after_step(codes(model), model)["js"])
 
 
-def test_mean_word_vectors_are_reconstructed_as_vectors():
-    method, model = autoencoder("jwae-mse", "resnet-words-small")
-    b = codes(model)
-    error = b.texts.features - method.module.decoders["text"](b.texts.codes)
-    close(method.loss(b, model).terms["text"], error.square().sum(1).mean().detach())
-
-
-def test_the_discriminator_learns_from_its_own_loss_alone():
-    """Gradients start from zero, codes get none, and codes far from the prior are told from it."""
-    method, model = autoencoder("jwae-mh", "resnet-gru-small", "--loss.discriminator_lr=0.003")
-    b = codes(model)
-    method.loss(b, model).loss.backward()
-    for code in (b.images.codes, b.texts.codes):
-        code.grad = None
-    before = [p.clone() for p in method.aside.parameters()]
-    method.after_step(b, model)
-    found = [p.clone() for p in method.aside.parameters()]
-    assert all(not torch.equal(p, old) for p, old in zip(found, before))
-    assert b.images.codes.grad is None
-    again, _ = autoencoder("jwae-mh", "resnet-gru-small", "--loss.discriminator_lr=0.003")
-    other = codes(model)
-    again.loss(other, model)  # draws the dropped words
-    again.after_step(other, model)
-    for one, two in zip(found, again.aside.parameters()):
-        assert torch.equal(one, two)  # the encoders' backward pass has left nothing
-
-
 @pytest.fixture
 def step(authors, monkeypatch):  # noqa: F811
     """The authors' batch and modules in our method: (method, model, batch, their encoders' parameters by name)."""

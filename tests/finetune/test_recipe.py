@@ -91,27 +91,6 @@ def test_authors_learning_rate_by_epoch(parity):
     assert starts == pytest.approx(expected[:25], rel=1e-12)
 
 
-@pytest.mark.parametrize(("n_unc_layers", "head"), [(1, "gpo"), (2, "gpo"), (0, "gpo"), (2, "clip")])
-def test_every_parameter_is_in_one_group_at_its_rate(n_unc_layers, head):
-    model, loss = micro(n_unc_layers=n_unc_layers, head=head, embed_dim=None if head == "clip" else 24), nn.Linear(2, 3)
-    groups = parameter_groups(model, loss, Optimizer(lr=1.0, weight_decay=0.3))
-    ours = rates(groups, model, loss)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert set(ours) == trained | {"loss.weight", "loss.bias"}
-    for name, group in ours.items():
-        f = 0.01 if name.startswith("visual") else 0.1
-        if "uncertainty_transformer.resblocks." in name:
-            rate = f * 0.7 ** (n_unc_layers - int(name.split("resblocks.")[1][0]))
-        elif "resblocks." in name:
-            rate = f * 0.7 ** (2 - int(name.split("resblocks.")[1][0]))
-        else:
-            rate = 1.0 if "_head." in name or "loss" in name else f
-        assert group["lr"] == pytest.approx(rate), name
-        assert group["weight_decay"] == (0 if "loss" in name else 0.3), name
-        backbone = name.startswith("visual") and "_head" not in name and "uncertainty" not in name
-        assert group["image_backbone"] == backbone, name
-
-
 @pytest.mark.parametrize("case", ["adamp_pcmepp", "adamp_big", "adamp_nesterov_custom", "adamp_nowd"])
 def test_authors_adamp(parity, case):
     v = parity("11_adamp")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 
-from finetune.augment import draw_mix
 from finetune.data import Loader, Pairs
 from finetune.task import PairTask
 from probemb.data.captions.find import find_captions
@@ -47,20 +46,6 @@ def test_ranks_mix_images_and_labels_as_one_process(world, words, few):
     same = index[:, None] == index
     expected = lam[:, None] * same + (1 - lam[:, None]) * same[partner]
     np.testing.assert_allclose(match, expected * 0.98 + 0.01, atol=1e-6)
-
-
-def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
-    trainer = make_trainer(configured("pcmepp", few, "--mix.ratio=1", "--size-augment=0.9"))
-    pairs = next(trainer.loader.epoch(0))
-    (first, mix), (again, same), (later, other) = (
-        trainer.task.inputs(pairs, trainer.model, step) for step in (0, 0, 1)
-    )  # fmt: skip
-    for a, b in zip((*first, *mix), (*again, *same)):
-        assert torch.equal(a, b)
-    assert not torch.equal(first[2], later[2])
-    assert not torch.equal(mix.lam, other.lam)
-    rng = np.random.default_rng([0, 1, 0, 2])
-    torch.testing.assert_close(other.lam, draw_mix(BATCH, 32, 32, rng, trainer.config.mix).lam)
 
 
 @pytest.mark.parametrize("positives", ["class", "image"])
@@ -184,9 +169,3 @@ def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):
     trainer.objective.loss(trainer.task.gather(embedded, given, None, epoch=0, step=0), trainer.model).loss.backward()
     grads = [p.grad for name, p in trainer.model.text.named_parameters() if p.requires_grad]
     assert all(grad is not None and not grad.any() for grad in grads)
-
-
-def test_pairs_of_the_setup_unseen_fill_a_batch(queries):
-    trainer = composed(queries, "--compose.setup=unseen", "--batch_size=128")
-    assert len(trainer.task.train.tuples) < 128
-    assert trainer.loader.steps == 1

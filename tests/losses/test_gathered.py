@@ -46,7 +46,7 @@ LOSSES = {  # (image, text, match) -> loss; some take soft labels, or more for a
     "pvse": pvse,
     "infonce": lambda i, t, m: infonce_loss(cosine_similarity(i, t), 3.0, m),
     "pcme": lambda i, t, m: pcme_loss(
-        i, t, m, scale=2.0, shift=2.0, n_samples=3, vib=1e-4, uniformity_weight=0.3, generator=noise()
+        i, t, m, scale=2.0, shift=2.0, samples=3, vib=1e-4, uniformity_weight=0.3, generator=noise()
     ),
     "daa": lambda i, t, m: noisy.daa_loss(cosine_similarity(i, t), rand(len(i), len(i)), m, temperature=0.1),
     "p2rm": lambda i, t, m: noisy.p2rm_loss(i, t, m, HALF, HALF),

@@ -1,6 +1,7 @@
 """ProLIP's loss against plain loops, integrals and the numbers of its authors' code."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def looped(image, text, scale, bias):
 @pytest.mark.parametrize("block", [1, 4])
 def test_pairs_equal_the_loop(block):
     image, text = pairs()
-    out = prolip_loss(image, text, **SCALARS, vib=0, inclusion=0, block=block)
+    out = prolip_loss(image, text, **SCALARS, vib=0, inclusion=0)
     close(out.loss, looped(image, text, **SCALARS))
     close(out.terms["ppcl"], out.loss)
     points = [Gaussian(g.mean, torch.full_like(g.log_var, -800.0)) for g in (image, text)]
@@ -50,10 +51,11 @@ def test_masked_copies_belong_to_the_first_items():
     image, text = pairs()
     copy = Gaussian(image.mean[:2], image.log_var[:2] + 1)
     options = dict(vib=0.5, inclusion=0, masked_inclusion=0.25, inclusion_scale=2.0)
-    out = prolip_loss(image, text, **SCALARS, masked_image=copy, **options)
+    out = prolip_loss(image, text, **SCALARS, masked=(copy, text[:2]), **options)
     own = F.softplus(-2 * inclusion_per_dimension(image[:2], copy)).mean()
     close(out.terms["image_inclusion"], own)
-    close(out.loss, out.terms["ppcl"] + 0.5 * out.terms["vib"] + 0.25 * own)
+    assert out.terms["text_inclusion"] == pytest.approx(math.log(2))  # of a text in itself
+    close(out.loss, out.terms["ppcl"] + 0.5 * out.terms["vib"] + 0.25 * (own + out.terms["text_inclusion"]))
 
 
 def test_several_texts_may_match():
@@ -89,8 +91,7 @@ def test_numbers_of_the_authors_code(case, parity):
                  "inclusion_loss_scale": "inclusion_scale", "inclusion_loss_eps": "eps"}  # fmt: skip
         settings = {"inclusion": 0.0, **{names[name]: value for name, value in given.items()}}
         if "masked_inclusion" in settings:
-            scalars |= {"masked_image": Gaussian(masked["mu_v"], masked["logvar_v"])}
-            scalars |= {"masked_text": Gaussian(masked["mu_t"], masked["logvar_t"])}
+            scalars["masked"] = [Gaussian(masked[f"mu_{x}"], masked[f"logvar_{x}"]) for x in "vt"]
             leaves |= {f"masked_{name}": x for name, x in masked.items()}
         out = prolip_loss(image, text, **scalars, form="code", **settings)
     close(out.loss, stored[f"{case}__loss"])
