@@ -10,11 +10,11 @@ a server hangs: the run neither waits for the copy nor fails with it.
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +57,14 @@ class Copy:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first."""
-
-        def find(files, root):
-            names = files.find(f"{root}/checkpoints")
-            return [int(found[1]) for name in names if (found := re.search(rf"/step-(\d+)/{STATE}$", name))]
-
-        return sorted(self._do(find, missing=[]), reverse=True)
+        found = [re.search(rf"/step-(\d+)/{STATE}$", name) for name in self._do("find", "checkpoints", missing=[])]
+        return sorted((int(one[1]) for one in found if one), reverse=True)
 
     def try_writing(self) -> None:
         """Write a small file and remove it again."""
-
-        def write(files, root):
-            files.makedirs(root, exist_ok=True)
-            files.pipe_file(f"{root}/.writable", b"")
-            files.rm_file(f"{root}/.writable")
-
-        self._do(write)
+        self._do("makedirs", "", exist_ok=True)
+        self._do("touch", ".writable")
+        self._do("rm_file", ".writable")
 
     def put(self, folder: Path) -> None:
         """Copy a checkpoint; one of the same step is replaced."""
@@ -81,48 +73,35 @@ class Copy:
             self.put_file(file, f"checkpoints/{folder.name}/{file.name}")
 
     def put_file(self, file: Path, name: str) -> None:
-        """Copy a file; a small one gets its name when it is complete."""
-
-        def put(files, root):
-            target = f"{root}/{name}"
-            files.makedirs(target.rpartition("/")[0], exist_ok=True)
-            if name.endswith(".safetensors"):
-                files.put_file(str(file), target)
-            else:
-                files.put_file(str(file), f"{target}.partial")
-                files.mv(f"{target}.partial", target)
-
-        self._do(put, bytes=file.stat().st_size)
+        """Copy a file, which gets its name when it is complete; of a checkpoint only the last one needs to."""
+        aside = name if name.endswith(".safetensors") else f"{name}.partial"
+        self._do("makedirs", os.path.dirname(name), exist_ok=True)
+        self._do("put_file", file, aside, bytes=file.stat().st_size)
+        if aside != name:
+            self._do("mv", aside, name)
 
     def get(self, name: str, file: Path) -> None:
         """Fetch a file, if it exists."""
-
-        def get(files, root):
-            if files.exists(f"{root}/{name}"):
-                files.get_file(f"{root}/{name}", str(file))
-
-        self._do(get, bytes=self._do(lambda files, root: files.size(f"{root}/{name}"), missing=0))
+        if size := self._do("size", name, missing=0):
+            self._do("get_file", name, file, bytes=size)
 
     def remove(self, steps: Collection[int]) -> None:
         """Remove checkpoints, what makes them complete first."""
+        for folder in (f"checkpoints/step-{step}" for step in steps):
+            self._do("rm_file", f"{folder}/{STATE}", missing=True)
+            self._do("rm", folder, recursive=True, missing=True)
 
-        def remove(files, root):
-            for folder in (f"{root}/checkpoints/step-{step}" for step in steps):
-                with suppress(FileNotFoundError):
-                    files.rm_file(f"{folder}/{STATE}")
-                if files.exists(folder):
-                    files.rm(folder, recursive=True)
-
-        self._do(remove)
-
-    def _do(self, work: Callable[[Any, str], Any], missing: Any = None, bytes: int = 0) -> Any:
-        """The result of `work` on a file system and the copy's folder there; `missing` for a file that is missing."""
+    def _do(self, method: str, *places: str | Path, missing: Any = None, bytes: int = 0, **options) -> Any:
+        """The result of a file system's method for files of the copy (str) and here (Path); `missing` if it raises
+        FileNotFoundError.
+        """
         found: dict[str, Any] = {"error": TimeoutError("no answer")}
 
         def run() -> None:
             try:
                 files, root = fsspec.url_to_fs(self.address, skip_instance_cache=True, use_listings_cache=False)
-                found.update(result=work(files, root.rstrip("/")), error=None)
+                paths = [str(one) if isinstance(one, Path) else f"{root.rstrip('/')}/{one}" for one in places]
+                found.update(result=getattr(files, method)(*paths, **options), error=None)
             except FileNotFoundError as error:
                 found.update(result=missing, error=None if missing is not None else error)
             except Exception as error:  # any, of any package
@@ -134,7 +113,7 @@ class Copy:
         if (error := found["error"]) is None:
             return found["result"]
         reason = " ".join(str(error).split()).replace(self.address, str(self))[:300]
-        raise CopyFailed(f"{type(error).__name__}: {reason}" if reason else type(error).__name__)
+        raise CopyFailed(f"{type(error).__name__}: {reason}")
 
 
 class Copier:

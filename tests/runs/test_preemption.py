@@ -10,11 +10,7 @@ from probemb.runs.preemption import Preemption
 
 @pytest.mark.parametrize(
     ("number", "says", "code"),
-    [
-        (signal.SIGTERM, "SIGTERM", 85),
-        (signal.SIGUSR1, "SIGUSR1", 85),
-        (signal.SIGINT, "Ctrl-C", 130),
-    ],
+    [(signal.SIGTERM, "SIGTERM", 85), (signal.SIGUSR1, "SIGUSR1", 85), (signal.SIGINT, "Ctrl-C", 130)],
 )
 def test_is_remembered(number, says, code):
     before = signal.signal(number, signal.SIG_DFL)  # a test under nohup has it ignored

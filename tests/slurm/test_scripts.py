@@ -1,14 +1,8 @@
-"""The scripts on a real Slurm: a node lost, cancelled, a sweep, finetuning preempted, an array that downloads."""
+"""The scripts on a real Slurm: finetuning preempted, a node lost, a job cancelled."""
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
-from probemb.data.shards.index import read_index
-from tests.imagesite import serve_images
-from tests.slurm.jobs import CPU, STEPS, TWO_NODES
+from tests.slurm.jobs import CPU, STEPS
 
 FINETUNING = {
     "model.name": "ViT-Micro-32",
@@ -35,20 +29,6 @@ def test_finetuning_is_preempted_requeued_and_finished(jobs):
     assert "resumed at step" in jobs.log(job)
     losses = [m["step"] for m in jobs.metrics("run") if "loss" in m]
     assert losses == list(range(1, STEPS + 1))  # 64 images with five captions each, twice
-
-
-def test_an_array_downloads_and_another_job_finishes(jobs):
-    one_core, out = ("--cpus-per-task=1", "--mem=0", "--time=10"), jobs.folder / "out"
-    with serve_images() as site:
-        path = jobs.folder / "list.tsv"
-        path.write_text("".join(f"picture {i}\t{site.address}/ok/{i}\n" for i in range(58)))
-        words = ["cc3m", str(path), "--out", str(out), "--shard-size=10", "--private-hosts", "--threads=2"]
-        array = jobs.submit(*words, script="download.sh", sbatch=(*one_core, "--array=1-2"))
-        last = jobs.submit(*words, script="download.sh", sbatch=(*one_core, f"--dependency=afterany:{array}"))
-        jobs.ended(last, "COMPLETED")
-        assert set(site.requests.values()) == {1}  # neither task asked for what was the other's
-    assert sum(shard.samples for shard in read_index(out)) == 58
-    assert json.loads((out / "download" / "report.json").read_text())["got"] == 58
 
 
 def test_a_failed_node_leads_to_a_requeue_and_a_finished_run(jobs):
@@ -81,17 +61,3 @@ def test_scancel_ends_everything_and_brings_nothing_back(jobs):
     assert "stopped by SIGTERM" in jobs.log(job)
     assert "ended by Slurm" in jobs.log(job)
     assert jobs.cluster.job(job)["JobState"] == "CANCELLED"
-
-
-def test_a_sweep_gives_each_array_task_its_line(jobs):
-    sweep = jobs.folder / "sweep.txt"
-    lines = [f"--optimizer.lr={lr} --out='{jobs.folder}/run {lr}'" for lr in ("1e-3", "2e-3")]
-    sweep.write_text("# learning rates\n\n" + "\n".join(lines) + "\n")
-    common = jobs.arguments("unused", samples=32)
-    where = ("--array=1-3", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
-    job = jobs.submit(f"--sweep={sweep}", *common, sbatch=where, **CPU)
-    jobs.cluster.until("the array's end", lambda: not jobs.cluster.run("squeue", "-h", "-j", job).stdout)
-    rates = [{m["lr"] for m in jobs.metrics(f"run {lr}")} for lr in ("1e-3", "2e-3")]
-    assert max(rates[1]) == pytest.approx(2 * max(rates[0]))
-    assert not (jobs.folder / "unused").exists()
-    assert "has no line 3" in jobs.log("3")
