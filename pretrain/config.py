@@ -300,9 +300,16 @@ class Config:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
         # After parsing: models take seconds to import.
         from pretrain.masking import check_masks
+        from probemb.models.architectures import read_architecture, reads_regions
         from probemb.models.dual_encoder import check_frozen, freeze_backbones
 
         m, objective = self.model, OBJECTIVES[self.objective]
+        if reads_regions(read_architecture(m.name)):
+            raise UserError(
+                f"{m.name} reads precomputed regions, and pretraining gives a model the pixels of images.",
+                "Name an architecture that reads pixels, such as scenes-cnn-gru or ViT-B-16, or train this one with "
+                "`python -m finetune.run`.",
+            )
         if not objective.probabilistic:
             m = replace(m, n_unc_layers=None, uncertainty="branch")
         about = {"objective": self.objective, **objective.model_options(self.loss)}
@@ -347,14 +354,6 @@ class Config:
         self.data.augmentation.check()
         self.evaluate.check()
         OBJECTIVES[self.objective].check(self.loss)
-        from probemb.models.architectures import read_architecture, reads_regions
-
-        if reads_regions(read_architecture(self.model.name)):  # of a name that exists; others are refused later
-            raise UserError(
-                f"{self.model.name} reads precomputed regions, and pretraining gives a model the pixels of images.",
-                "Name an architecture that reads pixels, such as scenes-cnn-gru or ViT-B-16, or train this one with "
-                "`python -m finetune.run`.",
-            )
         self._check_locks()
         first, last = self.profile or (0, 0)
         if self.profile and not (

@@ -1,14 +1,12 @@
-"""FLOPs and memory of a pretraining step, from passes over fake tensors (no memory, no time), and GPUs' peaks.
+"""FLOPs and memory of a pretraining step, from one pass over fake tensors (no memory, no time), and GPUs' peaks.
 
-Letters: W ranks, n rows of this rank's share of the batch, P parameters.
+The loss is left out: with a ring, and up to 64 ranks without, it has under 1 % of the towers' FLOPs and memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
-from typing import NamedTuple
 from weakref import finalize
 
 import torch
@@ -21,10 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.config import Config
 from pretrain.engine.engine import BUCKET, Towers
 from pretrain.masking import has_copies, masks_of
-from pretrain.objectives import MASKED_EVERY, OBJECTIVES, Pairs
-from probemb import distributed
+from pretrain.objectives import MASKED_EVERY
 from probemb.errors import UserError
-from probemb.gaussian import Gaussian
 from probemb.models.dual_encoder import DualEncoder
 
 FP32 = 4  # bytes of an element
@@ -58,8 +54,98 @@ def find_gpu(name: str) -> str | None:
     return next((known for known in PEAKS if f" {known.upper()} " in words), None)
 
 
-def build(config: Config) -> DualEncoder:
-    """The model of a configuration with fake weights, and their `fake_mode`; draws no random number.
+class StepCost:
+    """The cost of a configuration's step on `world` ranks. If they cannot share its batch, it has a larger one.
+
+    Args:
+        half: compute in bf16.
+        text_tokens: length of the texts; 0 for the whole context.
+
+    Attributes:
+        rows: of a rank; parts: into which accumulation cuts them.
+        forward_flops, flops: of one part, forward, and with the backward pass, which recomputes with checkpointing.
+        kept, most: bytes that the backward pass of a part needs, and most alive at one moment, without parameters'
+            gradients.
+    """
+
+    def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0):
+        self.config, self.world, self.parts = config, world, config.engine.accumulation
+        copies = has_copies(config.loss)
+        shares = self.parts * (MASKED_EVERY if copies else 1)
+        self.rows = -(-config.batch_size // (world * shares)) * shares
+        self.model, mode = fake_model(config)
+        self.model.set_grad_checkpointing(config.engine.grad_checkpointing)
+        self.text_tokens = min(text_tokens or self.model.context_length, self.model.context_length)
+        towers, rows, size = (
+            Towers(self.model, "bf16" if half else "fp32"),
+            self.rows // self.parts,
+            self.model.image_size,
+        )
+        try:
+            with mode:
+                images = torch.empty(rows, 3, size, size, dtype=torch.uint8)
+                tokens = torch.empty(rows, self.text_tokens, dtype=torch.int64)
+                masks = masks_of(self.model, images, tokens, config.model.patch_dropout, copies)
+                given = [images, tokens, *(mask for mask in masks if mask is not None)]
+                self._measure(lambda: towers(images, tokens, *masks), given)
+        except RuntimeError as error:  # of fake tensors, whose values somebody asks for
+            raise UserError(
+                "The cost of this model cannot be computed: it depends on the values of a batch.",
+                "Measure a short run instead, with pretrain.run --stop-at-step 50.",
+            ) from error
+
+    def _measure(self, forward: Callable[[], Iterable[Tensor]], given: list[Tensor]) -> None:
+        def drop(parameter: Tensor) -> None:
+            parameter.grad = None
+
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(drop)
+        known = [*given, *self.model.parameters(), *self.model.buffers()]
+        with FlopCounterMode(display=False) as counter, _Storages(known) as storages:
+            outputs = [out for out in forward() if out.requires_grad]
+            self.kept, self.forward_flops = storages.now, counter.get_total_flops()
+            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+        self.most, self.flops = storages.most, counter.get_total_flops()
+
+    @property
+    def step_flops(self) -> float:
+        """Of all ranks, recomputation included; two for a multiplication with its addition, matrix products only."""
+        again = self.forward_flops if self.parts > 1 else 0
+        return self.world * self.parts * (self.flops + again)
+
+    def memory(self, stage: int, gpu: bool = True) -> dict[str, int]:
+        """Bytes on a rank at a ZeRO stage, by part; with `gpu` communication overlaps the backward pass.
+
+        As a GPU's allocator reports them: without the CUDA context, NCCL and fragmentation. Activations in bf16 are
+        those of autocast on a CPU, which keeps a tenth less than on a GPU, where norms stay in float32. "peak" is what
+        is held all the time, and the backward pass.
+        """
+        world, several = self.world, self.parts > 1
+        each = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        padded = world if stage == 3 else 1  # ZeRO 3 pads each parameter to a multiple of the ranks
+        whole, trained = (
+            FP32 * sum(-(-n // padded) * padded for n, trains in each if trains or every) for every in (True, False)
+        )
+        share = trained // world  # of one rank
+        bucket = FP32 * BUCKET
+        # Allocated as large as allowed, whatever the model's size; without ZeRO gradients are flattened once more.
+        buckets = {0: min(trained, FP32 * PLAIN_BUCKET), 3: bucket}.get(stage, bucket * (2 if gpu and world > 1 else 1))
+        # Without accumulation ZeRO's gradients go straight into the bucket, and to the rank that steps them.
+        gradients = trained if stage == 0 or (stage == 1 and several) else share
+        gathered = whole if stage == 3 and world > 1 else 0  # kept until they are needed again, within 1e9 elements
+        images = self.rows * (3 * self.model.image_size**2 + 8 * self.text_tokens)
+        embeddings = 3 * 4 * self.rows * self.model.embed_dim * FP32 if several else 0  # of parts, of all, gradients
+        weights, optimizer = whole // world if stage == 3 else whole, share if stage else trained
+        master, average = share if stage else 0, optimizer * (self.config.ema.half_life_samples > 0)
+        held = weights + master + 2 * optimizer + average + images + gathered + embeddings
+        parts = {"weights": weights, "master": master, "moments": 2 * optimizer, "average": average}
+        parts |= {"gradients": gradients, "buckets": buckets, "activations": self.kept}
+        return parts | {"peak": held + gradients + max(self.most + (buckets if stage else 0), buckets)}
+
+
+def fake_model(config: Config) -> tuple[DualEncoder, FakeTensorMode]:
+    """The model of a configuration with fake weights, and the mode to compute with it in; draws no random number.
 
     Raises UserError: the configuration names no model that can be built.
     """
@@ -69,18 +155,8 @@ def build(config: Config) -> DualEncoder:
     torch.zeros((), requires_grad=True).backward()
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = config.create_model()
-    with FakeTensorMode(allow_non_fake_inputs=True) as model.fake_mode:
-        return model.to_empty(device="cpu")
-
-
-class Pass(NamedTuple):
-    """A pass forward and backward: FLOPs (recomputation is backward), bytes that the backward pass needs, and most
-    bytes alive at one moment, without parameters' gradients."""
-
-    forward_flops: float
-    flops: float
-    kept: int
-    peak: int
+    with (mode := FakeTensorMode(allow_non_fake_inputs=True)):
+        return model.to_empty(device="cpu"), mode
 
 
 class _Storages(TorchDispatchMode):
@@ -106,121 +182,8 @@ class _Storages(TorchDispatchMode):
         self.now -= nbytes
 
 
-def measure(forward: Callable[[], Iterable[Tensor]], known: list[Tensor]) -> Pass:
-    """A forward pass on fake tensors, and the backward pass from all of its outputs; `known` exist before."""
-
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    hooks = [t.register_post_accumulate_grad_hook(drop) for t in known if t.requires_grad and t.is_leaf]
-    try:
-        with FlopCounterMode(display=False) as counter, _Storages(known) as storages:
-            outputs = [out for out in forward() if out.requires_grad]
-            kept, flops = storages.now, counter.get_total_flops()
-            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
-    except RuntimeError as error:  # of fake tensors, whose values somebody asks for
-        raise UserError(
-            "The cost of this model cannot be computed: it depends on the values of a batch.",
-            "Measure a short run instead, with pretrain.run --stop-at-step 50.",
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return Pass(flops, counter.get_total_flops(), kept, storages.most)
-
-
-class StepCost:
-    """The cost of a configuration's step on `world` ranks. If they cannot share its batch, it has a larger one.
-
-    Args:
-        half: compute in bf16.
-        text_tokens: length of the texts; 0 for the whole context.
-        model: of `build`.
-    """
-
-    def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0, model: DualEncoder | None = None):
-        self.config, self.world, self.half, self.model = config, world, half, model or build(config)
-        self.parts, self.copies = config.engine.accumulation, has_copies(config.loss)
-        shares = self.parts * (MASKED_EVERY if self.copies else 1)
-        self.rows = -(-config.batch_size // (world * shares)) * shares
-        self.text_tokens = min(text_tokens or self.model.context_length, self.model.context_length)
-
-    @cached_property
-    def towers(self) -> Pass:
-        """Both towers over one accumulation part of a rank's rows."""
-        return self._towers(self.config.engine.grad_checkpointing)
-
-    def _towers(self, checkpointing: bool) -> Pass:
-        model, rows = self.model, self.rows // self.parts
-        model.set_grad_checkpointing(checkpointing)
-        towers = Towers(model, "bf16" if self.half else "fp32")
-        with model.fake_mode:
-            images = torch.empty(rows, 3, model.image_size, model.image_size, dtype=torch.uint8)
-            tokens = torch.empty(rows, self.text_tokens, dtype=torch.int64)
-            masks = masks_of(model, images, tokens, self.config.model.patch_dropout, self.copies)
-            inputs = [images, tokens, *(mask for mask in masks if mask is not None)]
-            return measure(lambda: towers(images, tokens, *masks), [*inputs, *model.parameters(), *model.buffers()])
-
-    @cached_property
-    def loss(self) -> Pass:
-        """The loss of one rank's rows among all ranks', from the Gaussians on."""
-        objective = OBJECTIVES[self.config.objective](self.config.loss)
-        hops = min(self.world, 3) if objective.ring(self.world) else self.world  # a ring's memory is its second hop's
-        dim, n = self.model.embed_dim, self.rows // MASKED_EVERY if self.copies else 0
-        with FakeTensorMode(), distributed.pretend(hops):
-            sizes = [(self.rows, dim)] * 4 + [(3,)] + [(n, dim)] * 4
-            leaves = [torch.empty(size, requires_grad=True) for size in sizes]
-            image, text, masked_image, masked_text = (Gaussian(*leaves[i : i + 2]) for i in (0, 2, 5, 7))
-            pairs = Pairs(image, text, *leaves[4].unbind(), (masked_image, masked_text) if n else None)
-            found = measure(lambda: [objective(pairs).loss], leaves)
-        return found._replace(flops=self.world / hops * found.flops)
-
-    @cached_property
-    def flops(self) -> dict[str, float]:
-        """FLOPs of one step over all ranks, two for a multiplication with its addition; matrix products only.
-
-        `model`: forward and backward. `executed`: with recomputation for accumulation and checkpointing.
-        """
-        plain = self._towers(False) if self.config.engine.grad_checkpointing else self.towers
-        again = self.towers.forward_flops if self.parts > 1 else 0
-        return {
-            "model": self.world * (self.parts * plain.flops + self.loss.flops),
-            "executed": self.world * (self.parts * (self.towers.flops + again) + self.loss.flops),
-        }
-
-    def memory(self, stage: int, gpu: bool = True) -> dict[str, int]:
-        """Bytes on a rank at a ZeRO stage, by part; with `gpu` communication overlaps the backward pass.
-
-        As a GPU's allocator reports them: without the CUDA context, NCCL and fragmentation. Activations in bf16 are
-        those of autocast on a CPU, which keeps a tenth less than on a GPU, where norms stay in float32. "peak" is what
-        is held all the time, and the larger of the backward pass and the loss.
-        """
-        world, several, towers, loss = self.world, self.parts > 1, self.towers, self.loss
-        each = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
-        padded = world if stage == 3 else 1  # ZeRO 3 pads each parameter to a multiple of the ranks
-        whole, trained = (
-            FP32 * sum(-(-n // padded) * padded for n, trains in each if trains or every) for every in (True, False)
-        )
-        share = trained // world  # of one rank
-        bucket = FP32 * BUCKET
-        # Allocated as large as allowed, whatever the model's size; without ZeRO gradients are flattened once more.
-        buckets = {0: min(trained, FP32 * PLAIN_BUCKET), 3: bucket}.get(stage, bucket * (2 if gpu and world > 1 else 1))
-        # Without accumulation ZeRO's gradients go straight into the bucket, and to the rank that steps them.
-        gradients = trained if stage == 0 or (stage == 1 and several) else share
-        gathered = whole if stage == 3 and world > 1 else 0  # kept until they are needed again, within 1e9 elements
-        images = self.rows * (3 * self.model.image_size**2 + 8 * self.text_tokens)
-        embeddings = 3 * 4 * self.rows * self.model.embed_dim * FP32 if several else 0  # of parts, of all, gradients
-        weights, optimizer = whole // world if stage == 3 else whole, share if stage else trained
-        master, average = share if stage else 0, optimizer * (self.config.ema.half_life_samples > 0)
-        held = weights + master + 2 * optimizer + average + images + gathered + embeddings
-        during = max(towers.peak + gradients + (buckets if stage else 0), gradients + buckets, towers.kept + loss.peak)
-        parts = {"weights": weights, "master": master, "moments": 2 * optimizer, "average": average}
-        parts |= {"gradients": gradients, "buckets": buckets, "activations": towers.kept, "loss": loss.peak}
-        return parts | {"peak": held + during}
-
-
 def images_at_peak(config: Config, precision: str, world: int, device: torch.device) -> Callable[[float], float] | None:
-    """Images/s of all ranks at the devices' peak, for a mean length of the texts in tokens; counts the model's FLOPs.
+    """Images/s of all ranks at the devices' peak, for a mean length of the texts in tokens, without recomputation.
 
     None where the peak is unknown, as a CPU's, or the model's FLOPs are.
     """
@@ -231,10 +194,10 @@ def images_at_peak(config: Config, precision: str, world: int, device: torch.dev
     half = precision == "bf16"
     peak = world * 1e12 * PEAKS[known][0 if half else 1]
     try:
-        model = build(config)
-        # Linear in the length but for attention, a small part: two lengths suffice.
-        long, short = model.context_length, max(1, model.context_length // 4)
-        most, least = (StepCost(config, world, half, length, model).flops["model"] for length in (long, short))
+        whole = StepCost(config, world, half)
+        long, short = whole.text_tokens, max(1, whole.text_tokens // 4)
+        most, least = whole.step_flops, StepCost(config, world, half, short).step_flops
     except UserError:
         return None
+    # Linear in the length but for attention, a small part: two lengths suffice.
     return lambda tokens: config.batch_size * peak / (least + (most - least) * (tokens - short) / max(1, long - short))

@@ -100,7 +100,7 @@ def make_plan(o: Plan) -> dict[str, Any]:
         "parameters": count_parameters(cost.model),
         "run": {**run, "precision": "bf16" if half else "fp32", "rows_per_rank": cost.rows, **data},
         "memory": by_stage,
-        "compute": time_needed(o, cost.flops, data, half),
+        "compute": time_needed(o, cost.step_flops, data, half),
         "disk": disk(o, cost.model, data["steps"]),
         "warnings": warnings,
     }
@@ -121,19 +121,15 @@ def count_parameters(model) -> dict[str, int]:
 def check_options(o: Plan) -> list[str]:
     """Warnings for settings that `pretrain.run` would refuse on so many ranks. Raises UserError: it always would."""
     replace(o, engine=replace(o.engine, accumulation=1)).check(1)  # everything but the division into ranks and parts
-    warnings = []
+    lanes, warnings = o.data.lanes or default_lanes(o.batch_size), []
     try:
         o.check(o.world_size)
     except UserError as error:
         warnings.append(f"{error.what} {error.remedy}")
-    lanes = o.data.lanes or default_lanes(o.batch_size)
-    if o.batch_size % lanes:
-        warnings.append(f"{lanes} lanes do not divide the global batch of {o.batch_size}. Change data.lanes.")
-    elif lanes % o.world_size:
-        fits = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+    if o.batch_size % lanes or lanes % o.world_size:
         warnings.append(
-            f"{o.world_size} ranks cannot share the data's {lanes} lanes evenly. "
-            f"Take one of {fits} ranks, or data.lanes that {o.world_size} divides."
+            f"{o.world_size} ranks cannot share {lanes} lanes of a batch of {o.batch_size}: data.lanes must divide the "
+            "batch, and the ranks the lanes."
         )
     return warnings
 
@@ -160,8 +156,8 @@ def count_data(o: Plan) -> dict[str, Any]:
     return {"steps": steps, "samples": steps * o.batch_size, **sizes}
 
 
-def time_needed(o: Plan, work: dict[str, float], data: dict[str, Any], half: bool) -> dict[str, Any]:
-    """FLOPs of a step over all ranks, time, and the data rates at which no step waits.
+def time_needed(o: Plan, flops: float, data: dict[str, Any], half: bool) -> dict[str, Any]:
+    """Time of a run whose steps have so many FLOPs over all ranks, and the data rates at which no step waits.
 
     Raises:
         UserError: an unknown GPU, or one beside another source of the speed.
@@ -181,14 +177,14 @@ def time_needed(o: Plan, work: dict[str, float], data: dict[str, Any], half: boo
     if gpu:
         peak = PEAKS[gpu][0 if half else 1]
     if peak and not speed:
-        speed = o.world_size * 1e12 * peak * o.efficiency / (work["executed"] / o.batch_size)
+        speed = o.world_size * 1e12 * peak * o.efficiency / (flops / o.batch_size)
         how = f"computed, {o.efficiency:.0%} of {f'the {gpu}{chr(39)}s ' if gpu else ''}{peak:g} TFLOP/s"
-    found = {"flops_per_step": work["executed"], "flops_per_pair": work["model"] / o.batch_size}
     if not speed:
-        return found
+        return {"flops_per_step": flops}
     seconds, size = o.batch_size / speed, data["bytes_per_sample"]
     hours = seconds * data["steps"] / 3600
-    return found | {
+    return {
+        "flops_per_step": flops,
         "images_per_second": speed,
         "images_per_second_is": how,
         "images_per_second_per_worker": speed / (o.world_size * max(1, o.data.workers)),
@@ -215,28 +211,26 @@ def disk(o: Plan, model, steps: int) -> dict[str, int]:
 def describe(plan: dict[str, Any]) -> str:
     """The plan for people."""
     run, compute, sizes = plan["run"], plan["compute"], {name: _size(n) for name, n in plan["disk"].items()}
-    epoch = f", epochs of {run['samples_per_epoch']:,}" if run["samples_per_epoch"] else ""
     time, data = "pass --gpu, such as h200, or --peak-tflops (and --efficiency), or --images-per-second", ""
     if "hours" in compute:
         time = f"{compute['hours']:,.1f} h = {compute['gpu_hours']:,.0f} GPU hours, "
         time += f"{compute['seconds_per_step']:.3g} s a step ({compute['images_per_second_is']})"
-        data = f"{compute['images_per_second']:,.0f} images/s, {compute['images_per_second_per_worker']:,.0f} a worker"
+        data = (
+            f", {compute['images_per_second']:,.0f} images/s, {compute['images_per_second_per_worker']:,.0f} a worker"
+        )
         data += f", {_size(compute['bytes_per_second'])}/s" if compute["bytes_per_second"] else ""
     rows = {
         "ranks": f"{run['nodes']} x {run['gpus_per_node']} = {run['world_size']} ({run['device']}), "
         f"{run['precision']}, ZeRO {run['zero_stage']}",
-        "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts",
-        "length": f"{run['steps']:,} steps, {run['samples']:,} samples{epoch}",
-        "arithmetic": f"{compute['flops_per_pair'] / 1e9:.1f} GFLOP a pair, "
-        f"{compute['flops_per_step'] / 1e12:,.1f} TFLOP a step, recomputation included",
+        "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts, "
+        f"{compute['flops_per_step'] / 1e12:,.1f} TFLOP a step",
+        "data": f"{run['steps']:,} steps, {run['samples']:,} samples{data}",
         "time": time,
-        "data": data,
-        "disk": f"checkpoint {sizes['checkpoint']}, model/ {sizes['model_folder']}; run folder at most "
-        f"{sizes['run_folder']}",
+        "disk": ", ".join(f"{name} {sizes[name]}" for name in ("checkpoint", "model_folder", "run_folder")),
         "parameters": ", ".join(f"{name} {n:,}" for name, n in plan["parameters"].items()),
     }
     stages = plan["memory"]
-    lines = [f"{name:<12}{text}" for name, text in rows.items() if text]
+    lines = [f"{name:<12}{text}" for name, text in rows.items()]
     lines += ["", "memory of a rank".ljust(20) + "".join(f"{stage:>12}" for stage in stages)]
     for part in stages["ZeRO 0"]:
         lines.append(f"  {part:<18}" + "".join(f"{_size(m[part]):>12}" for m in stages.values()))

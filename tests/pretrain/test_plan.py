@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import plan
 from pretrain.config import Config, Model
-from pretrain.cost import StepCost, build
+from pretrain.cost import StepCost
 from pretrain.engine.engine import Engine
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
@@ -23,7 +23,7 @@ CONFIG = Config(batch_size=16, model=Model(name="ViT-Micro-32", n_unc_layers=1))
 def models():
     """One real and one planned."""
     torch.manual_seed(0)
-    return CONFIG.create_model(), build(CONFIG)
+    return CONFIG.create_model(), StepCost(CONFIG, 1, half=False)
 
 
 def inputs(model, rows):
@@ -33,7 +33,7 @@ def inputs(model, rows):
 
 
 def test_parameters_are_the_real_model_s(models):
-    real, fake = models
+    real, fake = models[0], models[1].model
     assert {n: p.shape for n, p in fake.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
     counts = plan.count_parameters(fake)
     assert counts.pop("total") == sum(counts.values()) == sum(p.numel() for p in real.parameters())
@@ -43,7 +43,7 @@ def test_parameters_are_the_real_model_s(models):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_activations_are_what_autograd_keeps(models, half):
-    real, fake = models
+    real, _ = models
     images, tokens = inputs(real, 16)
     known = {t.untyped_storage().data_ptr() for t in [*real.parameters(), *real.buffers(), images, tokens]}
     kept = {}
@@ -58,29 +58,26 @@ def test_activations_are_what_autograd_keeps(models, half):
         out = real(images, tokens)  # lives until the hooks are gone
     assert out.image.mean.requires_grad
     bytes_kept = sum(t.untyped_storage().nbytes() for t in kept.values())
-    planned = StepCost(CONFIG, 1, half, model=fake).towers.kept
+    planned = StepCost(CONFIG, 1, half).kept
     assert planned == pytest.approx(bytes_kept, rel=0.05)
     checkpointing = replace(CONFIG, engine=Engine(grad_checkpointing=True))
-    assert StepCost(checkpointing, 1, half, model=fake).towers.kept < 0.3 * planned
+    assert StepCost(checkpointing, 1, half).kept < 0.3 * planned
 
 
 def test_flops_are_those_that_torch_counts(models):
-    real, fake = models
-    cost = StepCost(CONFIG, 1, half=False, model=fake)
+    real, cost = models
     with FlopCounterMode(display=False) as counter:
         out = real(*inputs(real, 16))
         sum(t.sum() for g in (out.image, out.text) for t in (g.mean, g.log_var)).backward()
-    assert cost.towers.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-    again = StepCost(replace(CONFIG, engine=Engine(accumulation=2, grad_checkpointing=True)), 1, False, model=fake)
-    assert again.flops["executed"] > 1.5 * again.flops["model"]
-    pairs = StepCost(replace(CONFIG, batch_size=64), 4, False, model=fake).flops["model"] - 4 * cost.towers.flops
-    assert pairs >= 2 * 3 * 64 * 64 * real.embed_dim  # the losses: all pairs of the whole batch, with gradients
+    assert cost.step_flops == cost.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    again = StepCost(replace(CONFIG, engine=Engine(accumulation=2, grad_checkpointing=True)), 1, False)
+    assert again.step_flops > 1.5 * cost.step_flops
+    assert StepCost(replace(CONFIG, batch_size=64), 4, False).step_flops == 4 * cost.step_flops
 
 
-def test_zero_shares_out_what_it_says(models):
-    _, fake = models
-    p = 4 * sum(q.numel() for q in fake.parameters())
-    cost = StepCost(CONFIG, 4, half=False, model=fake)
+def test_zero_shares_out_what_it_says():
+    cost = StepCost(CONFIG, 4, half=False)
+    p = 4 * sum(q.numel() for q in cost.model.parameters())
     found = [cost.memory(stage) for stage in range(4)]
     assert [m["weights"] for m in found[:3]] == [p] * 3
     assert found[3]["weights"] == pytest.approx(p / 4, rel=0.01)
@@ -104,7 +101,7 @@ def test_hours_follow_from_a_measured_speed_or_a_peak():
     assert out["run"]["steps"] == 2 * (1000 // 64)
     assert out["compute"]["hours"] == pytest.approx(30 * 64 / 200 / 3600)
     computed = plan.make_plan(replace(OPTIONS, peak_tflops=312.0, efficiency=0.5))["compute"]
-    assert computed["images_per_second"] == pytest.approx(4 * 156e12 / computed["flops_per_pair"])
+    assert computed["images_per_second"] == pytest.approx(4 * 156e12 * 64 / computed["flops_per_step"])
     named = plan.make_plan(replace(OPTIONS, gpu="a100", efficiency=0.5))["compute"]
     assert named["hours"] == computed["hours"]
     with pytest.raises(UserError, match="--gpu"):
@@ -131,7 +128,7 @@ def test_samples_come_from_the_index_where_it_is(tmp_path):
     [
         ({}, ""),
         ({"batch_size": 66}, "Set batch_size to 64 or 68"),
-        ({"batch_size": 96, "gpus_per_node": 32}, "32 ranks cannot share the data's 48 lanes"),
+        ({"batch_size": 96, "gpus_per_node": 32}, "32 ranks cannot share 48 lanes"),
         ({"gpu_memory_gib": 0.3}, "more than the 307.2 MiB of a GPU. It would fit with ZeRO 0"),
     ],
 )
