@@ -9,7 +9,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from pretrain.engine.state import Average, count_parameters
 from pretrain.evaluate import Evaluator, make_evaluator
 from pretrain.run_folder import RunFolder
 from pretrain.schedules import check_schedule
-from pretrain.stream.stream import Corpus, Settings, Stream
+from pretrain.stream.stream import Stream
 from pretrain.trainer import Position, Trainer, make_optimizer
 from probemb.data.failures import describe_failures
 from probemb.data.shards.index import read_index
@@ -167,7 +167,19 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     batches = state["samples"] // config.batch_size
     position = Position(state["step"], batches * config.batch_size, state["skipped"])
-    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, position.samples, device.type == "cuda")
+    stream = Stream(
+        [read_index(path) for path in config.train_paths],
+        config.data,
+        transforms.train,
+        tokenizer,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        draft=True,
+        pin_memory=device.type == "cuda",
+        rank=rank,
+        world_size=world_size,
+        start_samples=position.samples,
+    )
     steps = position.step + max(0, whole_steps(config, stream.order.steps) - batches)
     check_schedule(config.optimizer, position.samples + (steps - position.step) * config.batch_size)
     identity = {**stream.identity, "resize": config.data.resize, "augmentation": _listed(config.data.augmentation)}
@@ -185,20 +197,6 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
 def _listed(options: object) -> dict:
     """Options as JSON gives them back."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
-
-
-def make_stream(
-    config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool
-) -> Stream:
-    """This rank's batches from position `samples` on."""
-    data = config.data
-    weights = data.weights or [1.0] * len(config.train_paths)
-    corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]
-    same = {field.name: getattr(data, field.name) for field in fields(Settings) if hasattr(data, field.name)}
-    settings = Settings(
-        batch_size=config.batch_size, seed=config.seed, caption=data.captions, pin_memory=pin_memory, draft=True, **same
-    )
-    return Stream(corpora, settings, transform, tokenizer, rank=rank, world_size=world_size, start_samples=samples)
 
 
 def pick_device(config: Config) -> torch.device:

@@ -68,7 +68,7 @@ class Parts(Dataset):
         transform: PIL image -> (3, H, W) uint8 or float32; may use the global random numbers of torch, numpy and
             Python.
         tokenizer: list of n strings -> (n, L) int64.
-        caption, draft, exif: see `Settings`.
+        caption, draft, exif: see `Stream` and its data.
 
     Attributes:
         images: of batch n in images[n % len(images)], (b, 3, H, W) as the transform gives them.

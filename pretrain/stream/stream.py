@@ -1,6 +1,6 @@
 """The stream of training batches: a pure function of the data, the seed and the position.
 
-    stream = Stream(read_index("data/cc3m"), Settings(batch_size=1024, workers=4), transform, tokenizer)
+    stream = Stream([read_index("data/cc3m")], Data(workers=4), transform, tokenizer, batch_size=1024)
     for batch in stream:  # endless: epochs roll on
         engine(batch.images, batch.tokens)
 
@@ -18,13 +18,13 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from pretrain.stream.filter import NO_FILTER, Filter, select
+from pretrain.config import Data
+from pretrain.stream.filter import select
 from pretrain.stream.order import Order
 from pretrain.stream.samples import AHEAD, Part, Parts
 from pretrain.stream.shards import OpenShards
@@ -44,45 +44,6 @@ from probemb.data.workers import (
 from probemb.errors import UserError
 
 _SPARE = 16  # shards that stay open beside those of the lanes
-
-
-class Corpus(NamedTuple):
-    """Shards that belong together in a mixture, and how often an epoch goes through them (see `Order`)."""
-
-    shards: Sequence[Shard]
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a `Stream` orders and loads its samples: as the options `data.*` (see `pretrain.config.Data`), and
-
-    batch_size       the global batch, over all ranks
-    workers          processes that prepare two batches ahead, in rows · 3·H·W bytes of shared memory for each and one
-                     more (four times that of float32); 0 prepares them in this one
-    pin_memory       put batches into page-locked memory, for an asynchronous copy to a GPU
-    draft            decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop
-                     has enough pixels even then: faster, but not bit-identical where it applies
-    failure_minimum  samples of all ranks, or a whole epoch, from which on the failure share counts
-    fetch            retries and timeouts of remote shards
-    """
-
-    batch_size: int
-    seed: int = 0
-    lanes: int | None = None
-    window: int = 4096
-    caption: str = "random"
-    workers: int = 0
-    pin_memory: bool = False
-    draft: bool = False
-    failure_share: float = 0.05
-    failure_minimum: int = 1000
-    exif: bool = False
-    verify_hash: bool = False
-    cache: str | None = None
-    cache_gib: float = 100.0
-    filter: Filter = NO_FILTER
-    fetch: FetchPolicy = DEFAULT_POLICY
 
 
 @dataclass(frozen=True)
@@ -109,10 +70,16 @@ class Stream:
     """Endless batches for one rank, as an iterator and a context manager; see the module for what they depend on.
 
     Args:
-        shards: shards of one corpus, or a `Corpus` each for those to be mixed.
+        corpora: the shards of each corpus of `data.train`.
         transform: PIL image -> (3, H, W) uint8 or float32. It may draw from the global random numbers of torch, numpy
             and Python, which are seeded for every sample and restored afterwards.
         tokenizer: list of n captions -> (n, L) int64.
+        batch_size: the global batch, over all ranks.
+        draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
+            enough pixels even then: faster, but not bit-identical where it applies.
+        pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
+        failure_minimum: samples of all ranks, or a whole epoch, from which on `data.failure_share` counts.
+        fetch: attempts and time limits of remote shards.
         rank, world_size: of this process; `world_size` divides the lanes.
         start_samples: position to start from, a multiple of the batch size.
         steps: number of batches after which to stop, None for no end.
@@ -131,32 +98,37 @@ class Stream:
 
     def __init__(
         self,
-        shards: Sequence[Shard] | Sequence[Corpus],
-        settings: Settings,
+        corpora: Sequence[Sequence[Shard]],
+        data: Data,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
         *,
+        batch_size: int,
+        seed: int = 0,
+        draft: bool = False,
+        pin_memory: bool = False,
+        failure_minimum: int = 1000,
+        fetch: FetchPolicy = DEFAULT_POLICY,
         rank: int = 0,
         world_size: int = 1,
         start_samples: int = 0,
         steps: int | None = None,
     ):
-        corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
-        self.shards = [shard for corpus in corpora for shard in corpus.shards]
-        self.settings, batch_size = settings, settings.batch_size
+        self.shards = [shard for shards in corpora for shard in shards]
+        self.data, self._pin, self._fetch = data, pin_memory, fetch
         refuse_repeats(self.shards)
-        if settings.verify_hash and (unknown := sum(shard.sha256 is None for shard in self.shards)):
+        if data.verify_hash and (unknown := sum(shard.sha256 is None for shard in self.shards)):
             what = f"data.verify_hash needs hashes, which {unknown} of {len(self.shards)} shards lack in their index."
             raise UserError(what, "Write them with `python -m tools.shards index`.")
-        self.selection = select([corpus.shards for corpus in corpora], settings.filter)
+        self.selection = select(corpora, data.filter)
         self.order = Order(
             self.selection.sizes if self.selection else [shard.samples for shard in self.shards],
             batch_size=batch_size,
-            lanes=settings.lanes,
-            window=settings.window,
-            seed=settings.seed,
-            corpus=[number for number, corpus in enumerate(corpora) for _ in corpus.shards],
-            weights=[corpus.weight for corpus in corpora],
+            lanes=data.lanes,
+            window=data.window,
+            seed=seed,
+            corpus=[number for number, shards in enumerate(corpora) for _ in shards],
+            weights=data.weights or [1.0] * len(corpora),
             places=self.selection.places if self.selection else None,
         )
         if self.order.lanes % world_size:
@@ -168,19 +140,19 @@ class Stream:
         self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._alone, self._closed = world_size == 1, False
-        self.tally = Tally(settings.failure_share, min(settings.failure_minimum, self.order.steps * batch_size))
+        self.tally = Tally(data.failure_share, min(failure_minimum, self.order.steps * batch_size))
         counts = Counter(shard.name for shard in self.shards)
         self._labels = [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in self.shards]
 
-        workers = min(settings.workers, self.rows)
+        workers = min(data.workers, self.rows)
         self._parts = parts = max(1, workers)
         lanes = -(-self.order.lanes // world_size // parts) + 1  # of a part; their borders may share one
-        self._open = OpenShards(self.shards, lanes + _SPARE, self._make_cache(), settings.verify_hash)
+        self._open = OpenShards(self.shards, lanes + _SPARE, self._make_cache(), data.verify_hash)
         self._dataset = Parts(
             self.order, self._open, self._labels,
             [rank * self.rows + self.rows * i // parts for i in range(parts + 1)],
             transform=transform, tokenizer=tokenizer,
-            caption=settings.caption, draft=settings.draft, exif=settings.exif,
+            caption=data.captions, draft=draft, exif=data.exif,
         )  # fmt: skip
         first = start_samples // batch_size * parts
         self._item, end = first, None if steps is None else first + steps * parts
@@ -204,7 +176,7 @@ class Stream:
         remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
         if not remote:
             return None
-        folder, limit = self.settings.cache, int(self.settings.cache_gib * GIB)
+        folder, limit = self.data.cache, int(self.data.cache_gib * GIB)
         largest = max(remote, key=lambda shard: shard.bytes)
         if largest.bytes > limit:
             raise UserError(
@@ -213,7 +185,7 @@ class Stream:
             )
         if not folder:
             folder, self._remove_cache = temporary_folder()
-        return ShardCache(Path(folder), limit, self.settings.fetch)
+        return ShardCache(Path(folder), limit, self._fetch)
 
     @property
     def identity(self) -> dict[str, int | str]:
@@ -229,8 +201,8 @@ class Stream:
             "lanes": order.lanes,
             "window": order.window,
             "seed": order.seed,
-            "caption": self.settings.caption,
-            **({"exif": True} if self.settings.exif else {}),
+            "caption": self.data.captions,
+            **({"exif": True} if self.data.exif else {}),
             **({"filter": self.selection.identity} if self.selection else {}),
         }
 
@@ -292,9 +264,9 @@ class Stream:
             raise
         self.samples_seen += self.order.batch_size
         ready = self._dataset.images[(self.samples_seen // self.order.batch_size - 1) % len(self._dataset.images)]
-        images = empty_stack(ready[0], self.rows, self.settings.pin_memory).copy_(ready)
+        images = empty_stack(ready[0], self.rows, self._pin).copy_(ready)
         tokens, slots, replaced = (torch.from_numpy(np.concatenate(arrays)) for arrays in list(zip(*parts))[:3])
-        tokens = tokens.pin_memory() if self.settings.pin_memory else tokens
+        tokens = tokens.pin_memory() if self._pin else tokens
         self.wait_seconds += time.perf_counter() - began
         return Batch(images, tokens, slots, replaced, [key for part in parts for key in part.keys], self.samples_seen)
 

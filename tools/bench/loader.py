@@ -23,7 +23,8 @@ import webdataset as wds
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
-from pretrain.stream.stream import Settings, Stream
+from pretrain.config import Data
+from pretrain.stream.stream import Stream
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Workers
 from probemb.data.shards.index import Shard, read_index, write_index
@@ -108,8 +109,8 @@ def photograph(size: int, seed: int) -> bytes:
 def stream_batches(folder: str, batch: int, workers: int, draft: bool = True, resize: str = "tensor") -> Iterator:
     """Infinite batches of the stream, as in training."""
     transform = create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train
-    settings = Settings(batch_size=batch, workers=workers, draft=draft)
-    with Stream(read_index(folder), settings, transform, Tokenizer(77)) as stream:
+    data = Data(workers=workers)
+    with Stream([read_index(folder)], data, transform, Tokenizer(77), batch_size=batch, draft=draft) as stream:
         for loaded in stream:
             yield loaded.images, loaded.tokens
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.config import Data
 from pretrain.stream.filter import Filter, KeyList, Selection
-from pretrain.stream.stream import Settings, Stream
+from pretrain.stream.stream import Stream
 from probemb.data.shards.columns import key_hash
 from probemb.data.shards.index import Shard, read_index
 from probemb.data.shards.samples import tar_writer
@@ -101,16 +102,16 @@ def tokenize(texts: list[str]) -> torch.Tensor:
     return torch.tensor([[len(text), len(text.split())] for text in texts])
 
 
-def read(corpora, rules: Filter, steps: int, **place) -> list:
-    settings = Settings(batch_size=8, lanes=4, window=6, seed=2, workers=place.pop("workers", 0), filter=rules)
-    with Stream(corpora, settings, to_tensor, tokenize, steps=steps, **place) as stream:
+def read(shards, rules: Filter, steps: int, **place) -> list:
+    data = Data(lanes=4, window=6, workers=place.pop("workers", 0), filter=rules)
+    with Stream([shards], data, to_tensor, tokenize, batch_size=8, seed=2, steps=steps, **place) as stream:
         return list(stream)
 
 
 def test_left_out_samples_never_appear_and_others_once_an_epoch(corpus):
     folder, truth = corpus
     shards, rules = read_index(folder), Filter(min_words=2, max_aspect=3)
-    with Stream(shards, Settings(batch_size=8, lanes=4, filter=rules), to_tensor, tokenize) as stream:
+    with Stream([shards], Data(lanes=4, filter=rules, workers=0), to_tensor, tokenize, batch_size=8) as stream:
         steps, kept = stream.order.steps, chosen(stream.selection)
         assert "max_aspect 3, min_words 2 (" in stream.identity["filter"]
         assert stream.order.slots_per_epoch == len(kept) < len(truth)
@@ -147,7 +148,7 @@ def test_identity_follows_what_is_kept(corpus, tmp_path):
         listed.write_text(key)
         seen.add(Selection([shards], Filter(drop=str(listed))).identity)
     assert len(seen) == 2
-    plain = Stream(shards, Settings(batch_size=8), to_tensor, tokenize)
+    plain = Stream([shards], Data(workers=0), to_tensor, tokenize, batch_size=8)
     assert "filter" not in plain.identity
     assert plain.selection is None
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.stream.stream import Settings, Stream
+from pretrain.config import Data
+from pretrain.stream.stream import Stream
 from probemb.data.shards.index import Shard
 from probemb.data.shards.samples import tar_writer
 from probemb.errors import UserError
@@ -76,10 +78,11 @@ def tokenize(texts: list[str]) -> torch.Tensor:
 
 
 def make(shards, **settings) -> Stream:
-    settings = {"batch_size": BATCH, "lanes": LANES, "window": 4, "seed": 5} | settings
+    settings = {"batch_size": BATCH, "lanes": LANES, "window": 4, "seed": 5, "workers": 0} | settings
     inputs = [settings.pop(name, default) for name, default in (("transform", augment), ("tokenizer", tokenize))]
-    place = {name: settings.pop(name) for name in ("rank", "world_size", "start_samples", "steps") if name in settings}
-    return Stream(shards, Settings(**settings), *inputs, **place)
+    names = {field.name for field in fields(Data)}
+    data = Data(**{name: value for name, value in settings.items() if name in names})
+    return Stream([shards], data, *inputs, **{name: value for name, value in settings.items() if name not in names})
 
 
 def read(shards, **settings) -> list:
@@ -161,16 +164,17 @@ def test_seed_epoch_and_caption_choice(corpus, uninterrupted):
     assert set(first.values()) == set(second.values()) == {"a", "b", "c"}
     common = first.keys() & second.keys()
     assert 0.4 < np.mean([first[key] != second[key] for key in common]) < 0.95  # drawn anew: two thirds on average
-    assert set(captions(read(corpus, steps=5, caption="first")).values()) == {"a"}
+    assert set(captions(read(corpus, steps=5, captions="first")).values()) == {"a"}
 
 
 def test_identity_names_what_the_order_depends_on(corpus):
     with make(corpus) as one, make(corpus, rank=1, world_size=2, workers=1, start_samples=8) as other:
         assert one.identity == other.identity
-    changed = {"seed": 6, "lanes": 2, "window": 5, "batch_size": 4, "caption": "first"}
-    for name, value in changed.items():
+    options = {"seed": 6, "lanes": 2, "window": 5, "batch_size": 4, "captions": "first"}
+    for name, value in options.items():
         with make(corpus, **{name: value}) as other:
-            assert {key for key in one.identity if one.identity[key] != other.identity[key]} == {name}
+            changed = {key for key in one.identity if one.identity[key] != other.identity[key]}
+            assert changed == {"caption" if name == "captions" else name}
     with make(corpus[:-1]) as other:
         assert other.identity["corpus"] != one.identity["corpus"]
 
