@@ -51,7 +51,7 @@ def coverage(inner: Gaussian, outer: Gaussian, central: float = CENTRAL) -> Tens
 
 
 def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
-    """Does the embedding of a mixed input cover the intersection of the two that it was mixed from?
+    """Does the embedding of a mixed input cover the intersection of both inputs?
 
     (N, D), row by row, N of at least 4. Row i of second may be row i - 1 of first: pairs two rows apart have no input
     in common.
@@ -217,12 +217,8 @@ def embed_triplets(
 
 
 def union_uncertainty(found: EmbeddedTriplets) -> dict:
-    """Mean uncertainty of A, B and C under every measure of `uncertainty.MEASURES`, and how C differs from A.
-
-    Returns:
-        measure -> side -> {"A": {"value", "se"}, "B", "C", "difference": C less A, paired, "larger": the share of
-        triplets in which C is the more uncertain one of both}.
-    """
+    """Mean uncertainty of A, B and C under every measure and side, "difference": C less A, paired, and "larger": the
+    share of triplets in which C is the more uncertain one of both."""
     return {
         name: {side: _one_side(getattr(found, side), measure) for side in SIDES} for name, measure in MEASURES.items()
     }
@@ -387,12 +383,8 @@ def of_neighbours(likeness: Tensor, near: Tensor) -> dict:
 
 
 def of_walks(likeness: Tensor, walks: Sequence[Walk]) -> dict:
-    """Means over walks.
-
-    "consecutive": likeness of the nearest images of two steps in a row that differ; "to_start" and "to_end", (S,): of
-    the nearest image of each step to both ends; "images": different ones met on a walk; "cosine", (S,): of the nearest
-    image, low in between where codes leave holes.
-    """
+    """Means over walks: likeness of the nearest images of two steps in a row that differ, and of each step's to both
+    ends; different images met; the cosine of the nearest image, low in between where codes leave holes."""
     steps = [(a, b) for one in walks for a, b in zip(one.images, one.images[1:]) if a != b]
     return {
         "walks": len(walks),

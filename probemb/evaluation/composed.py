@@ -44,20 +44,9 @@ class ComposedQueries(NamedTuple):
         return ComposedQueries([self.queries[row] for row in rows.tolist()], composed, self.parts[rows])
 
 
-class ComposedOutcomes(NamedTuple):
-    """`query_metrics` of Q queries, and how many correct targets the gallery has for each, (Q,) int64."""
-
-    per_query: dict[str, Tensor]
-    targets: Tensor
-
-
 @torch.no_grad()
 def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -> Scores:
-    """Scores (Q, T) of compositions (Q, D) with a gallery (T, D), larger is closer.
-
-    "cosine" of the means is MPC's choice at test time; "density" the expected log-density of the item under the
-    composition with its normaliser, in nats (`losses.mpc.expected_similarity`), which changes no ranking of one query.
-    """
+    """Scores (Q, T): cosine of the means, MPC's choice at test time, or `losses.mpc.expected_similarity` in nats."""
     g, gallery = query.gaussian.float(), gallery.float()
     if by == "cosine":
         return dots(F.normalize(g.mean, dim=-1), F.normalize(gallery.mean, dim=-1))
@@ -133,10 +122,10 @@ def ranked_by(
 def composed_outcomes(
     gallery: EmbeddedImages, data: Compositions, found: ComposedQueries, by: Ranking = "cosine",
     ks: Sequence[int] = KS, without_own: bool = False,
-) -> ComposedOutcomes:  # fmt: skip
-    """R@K, R-Precision and mAP@R of every query; see `ranked_by`."""
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+    """`query_metrics` of every query, see `ranked_by`, and how many correct targets the gallery has, (Q,) int64."""
     positives = positives_of(data, found.queries, gallery.kept)
-    return ComposedOutcomes(score_metrics(ranked_by(gallery, found, by, without_own), positives, ks), positives.counts)
+    return score_metrics(ranked_by(gallery, found, by, without_own), positives, ks), positives.counts
 
 
 def guessed(targets_Q: Tensor, n_gallery: int, ks: Sequence[int] = KS) -> dict[str, Tensor]:
@@ -185,10 +174,7 @@ class FeasibilityScore(NamedTuple):
 
 
 def disagreement(parts: Gaussian, composed: Product) -> Tensor:
-    """Squared distance of the parts' means from the composition's in standard deviations of the parts, summed, (Q,).
-
-    The part of -2 log Z that depends on the means; for two parts (mu_1 - mu_2)^2 / (var_1 + var_2), summed over D.
-    """
+    """The means' part of -2 log Z, (Q,): of two parts the sum of (mu_1 - mu_2)^2 / (var_1 + var_2)."""
     gap = parts.mean - composed.gaussian.mean[:, None]
     return (gap.square() * (-parts.log_var).exp()).sum((1, 2))
 
@@ -203,12 +189,8 @@ def parts_distance(parts: Gaussian, composed: Product) -> Tensor:
 SCORES: dict[str, FeasibilityScore] = {
     "normaliser": FeasibilityScore("log-normaliser, -log Z (Eq. 7)", "normaliser", lambda _, one: -one.log_normaliser),
     "disagreement": FeasibilityScore("disagreement, the means' share of -log Z", "normaliser", disagreement),
-    "variance": FeasibilityScore(
-        "total variance, sum of σ²", "variance", lambda _, composed: composed.gaussian.uncertainty()
-    ),
-    "log-variance": FeasibilityScore(
-        "mean of log σ²", "variance", lambda _, composed: composed.gaussian.log_var.mean(-1)
-    ),
+    "variance": FeasibilityScore("total variance, sum of σ²", "variance", lambda _, one: one.gaussian.uncertainty()),
+    "log-variance": FeasibilityScore("mean of log σ²", "variance", lambda _, one: one.gaussian.log_var.mean(-1)),
     "distance": FeasibilityScore("distance of the parts, 1 - cosine", "nothing", parts_distance),
 }
 TITLES = {name: score.title for name, score in SCORES.items()} | {"rarity": "no model: rarity of the parts in training"}
@@ -229,7 +211,6 @@ def rarity(queries: Sequence[Query], counts: Sequence[int]) -> Tensor:
     """A guess without a model: the sum of -log(1 + training images) of a query's concepts, (Q,) float64.
 
     Frequent concepts co-occur more often, so an AUC of uncertainty means little unless it is compared with this one.
-    counts: training images of every concept.
     """
     surprise = -torch.tensor(counts, dtype=torch.float64).log1p()
     return torch.stack([surprise[list(query.concepts)].sum() for query in queries])

@@ -146,14 +146,12 @@ class Embedder:
 
 
 class EmbeddedPairs(NamedTuple):
-    """Embeddings of all images that could be read, and of their captions, on the CPU.
+    """Embeddings of all images that could be read, and of their captions, image after image, on the CPU.
 
     Attributes:
-        images: Gaussian (N, D), or (N, K, D) for K embeddings an item.
-        texts: Gaussian (M, D), or (M, K, D), image after image.
+        images, texts: (N, D) and (M, D), or (N, K, D) and (M, K, D) for K embeddings an item.
         owner: (M,) int64, the row of each caption's image.
-        kept: for each row the index of its image in the data.
-        bad: (name, reason) of images that could not be read.
+        kept, bad: as of EmbeddedImages.
         tokens: of the images and of the texts, for the ranking "attention"; None where they were not asked for.
     """
 
@@ -208,9 +206,7 @@ def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
 class KeptTokens:
     """Tokens of unit length of N items, in a file that no name points to: one behind the other, without padding.
 
-    Attributes:
-        values: (P, D) float16, memory-mapped, of all items.
-        starts, lengths: (N,) int64, where each item's tokens stand.
+    values: (P, D) float16, memory-mapped, of all items; starts, lengths: (N,) int64, where each item's tokens stand.
     """
 
     values: np.ndarray

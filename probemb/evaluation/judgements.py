@@ -122,9 +122,9 @@ def evaluate_rankings_of_pairs(
     names = [name for name in rankings if RANKINGS[name].scores] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}
     metrics = {name: judged_metrics(each, judged) for name, each in scores.items()}
-    titles = {name: title_of({"ranking": name, "chosen": options.tolerance.chosen}) for name in names}
-    titles |= {name: RANKINGS[name].title for name in names if name != TOLERANCE}
-    found = None
+    titles, found = {name: RANKINGS[name].title for name in names}, None
+    if TOLERANCE in names:
+        titles[TOLERANCE] = title_of({"ranking": TOLERANCE, "chosen": options.tolerance.chosen})
     if TOLERANCE in names and judged.divisible:
         scores[CROSS_FITTED], found = cross_fitted(pairs, judged)
         titles[CROSS_FITTED] = title_of({"ranking": TOLERANCE, "chosen": "cross-fitted"})

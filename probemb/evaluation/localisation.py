@@ -88,7 +88,10 @@ def localise(
             else scores_of(name, crops.gaussian, texts[some], options)(slice(None)).T.cpu()
             for name in rankings
         }
-        parts.append(_of_phrases(scores, overlaps) | _known(embedder, texts[some], crops.gaussian))
+        u = texts[some].uncertainty()
+        single = u.dim() == 1  # not several embeddings of an item
+        known = query_scores(texts[some], crops.gaussian, MatchModel.of(embedder.model)) if single else {}
+        parts.append({**_of_phrases(scores, overlaps), "u": u if single else u.mean(1), "scores": known})
         rows += some.tolist()
     if not parts:
         raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
@@ -125,14 +128,6 @@ def _of_phrases(scores: dict[str, Tensor], overlaps_QP: Tensor) -> dict:
         "best_overlap": overlaps_QP.amax(dim=1),
         "chance": torch.from_numpy(hypergeom.sf(0, total, good_Q1, drawn)).float(),
     }
-
-
-def _known(embedder: Embedder, texts: Gaussian, items: Gaussian) -> dict:
-    """u of an image's phrases, a mean over several embeddings of an item, and the scores, of single embeddings."""
-    u = texts.uncertainty()
-    if u.dim() > 1:
-        return {"u": u.mean(1), "scores": {}}
-    return {"u": u, "scores": query_scores(texts, items, MatchModel.of(embedder.model))}
 
 
 def recall_at(first_overlaps_QK: Tensor, k: int, threshold: float = THRESHOLD) -> Tensor:

@@ -173,13 +173,10 @@ def evaluate_rankings(
 ) -> tuple[list[dict], PerQuery, dict[str, Tensor]]:  # fmt: skip
     """Every ranking against every kind of positives.
 
-    Args:
-        rankings: names in RANKINGS; benchmarks: names in BENCHMARKS.
-        objects: (images of `captions`, L) multi-hot object categories, for "pmrp".
+    objects: (images of `captions`, L) multi-hot object categories, for "pmrp".
 
     Returns:
-        rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds",
-            "numbers_per_item"}, and for tolerance "chosen": "given", "oracle" or "chosen on ...".
+        rows: one of each kind of positives and ranking, with metrics and cost.
         per_query: side -> "positives: metric" -> values of every query under the first ranking, NaN where the kind of
             positives lacks a query.
         tops: side -> (N, 3) or (M, 3) int64, the closest rows of the other side under the first ranking.
@@ -215,9 +212,7 @@ def evaluate_rankings(
 def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
     """Rank once for all kinds of positives among the same rows.
 
-    Returns:
-        the lists of the whole data; title -> {"i2t": metrics, "t2i": metrics, "rsum": in percent}; values of single
-        queries, as `evaluate_rankings` has them.
+    Returns the lists of the whole data; title -> {"i2t": metrics, "t2i": metrics, "rsum": in percent}; `per_query`.
     """
     folds = [fold for kind in kinds.values() for fold in kind.folds]
     depths: dict[str, tuple[int, int]] = {}
@@ -290,17 +285,12 @@ def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: 
 def evaluate_retrieval(
     embedder: Embedder, captions: CaptionDataset, ranking: str | None = None, by_class: bool = False
 ) -> dict:
-    """RSUM and its parts under one ranking, by which finetuning selects its model.
+    """`retrieval` under one ranking, by which finetuning selects its model. Raises UserError: as `embed_pairs`.
 
     Args:
-        ranking: a name in RANKINGS; by default, and for a point model always, the one that the model was trained for.
-            The weights of "tolerance" are those with the best recalls of own captions, on these same images.
+        ranking: by default, and for a point model always, the one that the model was trained for. The weights of
+            "tolerance" are those with the best recalls of own captions, on these same images, and returned too.
         by_class: the captions of an image's class are its matches, not its own alone.
-
-    Returns:
-        `retrieval`, "ranking", "images": N, "captions": M, and of "tolerance" its weights, "tolerance": {"i2t", "t2i"}.
-
-    Raises UserError: too many images that cannot be read, embeddings that are not finite.
     """
     model = embedder.model
     ranking = ranking if ranking and model.probabilistic else model.ranking

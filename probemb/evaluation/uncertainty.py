@@ -172,10 +172,8 @@ def erase(
 ) -> dict:  # fmt: skip
     """Uncertainty against the share that is erased of the `chosen` images and of their first captions.
 
-    Returns:
-        "pixels", or "regions" of images that are precomputed regions, "words", and "ends" (the last words, which leaves
-        a prefix): {"shares", "uncertainty" (mean at each share), "items", "spearman" over single items, of uncertainty
-        against share}; "ends" also has "lies_in", the share of shortened captions that lie in their prefix (inclusion).
+    Of "pixels", or "regions" of images that are precomputed regions, "words", and "ends" (the last words, which leaves
+    a prefix). "lies_in": the share of shortened captions that lie in their prefix (inclusion).
     """
     read = []
     for i in chosen:

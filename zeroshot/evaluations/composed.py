@@ -184,17 +184,17 @@ def measure(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> dict:
     """One set of queries by one ranking: of each kind the metrics, and what a random order would reach."""
     found, changes = asked.found, asked.combinations == "changes"
     ks = FASHION_KS if changes else composed.KS
-    outcomes = composed.composed_outcomes(gallery, asked.data, found, ranking, ks, without_own=changes)
+    every, targets = composed.composed_outcomes(gallery, asked.data, found, ranking, ks, without_own=changes)
     names = [f"r@{k}" for k in ks] + ["r_precision"]
-    per_query = {name: outcomes.per_query[name] for name in names}
-    by_chance = composed.guessed(outcomes.targets, len(gallery.kept), ks)
+    per_query = {name: every[name] for name in names}
+    by_chance = composed.guessed(targets, len(gallery.kept), ks)
     combination, kinds = composed.combinations_of(found.queries), {}
     for kind in ("all", *KINDS):
-        some = composed.of_kind(found.queries, kind) & (outcomes.targets > 0)
+        some = composed.of_kind(found.queries, kind) & (targets > 0)
         if some.any():
             kinds[kind] = {
                 "queries": int(some.sum()),
-                "targets": float(outcomes.targets[some].double().mean()),
+                "targets": float(targets[some].double().mean()),
                 **mean_estimates(per_query, combination, some),
                 "guessing": {name: float(values[some].mean()) for name, values in by_chance.items()},
             }
@@ -203,7 +203,7 @@ def measure(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> dict:
         "combinations": asked.combinations,
         "number": asked.number,
         "published": asked.queries is asked.data.queries,
-        "left_out": len(asked.queries) - int((outcomes.targets > 0).sum()),
+        "left_out": len(asked.queries) - int((targets > 0).sum()),
         "ranking": ranking,
         "metrics": names,
         "kinds": kinds,
