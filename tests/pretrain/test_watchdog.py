@@ -52,7 +52,7 @@ def test_stopped_data_workers_are_named_and_end_the_run(options, tmp_path):
     for rank in (0, 1):
         stacks = (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
         assert f"rank {rank}, step " in stacks
-        assert "in _load" in stacks  # the main thread
+        assert "pretrain/trainer.py" in stacks  # the main thread
         assert "in _watch" in stacks
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
 
