@@ -193,12 +193,10 @@ def test_every_crop_is_its_own_and_embedded_once(phrases, embedder):
         for row, triplet in enumerate(one.triplets):
             picture = phrases.images.open(triplet.image)
             for item, box, caption in zip("ABC", triplet.boxes, triplet.captions):
-                pixels = embedder.transform(crop(picture, box))[None]
-                image = embedder.model.encode_image(pixels)
-                torch.testing.assert_close(one.images[item].mean[row], image.mean[0], rtol=1e-4, atol=1e-5)
+                image = embedder.model.encode_image(embedder.transform(crop(picture, box))[None])
                 text = embedder.model.encode_text(embedder.tokenizer([caption]))
+                torch.testing.assert_close(one.images[item].mean[row], image.mean[0], rtol=1e-4, atol=1e-5)
                 torch.testing.assert_close(one.captions[item].log_var[row], text.log_var[0], rtol=1e-4, atol=1e-4)
-            assert triplet.captions[2] == f"{triplet.captions[0]} and {triplet.captions[1]}"
 
 
 @pytest.fixture

@@ -44,15 +44,10 @@ def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
     assert pearson(torch.arange(3.0).double(), constant) is None
     bins = uncertainty_bins(torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0]))
     assert sum(bins["counts"]) == 3
-    assert uncertainty_bins(torch.ones(1), torch.ones(1)) is None
-
-
-def test_bins_may_be_cut_over_items_without_a_score():
-    u, score = torch.arange(6.0), torch.tensor([1.0, torch.nan, torch.nan, torch.nan, 0.0, 1.0])
-    assert uncertainty_bins(u, score, 3)["counts"] == [1, 1, 1]
-    assert uncertainty_bins(u, score, 3)["accuracy_se"] == [None] * 3
-    bins = uncertainty_bins(u, score, 3, cut_over_all=True)
+    score = torch.tensor([1.0, torch.nan, torch.nan, torch.nan, 0.0, 1.0])
+    bins = uncertainty_bins(torch.arange(6.0), score, 3, cut_over_all=True)
     assert (bins["counts"], bins["accuracy"]) == ([1, 2], [1.0, 0.5])  # the middle bin holds no score
+    assert uncertainty_bins(torch.ones(1), torch.ones(1)) is None
 
 
 def test_refusing_the_most_uncertain_equals_its_definition():
