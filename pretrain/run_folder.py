@@ -30,7 +30,7 @@ from probemb.files import replace_file, replace_text
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.hub import save_model
 from probemb.options import to_dict, with_absolute_paths
-from probemb.runs.best import Best, read_best
+from probemb.runs.best import Best, best_until
 from probemb.runs.checkpoints import Snapshot, prune
 from probemb.runs.copy import Copier, Copy
 from probemb.runs.lock import RunLock
@@ -62,7 +62,7 @@ class RunFolder(RunOutput):
         self.model_config, self.identity, self.saved = model_config, identity, step or None
         super().__init__(config, step, steps, lock)
         metric, self.copier = config.evaluate.best, None
-        best, rows = distributed.all_of((read_best(self.path, step), logged_evaluations(self.path, step)))[0]
+        best, rows = distributed.all_of((best_until(self.path, step), logged_evaluations(self.path, step)))[0]
         self.left_out = left_out(config.evaluate, rows)
         self.protected = frozenset([best.step] if best else [])
         self.best = best if best and best.metric == metric else Best(metric) if metric else None

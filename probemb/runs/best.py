@@ -6,9 +6,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.runs.checkpoints import read_content
+from probemb.runs.checkpoints import complete_steps
 
 NAME = "best.json"
 
@@ -42,23 +41,8 @@ class Best:
         replace_text(run / NAME, json.dumps({"metric": self.metric, "steps": steps}, indent=1) + "\n")
 
 
-def recorded_steps(run: Path) -> list[int]:
-    """The steps in best.json, the best last; empty if it is missing or damaged."""
-    best = _read(run)
-    return list(best.values) if best else []
-
-
-def read_best(run: Path, step: int) -> Best | None:
-    """The best of a run that resumes from `step`: later steps, and those without a whole checkpoint, are left out.
-
-    None without any, or if best.json is missing or damaged.
-    """
-    if best := _read(run):
-        best.values = {s: value for s, value in best.values.items() if s <= step and _is_whole(run, s)}
-    return best if best and best.values else None
-
-
-def _read(run: Path) -> Best | None:
+def read_best(run: Path) -> Best | None:
+    """The best of a run; None without best.json, or if it is damaged."""
     try:
         content = json.loads((run / NAME).read_text(encoding="utf-8"))
         return Best(str(content["metric"]), {int(one["step"]): float(one["value"]) for one in content["steps"]})
@@ -66,9 +50,9 @@ def _read(run: Path) -> Best | None:
         return None
 
 
-def _is_whole(run: Path, step: int) -> bool:
-    try:
-        read_content(run / "checkpoints" / f"step-{step}")
-    except UserError:
-        return False
-    return True
+def best_until(run: Path, step: int) -> Best | None:
+    """The best of a run that resumes from `step`, without later steps and those that have no whole checkpoint."""
+    if best := read_best(run):
+        whole = complete_steps(run)
+        best.values = {s: value for s, value in best.values.items() if s <= step and s in whole}
+    return best if best and best.values else None

@@ -22,7 +22,7 @@ import fsspec
 
 from probemb.errors import UserError
 from probemb.files import flush
-from probemb.runs.best import recorded_steps
+from probemb.runs.best import read_best
 from probemb.runs.checkpoints import (
     OPTIMIZER,
     RANDOM,
@@ -252,7 +252,8 @@ def _fetch(copy: Copy, run: Path, steps: list[int], tell: Callable[[str], object
         copy.get(name, hidden := run / "checkpoints" / f".{name}.fetched")
         if hidden.exists():
             hidden.replace(run / name)
-    best = [step for step in recorded_steps(run)[-1:] if step < newest and step in steps]
+    marked = read_best(run)
+    best = [marked.step] if marked and marked.step in steps and marked.step < newest else []
     for step in [step for step in best if _fetch_step(copy, run, step, tell)] + [newest]:
         _fetched(run, step).rename(run / "checkpoints" / f"step-{step}")
         flush(run / "checkpoints")

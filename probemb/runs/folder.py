@@ -96,21 +96,13 @@ def _size(n: int) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
 
 
-def changes(
-    before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: str = ""
-) -> list[tuple[str, object, object]]:
-    """(dotted key, value before, value now) of the differences between two resolved configurations."""
-    out = []
-    for name in sorted({*before, *now}):
-        key = f"{prefix}{name}"
-        if key in ignore or key.split(".")[0] in ignore:
-            continue
-        a, b = before.get(name), now.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            out += changes(a, b, ignore, f"{key}.")
-        elif a != b:
-            out.append((key, a, b))
-    return out
+def _changes(before: dict, now: dict, free: tuple[str, ...] = (), prefix: str = "") -> list[tuple[str, object, object]]:
+    """(dotted key, before, now) of the differences of nested dictionaries, without `free` keys and groups."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [(prefix, before, now)] if before != now else []
+    keys = {name: f"{prefix}.{name}" if prefix else name for name in sorted({*before, *now})}
+    pairs = [(key, before.get(name), now.get(name)) for name, key in keys.items() if key not in free]
+    return [change for key, a, b in pairs for change in _changes(a, b, free, key)]
 
 
 def refuse_another_run(
@@ -127,10 +119,10 @@ def refuse_another_run(
     Returns the changes, "KEY: BEFORE -> NOW" each. Raises UserError, which names them.
     """
     before, now = (with_absolute_paths(one, config) for one in (state["config"], to_dict(config)))
-    changed = changes(before, now, ignore=free)
+    changed = _changes(before, now, free)
     known = {key for key, _, _ in changed}
     sum_key, called, path_key = digest
-    for key, old, new in changes(state["data"], identity):
+    for key, old, new in _changes(state["data"], identity):
         if key == sum_key:  # two sums say little: name the paths too
             paths = [one["data"][path_key] for one in (before, now)]
             paths = [path if isinstance(path, str) else " ".join(path) for path in paths]

@@ -8,7 +8,7 @@ import torch
 from pretrain.config import Config, Data
 from probemb.errors import UserError
 from probemb.runs import lock
-from probemb.runs.best import NAME, Best, read_best
+from probemb.runs.best import NAME, Best, best_until
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, complete_steps, find_checkpoint, prune
 from probemb.runs.folder import MAX_STARTS, count_start, newest_checkpoint
 from probemb.runs.lock import RunLock, refuse_locked
@@ -30,18 +30,18 @@ def test_the_best_is_the_first_of_the_largest_or_smallest():
 
 
 def test_a_resumed_run_knows_the_best_that_it_still_has(tmp_path):
-    assert read_best(tmp_path, 9) is None
+    assert best_until(tmp_path, 9) is None
     for step in (2, 4, 6):
         save(tmp_path, step)
     Best("rsum", values={2: 1.0, 3: 1.5, 4: 2.0, 6: 3.0}).write(tmp_path)
-    assert read_best(tmp_path, 9) == Best("rsum", values={2: 1.0, 4: 2.0, 6: 3.0})  # 3 was never saved
-    assert read_best(tmp_path, 5).step == 4
+    assert best_until(tmp_path, 9) == Best("rsum", values={2: 1.0, 4: 2.0, 6: 3.0})  # 3 was never saved
+    assert best_until(tmp_path, 5).step == 4
     (tmp_path / "checkpoints" / "step-4" / WEIGHTS).write_bytes(b"")
-    assert read_best(tmp_path, 5).step == 2
-    assert read_best(tmp_path, 1) is None
+    assert best_until(tmp_path, 5).step == 2
+    assert best_until(tmp_path, 1) is None
     for damaged in ("", "{}", "[1]", '{"metric": "rsum", "steps": [{"step": "x"}]}'):
         (tmp_path / NAME).write_text(damaged)
-        assert read_best(tmp_path, 9) is None
+        assert best_until(tmp_path, 9) is None
 
 
 def test_pruning_leaves_the_best_beside_the_newest(tmp_path):

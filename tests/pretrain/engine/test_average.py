@@ -9,6 +9,7 @@ import torch
 from pretrain.config import Ema
 from pretrain.engine.engine import Engine
 from pretrain.engine.state import full_state_dict
+from pretrain.schedules import step_weight
 from tests.pretrain.engine.test_nonfinite import BATCH, CONFIG, batch
 from tests.pretrain.test_trainer import tiny
 from tests.ranks import run_ranks
@@ -17,13 +18,6 @@ from tests.steps import take_step as step_of
 
 EMA = Ema(half_life_samples=3 * BATCH, rampup=0.5)
 BAD, STEPS = 3, 5  # this step is NaN
-
-
-def decay(before, after):
-    """Of a step, by numeric integration in a million parts."""
-    s = np.linspace(before, after, 10**6 + 1)
-    s = (s[1:] + s[:-1]) / 2
-    return float(np.exp(-np.log(2) * np.mean(1 / np.minimum(EMA.half_life_samples, EMA.rampup * s)) * (after - before)))
 
 
 def make_trainer(stage, parts=1, persistent=0, locked=False):
@@ -70,7 +64,7 @@ def test_the_average_is_that_of_a_plain_loop(world, stage, parts, persistent, lo
         if step == 1:
             expected = {name: weights[name].astype(np.float64) for name in trained}  # nothing of the random ones
         elif stepped:
-            kept = decay((step - 1) * BATCH, step * BATCH)
+            kept = 1 - step_weight(EMA, (step - 1) * BATCH, step * BATCH)
             expected = {name: kept * mean + (1 - kept) * weights[name] for name, mean in expected.items()}
         else:
             for name in trained:
