@@ -108,7 +108,7 @@ class Schedule:
         return self.locked or self.epoch(samples) < self.optimizer.freeze_epochs
 
     def averages(self, samples: int) -> bool:
-        """Whether the weights at the end of an epoch, after `samples` samples, go into the average."""
+        """True if the weights at the end of an epoch, after `samples` samples, go into the average."""
         return self.epoch(samples - 1) >= self.epochs - self.average_epochs
 
 

@@ -66,9 +66,7 @@ def wasserstein2(a: Gaussian, b: Gaussian) -> Tensor:
 def kl(a: Gaussian, b: Gaussian) -> Tensor:
     """KL(a || b) in nats. Source: PCME, test-time distances; Probabilistic VSE++.
 
-    As matrix products: its error is about the result type's rounding times the largest sum of squared means over
-    variances from b's average, so that near pairs of very small variances (below e^-10 for unit means in float32) want
-    float64.
+    As matrix products: near pairs of very small variances (below e^-10 for unit means in float32) want float64.
     """
     left, right, row, col = kl_factors(a, b)
     return 0.5 * torch.addmm(row[:, None] + col[None, :], left, right.T)
@@ -166,23 +164,10 @@ def match_probability(a: Gaussian, b: Gaussian, scale: Tensor | float = 1.0, shi
     return torch.sigmoid(shift - scale * csd(a, b))
 
 
-@_full_precision
-def sampled_match_probability(
-    a: Gaussian,
-    b: Gaussian,
-    scale: Tensor | float = 1.0,
-    shift: Tensor | float = 0.0,
-    n_samples: int = SAMPLES,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """PCME's Monte-Carlo match probability in [0, 1], (N, M); larger is closer. Source: PCME, soft contrastive loss."""
-    return match_probability_of_samples(a.sample(n_samples, generator), b.sample(n_samples, generator), scale, shift)
-
-
 def match_probability_of_samples(
     z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
 ) -> Tensor:
-    """Mean over all J x K sample pairs of sigmoid(2 (shift - scale |z_a - z_b|)), (N, M).
+    """Mean over all J x K sample pairs of sigmoid(2 (shift - scale |z_a - z_b|)), (N, M). Source: PCME.
 
     The factor 2 is the authors' s(x) = e^x / (e^x + e^-x). Holds N x M x K values at a time.
     """
@@ -228,12 +213,7 @@ def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], 
     return (checkpoint(one_sample, z_a_ND, **RECOMPUTED) for z_a_ND in z_a_NJD.unbind(1))
 
 
-@_full_precision
-def _no_match_probability(a: Gaussian, b: Gaussian, **options) -> Tensor:
-    return 1 - sampled_match_probability(a, b, **options)
-
-
-# Values of --distance. Smaller is closer, so the match probability is replaced by its complement.
+# Values of --distance, beside match-probability, whose logits are its log-odds.
 DISTANCES: dict[str, Callable[..., Tensor]] = {
     "csd": csd,
     "wasserstein2": wasserstein2,
@@ -242,5 +222,4 @@ DISTANCES: dict[str, Callable[..., Tensor]] = {
     "min-kl": min_kl,
     "bhattacharyya": bhattacharyya,
     "elk": elk,
-    "match-probability": _no_match_probability,
 }

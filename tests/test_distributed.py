@@ -87,7 +87,7 @@ def on_one_process(world, distance):
 
 
 # All sizes for the paper's distance, two ranks for the others; match-probability draws samples.
-OTHERS = sorted(set(DISTANCES) - {"csd", "match-probability"})
+OTHERS = sorted(set(DISTANCES) - {"csd"})
 CASES = [("csd", world) for world in WORLDS] + [(name, 2) for name in OTHERS]
 
 

@@ -102,7 +102,7 @@ def train(distance: str, seed: int = 0, epochs: int = 500, batch: int = 128, lr:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.toy2d", description="Uncertainty of points in a plane, by training distance.")
     known = f"a training distance, {' or '.join(TRIPLETS)} (default: csd, wasserstein2 and both triplets)"
-    parser.add_argument("--distance", action="append", choices=[*DISTANCES, *TRIPLETS], help=known)
+    parser.add_argument("--distance", action="append", choices=[*DISTANCES, "match-probability", *TRIPLETS], help=known)
     parser.add_argument("--seeds", type=PositiveInt, default=3, help="draws of the points (default: 3)")
     parser.add_argument("--epochs", type=PositiveInt, default=500, help="passes over the points (default: 500)")
     parser.add_argument("--out", type=Path, default=Path("toy2d.png"), help="picture (default: toy2d.png)")

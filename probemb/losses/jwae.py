@@ -100,25 +100,22 @@ def vae_kl(codes: Gaussian) -> Tensor:
     return 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(-1).mean()
 
 
-def mmd(x_ND: Tensor, y_MD: Tensor, kernel: Literal["rbf", "imq"] = "rbf", base: float | None = None) -> Tensor:
+def mmd(x_ND: Tensor, y_MD: Tensor, kernel: Literal["rbf", "imq"] = "rbf") -> Tensor:
     """Squared maximum mean discrepancy of two sets of codes, unbiased, mean over kernels of several widths.
 
-    k(d²) = exp(−d² / (2 c)) for "rbf" and c / (c + d²) for "imq", with c = scale · base over `SCALES`. An unbiased
-    estimate may be below 0, and needs two codes of each kind. Source: Gretton et al., "A Kernel Two-Sample Test"; the
-    inverse multiquadratic and its scales: Tolstikhin et al., "Wasserstein Auto-Encoders".
-
-    `base`: unit of c; None for the mean squared distance among all codes, as a constant (2 D if they are N(0, I)).
+    k(d²) = exp(−d² / (2 c)) for "rbf" and c / (c + d²) for "imq", with c over `SCALES` times the mean squared distance
+    among all codes, as a constant (2 D if they are N(0, I)). An unbiased estimate may be below 0, and needs two codes
+    of each kind. Source: Gretton et al., "A Kernel Two-Sample Test"; Tolstikhin et al., "Wasserstein Auto-Encoders".
     """
     n, m = len(x_ND), len(y_MD)
     codes = torch.cat([at_least_float32(x_ND), at_least_float32(y_MD)])
     centred = codes - codes.detach().mean(0)  # distances from products lose less precision near the origin
     norms = centred.square().sum(-1)
     squared = (norms[:, None] + norms[None] - 2 * centred @ centred.T).clamp(min=0)
-    if base is None:
-        base = squared.detach().sum() / ((n + m) * (n + m - 1))
+    base = squared.detach().sum() / ((n + m) * (n + m - 1))
     total = codes.new_zeros(())
     for scale in SCALES:
-        c = scale * base if isinstance(base, float | int) else (scale * base).clamp(min=torch.finfo(codes.dtype).tiny)
+        c = (scale * base).clamp(min=torch.finfo(codes.dtype).tiny)
         k = torch.exp(-squared / (2 * c)) if kernel == "rbf" else c / (c + squared)
         within_x = (k[:n, :n].sum() - k[:n, :n].diagonal().sum()) / (n * (n - 1))
         within_y = (k[n:, n:].sum() - k[n:, n:].diagonal().sum()) / (m * (m - 1))

@@ -72,17 +72,14 @@ def hinges(
 ORDER_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of a block of rows times M x D: a CPU's cache, 128 MiB of a GPU
 
 
-def order_similarity(image_ND: Tensor, text_MD: Tensor, absolute: bool = True, squared: bool = True) -> Tensor:
-    """Minus the penalty ||max(0, text - image)||^2 of every pair, (N, M), at most 0. Source: order embeddings, Eq. 2.
+def order_similarity(image_ND: Tensor, text_MD: Tensor, squared: bool = True) -> Tensor:
+    """Minus the penalty ||max(0, |text| - |image|)||^2 of every pair, (N, M). Source: order embeddings, Eq. 2.
 
-    In at least float32, also under autocast. `absolute`: of the absolute values of both, as order embeddings define it;
-    VSE++ takes them as they are. `squared`: False for the norm itself, as the public code of VSE++ and PVSE has it.
+    In at least float32, also under autocast. `squared`: False for the norm itself, as the public code of VSE++ and PVSE
+    has it.
     """
     with torch.autocast(image_ND.device.type, enabled=False):
-        image_ND, text_MD = at_least_float32(image_ND), at_least_float32(text_MD)
-        if absolute:
-            image_ND, text_MD = image_ND.abs(), text_MD.abs()
-        penalty = _Penalty.apply(image_ND, text_MD)
+        penalty = _Penalty.apply(at_least_float32(image_ND).abs(), at_least_float32(text_MD).abs())
         return -(penalty if squared else root(penalty))
 
 

@@ -132,7 +132,7 @@ def test_a_file_builds_on_another(tmp_path):
 
 
 def test_distances_of_the_command_line_are_those_of_the_library():
-    assert set(get_args(Distance)) == set(DISTANCES)
+    assert set(get_args(Distance)) == {*DISTANCES, "match-probability"}
 
 
 def test_a_written_configuration_holds_in_every_folder(tmp_path, monkeypatch):

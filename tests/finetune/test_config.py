@@ -10,7 +10,6 @@ import torch
 from finetune.config import CONFIGS, Config, check, with_method_file
 from finetune.config import shortened as shorten
 from finetune.methods import METHODS
-from finetune.recipe import make_schedule
 from probemb.cli.configuration import parse_config
 from probemb.errors import UserError
 from probemb.models.architectures import architecture
@@ -70,16 +69,6 @@ def test_recipes_are_complete_and_accepted(path):
         twice = 2 * architecture(config.model.name)["embed_dim"]
         assert model.config["embed_dim"] == twice
         assert text.get("projection", True) or model.text.shape.hidden == twice == 2 * text["hidden"]
-
-
-def test_fine_tuned_models_train_the_image_tower_in_the_last_15_epochs_at_a_tenth():
-    for words in (["--method=vsepp"], [f"--config={CONFIGS.parent / 'recipes' / 'prob-vsepp-ft.yaml'}"]):
-        schedule = make_schedule(resolved(*words), 1, 10)
-        samples = [epoch * schedule.epoch_samples + 1 for epoch in range(45)]
-        rates = [schedule.factor(at, image_backbone=True) for at in samples]
-        assert rates == pytest.approx([0] * 30 + [0.1] * 15)
-        assert [schedule.factor(at) for at in samples] == pytest.approx([1] * 15 + [0.1] * 30)
-        assert not any(map(schedule.frozen, samples[30:]))
 
 
 @pytest.mark.parametrize(

@@ -253,14 +253,6 @@ def test_a_batch_has_what_its_rows_say(data):
     assert len(crops) == 2
 
 
-def test_every_combination_as_often_as_asked_with_other_examples(data):
-    (one, two), (again, _) = (tuples(data, epoch, batch_size=20) for epoch in (0, 1))
-    asked = Counter(map(tuple, torch.cat([one.concepts, two.concepts]).tolist()))
-    assert asked == dict.fromkeys(map(tuple, TUPLES.tolist()), 8)  # each is there twice
-    assert not torch.equal(one.target_index, two.target_index)
-    assert not torch.equal(one.target_index, again.target_index)
-
-
 def test_a_rank_without_text_parts_has_one_unused_text(data):
     alone = tuples(data, batch_size=8, rank=3, world=8, repeats=12)
     texts = [batch for batch in alone if (batch.part_rows >= 0).all()]

@@ -258,27 +258,6 @@ def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys
     assert 0 < first["lr"] <= again.optimizer.lr  # of the heads, not of a and b
 
 
-def test_pcmes_own_recipe_trains_the_heads_first(birds, tmp_path):
-    """In the first phase the CNN and the word vectors stand still; the GRU starts from random weights and trains."""
-    options = {
-        "method": "pcme", "model.name": "pcme-small", "model.head": "pie", "model.embed_dim": 32, "data.path": birds,
-        "model.n_unc_layers": "[0,1]", "data.positives": "class", "batch-size": 24, "size-augment": 0, "swa-epochs": 0,
-        "optimizer.layer_decay": 1, "optimizer.image_backbone": 1, "optimizer.text_backbone": 1, "optimizer.lr": 1e-3,
-        "optimizer.schedule": "cosine", "optimizer.warmup_epochs": 0, "optimizer.freeze_text": "true",
-        "augment.cutout": 0.2, "augment.word_dropping": 0.1, "loss.samples": 3, "out": tmp_path / "run",
-        "save-every": 1, "keep-checkpoints": 9,
-    }  # fmt: skip
-    assert run_here(options) == 0
-    at = {n: load_file(tmp_path / "run" / "checkpoints" / f"step-{n}" / "weights.safetensors") for n in (1, 4, 8)}
-    for before, after, thawed in ((at[1], at[4], False), (at[4], at[8], True)):
-        moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-        for name in ("text.layers.0.forwards.weight_hh_l0", "text.branch.0.backwards.weight_ih_l0", "scale", "shift"):
-            assert f"model.{name}" in moved
-        assert "model.visual.log_var_head.attention.scores.weight" in moved
-        assert ("model.text.embedding.weight" in moved) == thawed
-        assert any(name.startswith("model.visual.trunk.") for name in moved) == thawed
-
-
 # ---------------------------------------------------------------------------------------------------------- wrong input
 
 

@@ -89,19 +89,6 @@ def task_of(model, data, *words):
     return task
 
 
-def test_pixels_are_those_of_open_clip_and_differ_by_rounding_from_torchs(model, captioned):
-    data = find_captions(captioned, None)
-    kinds = [task_of(model, data, f"--data.resize={resize}").transforms.train for resize in ("pil", "tensor")]
-    assert repr(task_of(model, data).transforms.train) == repr(kinds[1])  # torch's by default, as in pretraining
-    pil, tensor, floats = (batches(model, data, one) for one in (*kinds, open_clips(model)))
-    assert len(pil) > 3
-    for ours, other, expected in zip(pil, tensor, floats, strict=True):
-        assert ours.images.dtype == other.images.dtype == torch.uint8
-        assert torch.equal(model.normalized(ours.images), expected.images)
-        assert 0 < (ours.images.int() - other.images.int()).abs().max() <= 8  # of drawn edges
-        assert ours.images.is_contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.parametrize("words", [("--augment.cutout=0.3", "--mix.ratio=0"), ("--mix.ratio=1",), ("--mix.ratio=0",)])
 def test_augmentation_is_that_of_normalised_floats(model, captioned, words):
     """Cutout's grey is 0 and mixing is not rounded: what the towers read is the same to the last bit."""

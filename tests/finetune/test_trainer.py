@@ -14,7 +14,7 @@ from finetune.methods import METHODS
 from finetune.train import make_networks
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer
-from tests.finetune.trainers import BATCH, DECODERS, configured, make_trainer
+from tests.finetune.trainers import DECODERS, configured, make_trainer
 from tests.ranks import run_ranks
 
 TRAINED = {  # by name: the method's words
@@ -117,22 +117,6 @@ def test_batch_norms_of_two_ranks_equal_one_process(few, tmp_path):
         make_networks(configured("vse", few, *words, "--swa-epochs=1"), None, print)
     with pytest.raises(UserError, match=r"or of its composer, .* averaged weights \(swa_epochs is 1"):
         make_networks(configured("tirg", few, "--swa-epochs=1"), None, print)
-    trainer = make_trainer(configured("ncr", few, *words, "--loss.warmup_epochs=0", "--epochs=1", *ONE))
-    loss, seen = trainer.objective.loss, []
-
-    def spy(batch, model):
-        resting = trainer.networks[1 - batch.network]
-        before = {key: value.clone() for key, value in resting.state_dict().items()}
-        assert len(batch.by_other()[0]) == BATCH
-        seen.append(all(torch.equal(value, before[key]) for key, value in resting.state_dict().items()))
-        return loss(batch, model)
-
-    trainer.objective.loss = spy
-    trainer.fit()
-    assert seen == [True, True]
-
-
-ONE = ("--optimizer.decay_epochs=0", "--optimizer.freeze_epochs=0")
 
 
 def test_a_head_that_would_leave_the_gru_untrained_is_refused(birds):

@@ -59,16 +59,14 @@ def test_authors_loss_and_gradients(parity, which, margin, dtype):
     close(text.grad, v[f"triplet_m{margin}_{which}__grad1"], dtype)
 
 
-@pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("squared", [True, False])
-def test_is_what_a_caption_exceeds_its_image_by(absolute, squared):
+def test_is_what_a_caption_exceeds_its_image_by(squared):
     image, text = (g.mean for g in pairs(5))
     text = text[:4]
-    found = order_similarity(image, text, absolute, squared)
+    found = order_similarity(image, text, squared)
     for i in range(5):
         for j in range(4):
-            v, t = (x.abs() if absolute else x for x in (image[i], text[j]))
-            penalty = sum(max(0.0, float(b - a)) ** 2 for a, b in zip(v, t))
+            penalty = sum(max(0.0, float(b.abs() - a.abs())) ** 2 for a, b in zip(image[i], text[j]))
             close(found[i, j], -(penalty if squared else math.sqrt(penalty)))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from probemb import Gaussian, create_model, load_model
-from probemb.distances import csd, sampled_match_probability, wasserstein2
+from probemb.distances import csd, match_probability_of_samples, wasserstein2
 from probemb.evaluation.uncertainty import match_of_first, query_scores
 from probemb.models import Ensemble, as_one, create_tokenizer, save_model
 from probemb.models.dual_encoder import ceiling
@@ -44,7 +44,8 @@ def test_a_model_that_was_trained_on_samples_uses_their_form_everywhere(tmp_path
     save_model(create_model(NAME, match="samples", init_scale=2, init_shift=3), tmp_path)
     model = load_model(tmp_path).model
     image, text = (Gaussian(g.mean, g.log_var - 4) for g in (items(5, 0), items(7, 1)))
-    truth = sampled_match_probability(image, text, 2, 3, 300, torch.Generator().manual_seed(1))
+    noise = torch.Generator().manual_seed(1)
+    truth = match_probability_of_samples(image.sample(300, noise), text.sample(300, noise), 2, 3)
     torch.testing.assert_close(model.match_probability(image, text), truth, rtol=0, atol=0.08)
     match = MatchModel.of(model)
     found = query_scores(image, text, match)
@@ -54,7 +55,7 @@ def test_a_model_that_was_trained_on_samples_uses_their_form_everywhere(tmp_path
     )
     u = image.uncertainty()[:, None] + text.uncertainty()
     spheres = (Gaussian(g.mean, (g.uncertainty() / 8).log()[:, None].expand(g.shape)) for g in (image, text))
-    truth = sampled_match_probability(*spheres, 2, 3, 300, torch.Generator().manual_seed(1))
+    truth = match_probability_of_samples(*(g.sample(300, noise) for g in spheres), 2, 3)
     torch.testing.assert_close(match.log_odds_at(csd(image, text), u, 8).sigmoid(), truth, rtol=0, atol=0.02)
     # a and b are of another unit, so a model of CSD does not start from them
     fresh = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
