@@ -24,7 +24,7 @@ from probemb.cli.ranges import (
     Workers,
 )
 from probemb.errors import UserError, nearest
-from probemb.models.options import Augmentation, Layers, TrainedTowers
+from probemb.models.options import Augmentation, TrainedTowers
 from probemb.options import named_paths
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Model(TrainedTowers):
         patch_dropout: share of an image's patches that the tower does not read in training.
     """
 
-    n_unc_layers: Layers | None = None
+    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
     lock_text: bool = False
     unlocked_image_groups: NonNegativeInt = 0
     unlocked_text_groups: NonNegativeInt = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from probemb.errors import UserError, nearest
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Head = Literal["clip", "gpo", "pie", "mlp", "average"]
 Uncertainty = Literal["branch", "token", "prolip-code"]
-Layers = int | tuple[int, int]
-POSITIVE = ("embed_dim", "n_embeddings", "image_size", "max_logit_scale", "init_logit_scale")
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,12 @@ class Towers:
     name: str = "ViT-B-16"
     pretrained: str | None = None
     head: Head = "clip"
-    embed_dim: int | None = None
-    n_unc_layers: Layers | None = None
+    embed_dim: PositiveInt | None = None
+    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
     uncertainty: Uncertainty = "branch"
     vocabulary: str | None = None
     image_weights: str | None = None
-    crop_pct: float | None = None
+    crop_pct: PositiveFloat | None = None
     batch_norm: Literal["auto", "batch", "frozen"] = "auto"
 
 
@@ -95,14 +93,14 @@ class ModelOptions(Towers):
     """
 
     vocabulary: str | Path | Sequence[str] | None = None
-    image_size: int | None = None
+    image_size: PositiveInt | None = None
     grad_checkpointing: bool = False
     init_scale: float | None = 1.0
     init_shift: float | None = 1.0
-    init_logit_scale: float | None = None
+    init_logit_scale: PositiveFloat | None = None
     init_logit_bias: float | None = None
     probabilistic: bool = True
-    n_embeddings: int = 1
+    n_embeddings: PositiveInt = 1
     pooling: dict | None = None
     uncertainty_bias: bool = True
     unit_features: bool = False
@@ -110,7 +108,7 @@ class ModelOptions(Towers):
     log_var_range: tuple[float, float] | None = None
     log_var_start: float | None = None
     match: Literal["distance", "samples", "cosine", "none"] = "distance"
-    max_logit_scale: float | None = 100.0  # CLIP's
+    max_logit_scale: PositiveFloat | None = 100.0  # CLIP's
     temperature_trained: bool = True
     ranking: str = "csd"
     attention: dict | None = None
@@ -120,22 +118,16 @@ class ModelOptions(Towers):
 
     def __post_init__(self):
         hints = get_type_hints(ModelOptions)
-        for key in SAVED:
-            value, hint = getattr(self, key), hints[key]
-            if not _fits(value, hint):
+        for field in fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            if field.name not in ("pretrained", "vocabulary", "image_weights") and not _fits(value, hint):
                 choices = get_args(hint) if get_origin(hint) is Literal else ()
-                declared = next(field.type for field in fields(self) if field.name == key)
-                remedy = f"Choose {', '.join(choices)}." if choices else f"Its type is {declared}."
-                raise UserError(f"The model's {key} is {value!r}.{nearest(str(value), choices)}", remedy)
+                remedy = f"Choose {', '.join(choices)}." if choices else f"Its type is {field.type}."
+                raise UserError(f"The model's {field.name} is {value!r}.{nearest(str(value), choices)}", remedy)
         low, high = self.log_var_range or (0, 1)
         point, token = not self.probabilistic, self.uncertainty != "branch"
         shaped = self.covariance != "ellipsoidal" or self.log_var_range is not None
         for key, wrong, remedy in (
-            *(
-                (key, getattr(self, key) is not None and getattr(self, key) <= 0, "Give a number above 0.")
-                for key in POSITIVE
-            ),
-            ("n_unc_layers", min(self.layers) < 0, "Give 0 or more."),
             ("log_var_range", low >= high, "Give two numbers in ascending order, such as [-2.303, 2.303]."),
             ("crop_pct", not 0.1 <= (self.crop_pct or 1) <= 1, "Give a number from 0.1 to 1."),
             ("n_embeddings", self.n_embeddings > 1 and self.head != "pie", "Several are for head pie."),
@@ -271,6 +263,11 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, arg) for arg in args)
     if origin is tuple:
         return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
-    if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is hint
+    if hint is bool or not issubclass(hint, int | float):
+        return type(value) is hint
+    if not isinstance(value, int if issubclass(hint, int) else int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(hint(value))
+    except ValueError:  # out of the range of one of jsonargparse's types
+        return False
