@@ -26,7 +26,6 @@ class ComposedConfig(EvaluationConfig):
         images: folder of the images; by default searched beside the data.
         split: train, val or test.
         lists: folder of MPC's published lists; by default as in the model's training, or else beside the data.
-        sizes: one of COCO's JSON files with the sizes of the original images, for shards whose boxes are theirs.
         k: parts of a query, separated by commas, such as 2,3,4; by default as many as in the model's training.
         setup: seen (the combinations of the training) or unseen (others); auto: as in the model's training.
         seed: of drawn splits, combinations and queries; by default as in the model's training.
@@ -37,7 +36,6 @@ class ComposedConfig(EvaluationConfig):
     images: str | None = None
     split: str = "test"
     lists: str | None = None
-    sizes: str | None = None
     k: str | None = None
     setup: Literal["auto", "seen", "unseen"] = "auto"
     seed: Seed | None = None

@@ -146,7 +146,7 @@ def find_queries(config: ComposedConfig, trained: dict) -> list[QuerySet]:
 
 def find_data(config: ComposedConfig, split: str, k: int, setup: str) -> Compositions:
     """The data of a split. Raises UserError."""
-    where = {"images": config.images, "lists": config.lists, "sizes": config.sizes, "seed": config.seed}
+    where = {"images": config.images, "lists": config.lists, "seed": config.seed}
     return find_compositions(config.data, split, k, setup=setup, **where)
 
 

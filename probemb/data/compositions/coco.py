@@ -61,7 +61,13 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
         seed, test: of the splits, see `draw_splits`; test: ids as texts.
     """
     content, objects = read_json(file), defaultdict(list)
-    sizes, files = _read_images(file, content)
+
+    def parse_image(row: dict) -> tuple[int, tuple[int, int], str]:
+        return as_id(row["id"], "the id"), read_size(row["width"], row["height"]), as_inside(row["file_name"])
+
+    rows = parse_all(file, OBJECTS, _list(file, content, "images"), parse_image, "image")
+    check_unique((one for one, _, _ in rows), "image id", file)
+    sizes, files = {one: size for one, size, _ in rows}, {one: name for one, _, name in rows}
     categories = read_categories(file, content)
     number = {one: place for place, one in enumerate(categories)}
 
@@ -72,7 +78,7 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
         box = read_box(row["bbox"], sizes[image])
         objects[image].append((number[category], None if row.get("iscrowd") else box))
 
-    parse_all(file, OBJECTS, _annotations(file, content), parse, "annotation")
+    parse_all(file, OBJECTS, _list(file, content, "annotations"), parse, "annotation")
     if not objects:
         raise malformed(file, OBJECTS, "no image is annotated")
     chosen = [one for one in sizes if one in objects]
@@ -86,11 +92,6 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
     names = [(files[one], f"{folder}/{files[one]}") for one in chosen]
     located = all_located(locate(names, ids, file, images, beside))
     return ConceptImages(located, ids, held, categories, draw_splits(ids, seed, test), file)
-
-
-def read_sizes(file: Path) -> dict[int, tuple[int, int]]:
-    """(width, height) of the images that any of COCO's JSON files lists, by id. Raises UserError."""
-    return _read_images(file, read_json(file))[0]
 
 
 def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
@@ -112,7 +113,7 @@ def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
         place = categories[row["category_id"]]
         return (row_of[row["image_id"]], place) if row["image_id"] in row_of else None
 
-    pairs = parse_all(path, OBJECTS, _annotations(path, content), parse, "annotation")
+    pairs = parse_all(path, OBJECTS, _list(path, content, "annotations"), parse, "annotation")
     if not pairs:
         raise malformed(path, OBJECTS, f"none of the {len(image_ids):,} images is annotated")
     labels = torch.zeros(len(image_ids), len(categories), dtype=torch.uint8)
@@ -120,21 +121,9 @@ def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
     return labels
 
 
-def _annotations(file: Path, content: object) -> list:
+def _list(file: Path, content: object, name: str) -> list:
     with checked(file, OBJECTS):
-        return as_list(content["annotations"], "the annotations")
-
-
-def _read_images(file: Path, content: object) -> tuple[dict[int, tuple[int, int]], dict[int, str]]:
-    """Sizes and names of the images by id. Raises UserError."""
-
-    def parse(row: dict) -> tuple[int, tuple[int, int], str]:
-        return as_id(row["id"], "the id"), read_size(row["width"], row["height"]), as_inside(row["file_name"])
-
-    with checked(file, OBJECTS):
-        rows = parse_all(file, OBJECTS, content["images"], parse, "image")
-    check_unique((number for number, _, _ in rows), "image id", file)
-    return {number: size for number, size, _ in rows}, {number: name for number, _, name in rows}
+        return as_list(content[name], f"the {name}")
 
 
 def read_categories(file: Path, content: object) -> dict[int, str]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from probemb.data.compositions.coco import find_instances, read_coco, read_sizes
+from probemb.data.compositions.coco import find_instances, read_coco
 from probemb.data.compositions.concepts import SPLITS, ConceptImages
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.compositions.fashion200k import LABELS, read_fashion200k
@@ -36,7 +36,7 @@ Setup = Literal["seen", "unseen"]
 
 def find_compositions(
     data: str | Path, split: str, k: int = 2, *, setup: Setup = "seen", images: str | Path | None = None,
-    lists: str | Path | None = None, sizes: str | Path | None = None, seed: int = 0,
+    lists: str | Path | None = None, seed: int = 0,
 ) -> Compositions:  # fmt: skip
     """List the images, concepts and combinations of one split, without decoding any image.
 
@@ -48,7 +48,6 @@ def find_compositions(
         setup: "seen" has the same combinations in all splits; "unseen" has others in "test", of the same concepts.
         images: folder of COCO's or Fashion200k's images; by default searched beside the data.
         lists: folder of MPC's published lists; by default searched beside shards, else combinations are drawn.
-        sizes: one of COCO's JSON files with the sizes of the original images, where the boxes of shards are theirs.
         seed: of drawn splits and combinations.
 
     Raises UserError: nothing of the kind is there, with what was looked for; malformed data; no combinations.
@@ -56,14 +55,14 @@ def find_compositions(
     path, split = Path(data), split_name(split)
     if split not in SPLITS:
         raise UserError(f"'{split}' is no split.", f"Use {listed(SPLITS, 'or')}.")
-    for given in (data, images, lists, sizes):
+    for given in (data, images, lists):
         if given is not None and not Path(given).exists():
             raise UserError(f"{given} does not exist.", "Check the spelling.")
     pictures = None if images is None else Path(images)
     if any(path.glob(LABELS)):
         return read_fashion200k(path, split, pictures)
     folder = Path(lists) if lists is not None else path if path.is_dir() and has_lists(path) else None
-    found = _read(path, pictures, seed, None if folder is None else read_test_images(folder), sizes)
+    found = _read(path, pictures, seed, None if folder is None else read_test_images(folder))
     numbers = NUMBERS if setup == "seen" else NUMBERS | {"infeasible": 0}
     if folder is None:
         tuples, notes = sample_tuples(found, k, seed, numbers), []
@@ -105,9 +104,7 @@ def find_compositions(
     return replace(result, queries=queries, notes=(*result.notes, *left_out))
 
 
-def _read(
-    path: Path, images: Path | None, seed: int, test: set[str] | None, sizes: str | Path | None
-) -> ConceptImages:  # fmt: skip
+def _read(path: Path, images: Path | None, seed: int, test: set[str] | None) -> ConceptImages:
     if (instances := find_instances(path)) is not None:
         return read_coco(instances, images, seed, test)
     if not shard_splits(path):
@@ -119,4 +116,4 @@ def _read(
         )
     if images is not None:
         raise UserError(f"{path} holds its images itself; {images} would not be used.", "Leave the images out.")
-    return read_concept_shards(path, seed, test, None if sizes is None else read_sizes(Path(sizes)))
+    return read_concept_shards(path, seed, test)

@@ -24,7 +24,6 @@ from probemb.data.shards.samples import parse_sample, read_sample
 from probemb.errors import UserError
 
 CATEGORIES = "categories.json"
-Sizes = Mapping[int, tuple[int, int]]  # (width, height) by COCO's id of the image
 
 
 def shard_splits(path: Path) -> dict[str, list[Path]]:
@@ -36,14 +35,11 @@ def shard_splits(path: Path) -> dict[str, list[Path]]:
     return {split: tars for split in SPLITS if split in named and (tars := find_tars(named[split]))}
 
 
-def read_concept_shards(
-    path: Path, seed: int, test: set[str] | None = None, sizes: Sizes | None = None
-) -> ConceptImages:
+def read_concept_shards(path: Path, seed: int, test: set[str] | None = None) -> ConceptImages:
     """The images with categories; others are left out. Raises UserError.
 
     Args:
         seed: of splits that are drawn; test: COCO's ids of the test images, as texts, where they are published.
-        sizes: of the original images, for boxes that count their pixels.
     """
     folder = path if path.is_dir() else path.parent
     files = (one / name for one in (folder, folder.parent) for name in (CATEGORIES, f"{CATEGORIES}.gz"))
@@ -65,7 +61,7 @@ def read_concept_shards(
                 meta = parse_sample({"jpg": b"-", **words}, span.key, need_caption=None).meta
                 if meta.get("categories") is None:
                     continue
-                held.append(_held(meta, number, sizes))
+                held.append(_held(meta, number))
             except (BadSample, ValueError) as error:
                 images.bad.append((name, str(error)))
                 continue
@@ -86,18 +82,15 @@ def read_concept_shards(
     return ConceptImages(images, names, held, categories, splits, path, notes)
 
 
-def _held(meta: dict, number: Mapping[int, int], sizes: Sizes | None) -> Held:
+def _held(meta: dict, number: Mapping[int, int]) -> Held:
     """The concepts of an image and its boxes in stored pixels, None for unknown ones. Raises ValueError: malformed."""
     categories, boxes = as_list(meta["categories"], "its categories"), meta.get("boxes")
     if not all(type(one) is int and one in number for one in categories):
         raise ValueError(f"its categories are not a list of ids of {CATEGORIES}")
     concepts = sorted({number[one] for one in categories})
-    if "width" in meta or "height" in meta:
-        size = read_size(meta.get("width"), meta.get("height"))
-    else:
-        size = sizes.get(meta.get("image_id")) if sizes and is_id(meta.get("image_id")) else None
-    if boxes is None or size is None:
+    if boxes is None or not {"width", "height"} & set(meta):
         return concepts, None
+    size = read_size(meta.get("width"), meta.get("height"))
     stored = meta.get("size")
     stored = read_size(*stored) if isinstance(stored, list) and len(stored) == 2 else size
     across, down = stored[0] / size[0], stored[1] / size[1]
