@@ -13,7 +13,6 @@ from probemb.distances import (
     csd,
     elk,
     match_log_odds_of_samples,
-    match_probability,
     match_probability_of_samples,
 )
 
@@ -87,12 +86,6 @@ def test_wasserstein_equals_the_distance_of_quantiles():
         a, b, lambda x, y: (Normal(x.mean, x.std).icdf(p) - Normal(y.mean, y.std).icdf(p)).square().mean()
     )
     torch.testing.assert_close(distances.wasserstein2(a, b), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_closed_match_probability_is_the_logistic_of_csd():
-    a, b = gaussians(n=4, m=3)
-    expected = torch.sigmoid(0.7 - 0.3 * distances.csd(a, b))
-    torch.testing.assert_close(match_probability(a, b, 0.3, 0.7), expected)
 
 
 @pytest.mark.parametrize("name", DISTANCES)

@@ -63,6 +63,12 @@ def test_lambdas_are_the_directions_own_unless_given():
     assert cross_attention(make(direction="i2t", lambda_softmax=7.0)).lambda_softmax == 7.0
 
 
+def test_a_and_b_belong_to_the_distance_that_trained_them():
+    method = METHODS["pcmepp"]
+    for distance, form in (("csd", "distance"), ("match-probability", "samples"), ("wasserstein2", "none")):
+        assert method.model_options(method.Options(distance=distance))["match"] == form
+
+
 @pytest.mark.parametrize("name", ["pcmepp", "pcmepp-mu"])
 def test_the_clip_loss_beside_pcmepp(name):
     """Its weight, the model's own temperature, and labels with two captions of one image."""

@@ -10,7 +10,7 @@ import torch
 from finetune.methods import METHODS
 from probemb import load_model
 from probemb.cross_attention import CrossAttention
-from tests.finetune.runs import ONE_EPOCH, checkpoint, metrics, run_here, saved
+from tests.finetune.runs import checkpoint, metrics, run_here, saved
 from zeroshot.retrieval import main as retrieval
 
 TRAINED = [name for name, method in METHODS.items() if method.trained]
@@ -113,14 +113,6 @@ def test_validation_and_retrieval_rank_as_the_method_compares(name, run_of, scen
     assert rows[RANKED[name]]["rsum"] == pytest.approx(best, abs=1e-4)
     if name == "scan":
         assert load_model(out).model.attention == CrossAttention()
-
-
-def test_a_and_b_belong_to_the_distance_that_trained_them(scenes, tmp_path):
-    for distance, form in (("match-probability", "samples"), ("wasserstein2", "none")):
-        out = tmp_path / distance
-        options = {"loss.distance": distance, "batch-size": 40, "out": out, "data.path": scenes, **ONE_EPOCH}
-        assert run_here(options, "--no-data.validation") == 0
-        assert load_model(out).model.match_form == form
 
 
 def test_zero_shot_measures_and_saves_the_model_as_it_comes(scenes, tmp_path, capsys):
