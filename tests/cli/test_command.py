@@ -64,31 +64,14 @@ def test_the_nearest_name_is_suggested_where_one_is_near(word, among, told):
     assert nearest(word, among) == told
 
 
-@pytest.mark.parametrize("module", ["pretrain.run", "zeroshot.imagenet"])
-def test_help_imports_nothing_heavy(module):
+def test_help_imports_nothing_heavy():
     code = (
         "import sys, runpy\n"
-        f"sys.argv = ['{module}', '--help']\n"
+        "sys.argv = ['pretrain.run', '--help']\n"
         "try: runpy.run_module(sys.argv[0], run_name='__main__')\n"
         "except SystemExit as e: assert e.code == 0, e.code\n"
-        "heavy = {'open_clip', 'deepspeed', 'matplotlib', 'faiss'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "assert not {'open_clip', 'deepspeed', 'matplotlib', 'faiss'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
-
-
-def test_a_wrong_option_ends_in_two_lines_and_code_2(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "pretrain.run", "--modle", "x"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: There is no option --modle.")
-    assert len(done.stderr.strip().splitlines()) == 2
-    assert not any(tmp_path.iterdir())

@@ -65,7 +65,6 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 
 def test_hyphens_and_bare_switches():
-    assert parse("--deep-switch").deep_switch
     assert parse("--deep_switch", "--name", "z") == Whole("z", True)
     assert not parse("--deep-switch", "false").deep_switch
     assert not parse("--deep-switch", "--no-deep-switch").deep_switch
