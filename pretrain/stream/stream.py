@@ -132,10 +132,10 @@ class Stream:
             places=self.selection.places if self.selection else None,
         )
         if self.order.lanes % world_size:
-            fits = " or ".join(str(n) for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0)
+            fits = ", ".join(str(n) for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0)
             raise UserError(
                 f"{world_size} processes cannot share the data's {self.order.lanes} lanes evenly.",
-                f"Start {fits} processes, or start a new run with lanes that {world_size} divides.",
+                f"Start one of {fits} processes, or start a new run with lanes that {world_size} divides.",
             )
         self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from PIL import Image
 
 from pretrain.config import Data
 from pretrain.stream.stream import Stream
-from probemb.data.shards.index import Shard
+from probemb.data.shards.index import Shard, file_sha256
 from probemb.data.shards.samples import tar_writer
 from probemb.errors import UserError
 from tests.imagesite import bomb
@@ -303,18 +303,12 @@ def test_workers_ignore_signals_that_are_meant_for_the_trainer(corpus, uninterru
     assert_same(batches, uninterrupted)
 
 
-def test_a_path_is_never_taken_for_a_command(tmp_path, monkeypatch):
-    """A file whose name looks like one is a file, also when it vanishes: such names may come from an index."""
-    monkeypatch.chdir(tmp_path)
-    good = write_shard(tmp_path / "good.tar", 8)
-    name = "pipe:touch run; cat good.tar"
-    Path(name).write_bytes(good.path.read_bytes())
-    bad = Shard(name, Path(name), 8, good.bytes)
-    with make([good, bad], failure_share=1, steps=2) as stream:
-        assert {key.rpartition("/")[0] for batch in stream for key in batch.keys} == {"good.tar", name}
-        assert not stream.failures
-    Path(name).unlink()
-    with make([good, bad], failure_share=1, steps=2) as stream:
-        list(stream)
-    assert stream.failures[name].count == 8
-    assert not Path("run").exists()
+@pytest.mark.chaos
+def test_another_content_of_the_same_size_stops_the_run(tmp_path):
+    shards = [replace(shard, sha256=file_sha256(shard.path)) for shard in write_corpus(tmp_path / "data")]
+    data = shards[3].path.read_bytes()  # a letter of a caption: the tar and the image stay sound
+    shards[3].path.write_bytes(data.replace(b"caption a", b"caption b", 1))
+    assert len(read(shards, steps=5)) == 5  # not asked for
+    told = pytest.raises(UserError, match="has other content than when it was indexed")
+    with make(shards, verify_hash=True, workers=2) as stream, told:
+        next(stream)
