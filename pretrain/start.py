@@ -174,7 +174,6 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         tokenizer,
         batch_size=config.batch_size,
         seed=config.seed,
-        draft=True,
         pin_memory=device.type == "cuda",
         rank=rank,
         world_size=world_size,

@@ -68,7 +68,7 @@ class Parts(Dataset):
         transform: PIL image -> (3, H, W) uint8 or float32; may use the global random numbers of torch, numpy and
             Python.
         tokenizer: list of n strings -> (n, L) int64.
-        caption, draft, exif: see `Stream` and its data.
+        caption, exif: see `pretrain.config.Data`.
 
     Attributes:
         images: of batch n in images[n % len(images)], (b, 3, H, W) as the transform gives them.
@@ -85,7 +85,6 @@ class Parts(Dataset):
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
         caption: str,
-        draft: bool,
         exif: bool,
     ):
         self.order, self.shards, self.labels, self.rows = order, shards, labels, rows
@@ -97,7 +96,7 @@ class Parts(Dataset):
         self.images = [memory.as_strided(like.shape, like.stride()) for memory in flat]
         self.reading = shared_tensor(2 * len(rows) - 2, torch.int64).fill_(-1).view(-1, 2)
         self._now = self.reading[0].numpy()
-        self._crop = find_crop(transform) if draft else None
+        self._crop = find_crop(transform)
         self._epoch = -1
         self._good: dict[int, tuple[int, int]] = {}  # step and row of each row's stand-in, once known
 

@@ -43,6 +43,7 @@ from probemb.data.workers import (
 )
 from probemb.errors import UserError
 
+JUDGED_FROM = 1000  # samples of all ranks, or a whole epoch, from which on data.failure_share counts
 _SPARE = 16  # shards that stay open beside those of the lanes
 
 
@@ -75,14 +76,10 @@ class Stream:
             and Python, which are seeded for every sample and restored afterwards.
         tokenizer: list of n captions -> (n, L) int64.
         batch_size: the global batch, over all ranks.
-        draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
-            enough pixels even then: faster, but not bit-identical where it applies.
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
-        failure_minimum: samples of all ranks, or a whole epoch, from which on `data.failure_share` counts.
         fetch: attempts and time limits of remote shards.
         rank, world_size: of this process; `world_size` divides the lanes.
         start_samples: position to start from, a multiple of the batch size.
-        steps: number of batches after which to stop, None for no end.
 
     Attributes:
         selection: the samples that the filter keeps; None without one.
@@ -105,14 +102,11 @@ class Stream:
         *,
         batch_size: int,
         seed: int = 0,
-        draft: bool = False,
         pin_memory: bool = False,
-        failure_minimum: int = 1000,
         fetch: FetchPolicy = DEFAULT_POLICY,
         rank: int = 0,
         world_size: int = 1,
         start_samples: int = 0,
-        steps: int | None = None,
     ):
         self.shards = [shard for shards in corpora for shard in shards]
         self.data, self._pin, self._fetch = data, pin_memory, fetch
@@ -140,7 +134,7 @@ class Stream:
         self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._alone, self._closed = world_size == 1, False
-        self.tally = Tally(data.failure_share, min(failure_minimum, self.order.steps * batch_size))
+        self.tally = Tally(data.failure_share, min(JUDGED_FROM, self.order.steps * batch_size))
         counts = Counter(shard.name for shard in self.shards)
         self._labels = [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in self.shards]
 
@@ -152,15 +146,14 @@ class Stream:
             self.order, self._open, self._labels,
             [rank * self.rows + self.rows * i // parts for i in range(parts + 1)],
             transform=transform, tokenizer=tokenizer,
-            caption=data.captions, draft=draft, exif=data.exif,
+            caption=data.captions, exif=data.exif,
         )  # fmt: skip
-        first = start_samples // batch_size * parts
-        self._item, end = first, None if steps is None else first + steps * parts
+        self._item = start_samples // batch_size * parts
         self._loader = make_loader(
             self._dataset,
             workers,
             batch_size=None,
-            sampler=itertools.count(first) if end is None else range(first, end),
+            sampler=itertools.count(self._item),
             collate_fn=_identity,
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=AHEAD if workers else None,
@@ -238,7 +231,7 @@ class Stream:
         """The next batch; `while_waiting` is called about every half second until it is ready.
 
         An error, of `while_waiting` too, closes the stream; `samples_seen` then is the position before that batch.
-        Raises StopIteration after the last batch.
+        Raises StopIteration once it is closed.
         """
         if self._closed:
             raise StopIteration

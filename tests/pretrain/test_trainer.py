@@ -165,7 +165,8 @@ def load_all(rank, world, shards):
 def load_bad(rank, world, shards, share):
     """The batches that a rank was given until too many samples of all ranks were bad, and why it ended."""
     place = {"batch_size": 16, "lanes": world, "rank": rank, "world_size": world}
-    with make(shards, failure_minimum=16, failure_share=share, **place) as stream:
+    with make(shards, failure_share=share, **place) as stream:
+        stream.tally.judged_from = 16
         trainer, n = Trainer(CONFIG, SimpleNamespace(device=CPU), stream, None, STEPS), 0
         try:
             while n < STEPS and trainer.load():

@@ -53,7 +53,6 @@ def main() -> None:
             makers = {
                 "webdataset": lambda f=folder: webdataset_batches(f, batch, workers),
                 "stream": lambda f=folder: stream_batches(f, batch, workers),
-                "stream, no draft": lambda f=folder: stream_batches(f, batch, workers, draft=False),
                 "stream, resized by PIL": lambda f=folder: stream_batches(f, batch, workers, resize="pil"),
             }
             timers = {
@@ -106,11 +105,11 @@ def photograph(size: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def stream_batches(folder: str, batch: int, workers: int, draft: bool = True, resize: str = "tensor") -> Iterator:
+def stream_batches(folder: str, batch: int, workers: int, resize: str = "tensor") -> Iterator:
     """Infinite batches of the stream, as in training."""
     transform = create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train
     data = Data(workers=workers)
-    with Stream([read_index(folder)], data, transform, Tokenizer(77), batch_size=batch, draft=draft) as stream:
+    with Stream([read_index(folder)], data, transform, Tokenizer(77), batch_size=batch) as stream:
         for loaded in stream:
             yield loaded.images, loaded.tokens
 

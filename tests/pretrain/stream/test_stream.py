@@ -85,9 +85,9 @@ def make(shards, **settings) -> Stream:
     return Stream([shards], data, *inputs, **{name: value for name, value in settings.items() if name not in names})
 
 
-def read(shards, **settings) -> list:
+def read(shards, steps: int, **settings) -> list:
     with make(shards, **settings) as stream:
-        return list(stream)
+        return take(stream, steps)
 
 
 def take(stream: Stream, count: int) -> list:
@@ -211,8 +211,8 @@ def expected_keys(slots: np.ndarray, bad) -> list[list[str]]:
 
 def test_damaged_samples_are_replaced_by_their_rows_last_good_one(damaged, uninterrupted):
     shards, bad = damaged
-    with make(shards, steps=10, failure_share=1) as stream:
-        batches = list(stream)
+    with make(shards, failure_share=1) as stream:
+        batches = take(stream, 10)
     for epoch in range(2):
         of_epoch = batches[epoch * 5 : epoch * 5 + 5]
         slots = np.stack([batch.slots.numpy() for batch in of_epoch])
@@ -242,7 +242,7 @@ def test_damaged_samples_are_replaced_by_their_rows_last_good_one(damaged, unint
 def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
     """More shards than may be open at once, so that this one is opened anew after it is lost."""
     shards = write_corpus(tmp_path / "data", sizes=(10,) * 30)
-    with make(shards, steps=74, failure_share=1, workers=workers) as stream:
+    with make(shards, failure_share=1, workers=workers) as stream:
         before = take(stream, 10)
         for shard in shards:
             if shard.name != "00004.tar":
@@ -251,7 +251,7 @@ def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
                 shard.path.unlink()
             else:
                 os.truncate(shard.path, 1024 if how == "is cut" else 0)
-        after = list(stream)
+        after = take(stream, 64)
     assert len(before + after) == 74
     assert {batch.images.shape for batch in after} == {(8, 3, 12, 12)}
     assert set(stream.failures) == {"00004.tar"}
@@ -269,15 +269,17 @@ def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
 def test_too_many_failures_stop_the_run_and_name_the_worst_shards(tmp_path, workers):
     bad = {(1, i): "image" for i in range(8)} | {(3, i): "caption" for i in range(4)}
     shards = write_corpus(tmp_path / "data", bad, sizes=(40,) * 6)
-    with make(shards, failure_minimum=80, workers=workers) as stream, pytest.raises(UserError) as caught:
+    stream = make(shards, workers=workers)
+    stream.tally.judged_from = 80
+    with stream, pytest.raises(UserError) as caught:
         take(stream, 100)
     assert "allowed are 5.0%" in caught.value.what
     assert "00001.tar" in caught.value.what
     assert stream.samples_seen >= 72
     with pytest.raises(StopIteration):  # it is over, rather than half alive
         next(stream)
-    with make(shards, failure_share=0.06, steps=60, workers=workers) as stream:  # 12 of 240 are 5 %
-        assert len(list(stream)) == 60
+    with make(shards, failure_share=0.06, workers=workers) as stream:  # 12 of 240 are 5 %
+        assert len(take(stream, 60)) == 60
 
 
 def die(image: Image.Image) -> torch.Tensor:
@@ -294,12 +296,12 @@ def test_a_killed_worker_is_noticed(corpus):
 
 def test_workers_ignore_signals_that_are_meant_for_the_trainer(corpus, uninterrupted):
     before = set(multiprocessing.active_children())
-    with make(corpus, workers=2, steps=13) as stream:
+    with make(corpus, workers=2) as stream:
         batches = [next(stream)]
         for process in set(multiprocessing.active_children()) - before:
             for number in signal.SIGTERM, signal.SIGINT, signal.SIGUSR1:
                 os.kill(process.pid, number)
-        batches += list(stream)
+        batches += take(stream, 12)
     assert_same(batches, uninterrupted)
 
 
