@@ -37,7 +37,7 @@ def make_evaluator(config: Config, of: EvaluationSet, *args) -> Evaluator:
 
 
 class Evaluator:
-    """What both kinds share: this rank's images, and encoding with the engine.
+    """Common part of both kinds: this rank's images, and encoding with the engine.
 
     Both are made from (config, set, transform: PIL image -> (3, H, W), tokenizer: n texts -> (n, L), rank, world), by a
     process that has not joined the others yet.

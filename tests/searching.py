@@ -26,7 +26,7 @@ MARKUP = "[red]not markup[/red] & <b>bold</b>"
 
 @dataclass(frozen=True)
 class Gallery:
-    """Where everything lies, and the gallery as the embeddings folder has it."""
+    """Paths of everything, and the gallery as the embeddings folder has it."""
 
     model: Path
     tar: Path

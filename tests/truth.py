@@ -7,7 +7,7 @@ from probemb.data.scenes.world import CAMERA, RELATIONS, Scene
 
 
 def matches(caption: Caption | Predicate, scene: Scene) -> bool:
-    """Whether the caption is true of the scene, object by object; independent of `match_matrix`."""
+    """True if the caption is true of the scene, object by object; independent of `match_matrix`."""
     stated = caption.predicate if isinstance(caption, Caption) else caption
     if any(getattr(stated, name) not in (None, getattr(scene, name)) for name in CAMERA):
         return False

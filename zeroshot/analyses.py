@@ -1,4 +1,4 @@
-"""Smaller analyses of what means and variances do; each prints a table and writes results.json and report.html.
+"""Smaller analyses of means and variances; each prints a table and writes results.json and report.html.
 
     python -m zeroshot.analyses union --model runs/x --data data/visual_genome
     python -m zeroshot.analyses set-algebra --model runs/pcme --data data/flickr8k --split test
@@ -86,10 +86,10 @@ class ContinuityConfig(CaptionConfig):
 
 ANALYSES: dict[str, tuple[type[EvaluationConfig], str]] = {
     "union": (UnionConfig, "Uncertainty of crops and of their union, and selection among them."),
-    "set-algebra": (AlgebraConfig, "What mixing and erasing do to embeddings."),
+    "set-algebra": (AlgebraConfig, "Mixed and erased inputs as set operations on embeddings."),
     "ellipses": (EllipsesConfig, "Images and captions of some classes as ellipses."),
-    "continuity": (ContinuityConfig, "What neighbours and walks between codes mean."),
-    "hierarchy": (CaptionConfig, "How well a model orders and finds captions from general to specific."),
+    "continuity": (ContinuityConfig, "Similarity of neighbours, and walks between codes."),
+    "hierarchy": (CaptionConfig, "Order and retrieval of captions from general to specific."),
 }
 
 

@@ -230,7 +230,7 @@ class KeyList:
             )
 
     def describe(self) -> str:
-        """What of the list is in the data, in one line."""
+        """One line on how much of the list is in the data."""
         total, missing = (sum(map(f, self._corpora.values())) for f in (len, lambda n: np.count_nonzero(n == 0)))
         share = f"{missing:,} of {total:,} keys are not in the data"
         return f"{Path(self.path).name}: {share}; samples listed: {self.samples:,}"

@@ -90,7 +90,7 @@ class Stream:
 
     Raises:
         UserError: on construction for settings that do not fit each other or the data; from `next` when too many
-            samples cannot be used (with several ranks, whoever asks `judge` finds out), or a worker was killed.
+            samples cannot be used (with several ranks, `judge` raises it), or a worker was killed.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Stream:
 
     @property
     def failures(self) -> dict[str, Failure]:
-        """What this rank could not use so far, by name of the shard, or its path where others bear the name."""
+        """This rank's unusable samples so far, by name of the shard, or by its path where names are not unique."""
         return self.tally.failures
 
     def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:

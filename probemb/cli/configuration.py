@@ -186,7 +186,7 @@ def _options(config: Any, prefix: str = "") -> dict[str, Option]:
 
 
 def docstring_texts(cls: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and its bases say of its fields."""
+    """Descriptions of the fields of a dataclass, from its docstring and those of its bases."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         arguments = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2]

@@ -219,8 +219,10 @@ def find_open_clip(folder: Path) -> ModelFiles | None:
 
 
 def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: dict) -> dict:
-    """What weights with the configuration `about`, of the file `source`, require of the preprocessing of a model
-    `name` that starts from them. Raises UserError: it is malformed, or of another architecture.
+    """The preprocessing that weights in open_clip's layout require of a model `name` that starts from them.
+
+    `about`: their configuration, read from the file `source`. Raises UserError: it is malformed, or of another
+    architecture.
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         theirs, preprocess = _open_clip_config(about)

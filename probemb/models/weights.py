@@ -93,7 +93,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another package says, in a message."""
+    """The first line of another package's error, for a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

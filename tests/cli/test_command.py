@@ -1,4 +1,4 @@
-"""How every command reads its configuration and how it ends on an error."""
+"""Every command: reading its configuration, and ending on an error."""
 
 import os
 import subprocess

@@ -116,7 +116,7 @@ class TwoNetworks:
         self.method.begin_epoch(epoch)
 
     def say(self, network: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a network's losses and predictions are: w and p of every pair."""
+        """A network's losses and predictions: w and p of every pair."""
         similarity = cosine_similarity(*self.embedded[network])
         return clean_probability(ncr_pair_losses(similarity)).float(), ncr_predict(similarity)
 

@@ -44,7 +44,7 @@ def fitted(data, name, gpu=None):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What one fresh process found for all methods."""
+    """Results of one fresh process for all methods."""
     data = world(tmp_path_factory, train=8, shard_size=8, captions=3)
     tokenizer()
     return run_ranks(1, trained, data, tuple(TRAINED), fresh=True)[0]

@@ -203,7 +203,7 @@ def test_the_best_epochs_model_is_kept_also_after_resuming(scenes, tmp_path, mon
 
 
 def test_two_networks_are_selected_averaged_and_saved_together(scenes, tmp_path, capsys):
-    """What validation says is the RSUM of the mean of both similarities; the epoch that it chose is saved of both."""
+    """Validation reports the RSUM of the mean of both similarities; the epoch it chooses is saved for both."""
     out = tmp_path / "run"
     options = {"method": "ncr", "data.path": scenes, "noise-ratio": 0.5, "epochs": 3, "swa-epochs": 2, "out": out}
     assert run_here(options) == 0

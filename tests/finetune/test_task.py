@@ -1,4 +1,4 @@
-"""What a step sees: mixed images and labels on any number of ranks, pixels, and composed queries."""
+"""Inputs of a step: mixed images and labels on any number of ranks, pixels, and composed queries."""
 
 from dataclasses import replace
 

@@ -10,7 +10,7 @@ __all__ = ["options", "small_disk"]
 
 @pytest.fixture(autouse=True, scope="session")
 def _imported_once():
-    """What forked ranks would else import each."""
+    """Import once what every forked rank would import."""
     pretraining()
 
 

@@ -53,7 +53,7 @@ def items(kind="image", number=0, n=1):
 
 
 def gallery(embeddings, kind="image"):
-    """What was stored, as a Gaussian with these means and these sums of the variances."""
+    """The stored embeddings, as a Gaussian with these means and these sums of the variances."""
     mean, u = (np.concatenate(a) for a in zip(*(embeddings.read(part) for part in embeddings.partitions(kind))))
     log_var = (torch.from_numpy(u) / DIM).log()[:, None].expand(-1, DIM)
     return Gaussian(torch.from_numpy(mean).float(), log_var)

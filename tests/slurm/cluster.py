@@ -68,7 +68,7 @@ class Cluster:
         return done
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` knows: JobState, Restarts, NodeList, ExitCode, ..."""
+        """The fields of `scontrol show job`: JobState, Restarts, NodeList, ExitCode, ..."""
         line = self.run("scontrol", "show", "job", "--oneliner", job_id).stdout
         return dict(re.findall(r"(?:^|\s)([A-Za-z:/]+)=(\S*)", line))
 

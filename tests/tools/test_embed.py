@@ -59,7 +59,7 @@ def whole(corpus, run_folder, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """Where fetched shards lie; nothing of them is left at the end."""
+    """Folder of fetched shards; it is empty at the end."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -72,7 +72,7 @@ def options(model, data, out, *more):
 
 
 def items(folder):
-    """How many there are of each kind that is complete."""
+    """Number of complete items of each kind."""
     embeddings = open_embeddings(folder)
     return {kind: count for kind in KINDS if (count := embeddings.count(kind)) is not None}
 

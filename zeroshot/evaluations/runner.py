@@ -128,7 +128,7 @@ def finish(out: Path, name: str, results: dict, page: Page) -> None:
 
 
 def predictor_table(found: Mapping[str, Sequence[dict]], title: str) -> Table:
-    """What each score of a query knows (rows of `evaluation.uncertainty.assess`), by kind of query."""
+    """The table of what each score of a query predicts (rows of `evaluation.uncertainty.assess`), by kind of query."""
     outcomes = {key: name for key, name in OUTCOMES.items() if any(row[key] for some in found.values() for row in some)}
     rows: list = []
     for queries, some in found.items():

@@ -29,7 +29,7 @@ from probemb.errors import UserError
 
 
 class Combinations(NamedTuple):
-    """How many combinations of a kind are drawn, and the file that lists those of k concepts."""
+    """A kind of combinations: how many are drawn, and the file that lists those of k concepts."""
 
     number: int
     file: str

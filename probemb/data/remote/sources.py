@@ -325,7 +325,7 @@ def _answer(address: str, headers: dict[str, str], timeout: float) -> Iterator[r
 
 
 def _chunks(source) -> Iterator[bytes]:
-    """What has come so far, again and again."""
+    """Yield the bytes as they arrive."""
     while data := source.read1(_CHUNK):
         yield data
 

@@ -197,7 +197,7 @@ def damaged(tmp_path_factory, uninterrupted) -> tuple[list[Shard], dict[tuple[in
 
 
 def expected_keys(slots: np.ndarray, bad) -> list[list[str]]:
-    """What each row should show in an epoch, (steps, rows), from the rule: the row's last good one, else its first."""
+    """The sample of each row in an epoch, (steps, rows), by the rule: the row's last good one, else its first."""
     keys = []
     for step in range(len(slots)):
         line = []
