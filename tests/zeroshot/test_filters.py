@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from probemb.evaluation.classification import class_accuracy, class_vectors, normalise, prefix_vectors, true_ranks
+from probemb.evaluation.classification import class_accuracy, normalise, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
 from zeroshot.evaluations.filters import (
     FILTERS,
@@ -14,7 +14,6 @@ from zeroshot.evaluations.filters import (
     fold_splits,
     stratified_folds,
 )
-from zeroshot.evaluations.reweighting import few_of_each, fit_labelled
 
 U = torch.tensor([[3.0, 1.0, 2.0, 4.0], [1.0, 1.0, 1.0, 1.0]])
 DEFAULTS = {"single": 0, "temperature": 1.0, "shots": 16, "unlabelled": 2000, "prior": 10.0}
@@ -126,31 +125,23 @@ def every():
     return evaluated(*world(), list(FILTERS), folds=5)
 
 
-def test_standard_errors_of_gains_are_paired_over_images(every):
-    images, prompts = world()
-    u = prompts.uncertainty()
-
-    def correct(weights):
-        return accuracy_of(images, torch.einsum("cp,cpd->cd", weights, prompts.mean))
-
-    difference = correct(weights["weighted"](u, 1.0)) - correct(torch.full_like(u, 1 / 9))
-    row = rows_of(every)["weighted", "zero-shot"]
-    assert row["gain_se"] == pytest.approx(difference.std().item() / 72**0.5)
-
-
 def test_accuracies_have_standard_errors_and_a_mean_over_classes():
     from sklearn.metrics import balanced_accuracy_score
 
     images, prompts = world()
     some = (torch.arange(72) % 12 < images.labels + 2) & (images.labels != 3)  # 2 to 7 images a class, none of one
     images = only(images, some)
-    found = evaluated(images, prompts, ["single", "all"])
+    found = evaluated(images, prompts, ["single", "all", "weighted"])
     answer = (images.mean @ normalise(prompts.mean.mean(1)).T).argmax(1)
     row, right = rows_of(found)["all", "zero-shot"], (answer == images.labels).double()
     with pytest.warns(UserWarning, match="not in y_true"):  # one class has no images
         balanced = balanced_accuracy_score(images.labels, torch.where(right > 0, answer, 3))
     assert row["mean_per_class_recall"] == pytest.approx(balanced) != pytest.approx(row["top1"])
     assert row["top1_se"] == pytest.approx(right.std().item() / len(right) ** 0.5)
+    weighed = torch.einsum("cp,cpd->cd", weights["weighted"](prompts.uncertainty(), 1.0), prompts.mean)
+    difference = accuracy_of(images, weighed) - right  # paired over images
+    gain_se = rows_of(found)["weighted", "zero-shot"]["gain_se"]
+    assert gain_se == pytest.approx(difference.std().item() / len(right) ** 0.5)
     assert found.by_class(found.all.ranks)[3].isnan()
     assert evaluated(images, prompts, ["best-topk"]).oracle.kept[3] == 9
 
@@ -210,16 +201,3 @@ def test_other_images_decide_alone_and_unlabelled_ones_without_labels():
     assert [torch.equal(first[name], wrong[name]) for name in first] == [True, False, True, True]
     row = rows_of(found)["topk", "few-shot (train)"]
     assert row["top1"] == pytest.approx(found.curve(1)[int(row["k"]) - 1].item())
-
-
-def test_few_shots_come_from_the_other_folds():
-    images, prompts = world()
-    folds, right = stratified_folds(images.labels, images.names, 3), 0
-    for fold in range(3):
-        others = (folds != fold).nonzero().flatten()
-        few = others[few_of_each(images.labels[others].tolist(), [images.names[i] for i in others], 4)]
-        fit = fit_labelled(images.mean[few], images.labels[few], prompts, 3.0)
-        right += int(accuracy_of(only(images, folds == fold), class_vectors(prompts.mean, fit.weights)).sum())
-    found = rows_of(evaluated(images, prompts, ["reweighted"], folds=3, shots=4, prior=3.0))
-    assert list(found) == [("reweighted, up to 4 shots", "oracle"), ("reweighted, up to 4 shots", "few-shot (folds:3)")]
-    assert found["reweighted, up to 4 shots", "few-shot (folds:3)"]["top1"] == pytest.approx(right / 72)

@@ -1,7 +1,5 @@
 """`python -m zeroshot.localisation` on drawn scenes: its table, results and page, and what it refuses."""
 
-import json
-
 import pytest
 
 from probemb.data.boxes import find_phrases
@@ -32,21 +30,6 @@ def test_the_results(measured, boxed_scenes):
     weighted = sum(row["phrases"] * row["r@5"]["value"] for row in results["types"]) / results["phrases"]
     assert weighted == pytest.approx(results["rows"][0]["r@5"]["value"])
     assert {row["score"] for row in results["predictors"]} >= {"u", "distance", "margin"}
-
-
-def test_proposals_that_are_the_truth(run, run_folder, boxed_scenes, tmp_path):
-    """With the objects' own boxes as proposals, every phrase of one object is among them, and ten are enough."""
-    data = find_phrases(boxed_scenes / "entities", "test")
-    boxes = {one: [] for one in data.image_ids}
-    for phrase in data.phrases:
-        boxes[data.image_ids[phrase.image]] += [list(box) for box in phrase.boxes]
-    boxes = {one: [list(x) for x in dict.fromkeys(map(tuple, some))] for one, some in boxes.items()}
-    (tmp_path / "boxes.json").write_text(json.dumps(boxes))
-    options = ("--workers", 0, "--proposals", tmp_path / "boxes.json", "--several", "any")
-    results = run(main, run_folder, boxed_scenes / "entities", *options).json
-    assert all(row["r@10"]["value"] == 1 for row in results["rows"])
-    assert 1 / 3 <= results["rows"][-2]["r@1"]["value"] < 1
-    assert results["proposals"]["source"] == str(tmp_path / "boxes.json")
 
 
 def test_a_model_that_reads_regions(run, boxed_scenes, tmp_path):

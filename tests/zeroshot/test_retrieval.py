@@ -8,7 +8,6 @@ from probemb.data.scenes import scene
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.embedding import exact_match
-from probemb.evaluation.retrieval import GRID
 from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
 from probemb.models import load_model
 from tests.world import jpeg, write_tar
@@ -60,19 +59,6 @@ def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, caption
                 assert rows[positives, ranking][way] == pytest.approx(expected, abs=0.03)
                 searched = rows[positives, {"csd": "faiss-csd", "mean": "faiss-mean"}[ranking]][way]
                 assert searched == pytest.approx(expected, abs=0.03)  # float32 may swap two that nearly tie
-
-
-def test_weights_chosen_on_the_evaluated_images_are_an_oracle(measured):
-    (kind, found), *others = measured.json["tolerance"].items()
-    assert (kind, others) == ("oracle", [])
-    assert (found["metric"], found["positives"]) == ("map_at_r", "all true captions")
-    rows = measured.json["rows"]
-    row = next(r for r in rows if (r["ranking"], r["positives"]) == ("tolerance", "all true captions"))
-    assert row["chosen"] == "oracle"
-    for way in ("i2t", "t2i"):
-        at = dict(zip(found["curve"]["lambda"], found["curve"][way]))
-        assert list(at) == list(GRID)
-        assert at[found[way]] == max(at.values()) == pytest.approx(row[way]["map_at_r"], abs=0.02)
 
 
 def test_weights_chosen_on_other_images_are_called_so(run, run_folder, captioned, tmp_path):
