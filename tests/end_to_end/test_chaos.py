@@ -18,9 +18,7 @@ def samples_of(run: Path) -> dict[int, list[str]]:
     """The keys of every step, over all ranks."""
     steps: dict[int, list[str]] = {}
     for path in sorted((run / "samples").glob("rank-*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), path  # each once, in order
-        for line in lines:
+        for line in map(json.loads, path.read_text().splitlines()):
             steps.setdefault(line["step"], []).extend(line["keys"])
     return steps
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -90,33 +89,6 @@ def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
     for (name, a), b in zip(model.state_dict().items(), resumed.state_dict().values()):
         assert torch.equal(a, b), name
     assert "is finished: 6 of 6 steps" in start({**options, "out": run}, "--resume").stdout
-
-
-@pytest.mark.slow
-def test_the_command_as_it_is_typed(scenes, tmp_path):
-    """By torchrun, with ZeRO-3, accumulation, checkpointing, the gpo head, a mixture, workers."""
-    options = {
-        "data.train": f'["{scenes}/train", "{scenes}/val"]',
-        "data.weights": "[1, 2]",
-        "data.workers": 2,
-        "out": tmp_path / "run",
-        "samples": 32,
-        "model.head": "gpo",
-        "model.embed_dim": 16,
-        "engine.zero_stage": 3,
-        "engine.accumulation": 2,
-        "engine.grad_checkpointing": "true",
-        "loss.pseudo_positive": 0.1,
-        "loss.distance": "wasserstein2",
-        "evaluate.classes": scenes / "classes",
-        "evaluate.max_images": 10,
-        "evaluate.templates": "all",
-    }
-    argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *command(options)[1:]]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert load_model(tmp_path / "run").model.embed_dim == 16
 
 
 BAD = {
