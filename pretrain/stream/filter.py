@@ -73,7 +73,6 @@ class Filter:
         return replace(self, **own)
 
 
-NO_FILTER = Filter()
 _SIZE = ("width", "height")
 # Rule -> its columns, and from its bound and them which samples it keeps. An unreadable image has a side of 0.
 RULES: dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {

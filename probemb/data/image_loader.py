@@ -120,7 +120,7 @@ def find_tars(data: str | Path) -> list[Path]:
 
 
 def list_members(tar: Path) -> list[Member]:
-    """The files in a tar. Raises UserError: it cannot be read."""
+    """Raises UserError: it cannot be read."""
     try:
         return list(walk_tar(tar))
     except BadShard as error:

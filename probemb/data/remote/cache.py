@@ -99,15 +99,16 @@ class ShardCache:
                         known[path] = path.stat()
             total = size + sum(about.st_size for about in known.values())
             for path, about in sorted(known.items(), key=lambda item: item[1].st_mtime_ns):
-                if total > self.limit and (path.suffix == ".tar" or self._is_left(path)):
-                    path.unlink(missing_ok=True)
+                if total > self.limit and self._remove(path):
                     total -= about.st_size
             os.ftruncate(part.fileno(), size)
 
-    def _is_left(self, part: Path) -> bool:
-        """True if the process that fetched it was killed."""
-        with open(self.folder / f"{part.name[:2]}.lock", "ab") as lock, suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def _remove(self, path: Path) -> bool:
+        """Remove a shard, or what a killed process has left of one; False if it is being fetched."""
+        with open(self.folder / f"{path.name[:2]}.lock", "ab") as lock, suppress(BlockingIOError):
+            if path.suffix == ".part":
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
             return True
         return False
 

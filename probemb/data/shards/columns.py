@@ -1,8 +1,7 @@
 """Columns of a corpus: numbers for every sample, by which training selects them without opening a tar.
 
-They lie in columns.npz beside index.json, written by `python -m tools.shards measure FOLDER`: NAME and size of each
-shard in `shards`, the start of its hash in `sha256`, and one number for each sample, shard after shard, in every other
-array.
+They lie in columns.npz beside index.json, written by `python -m tools.shards measure FOLDER`: name, bytes and samples
+of each shard in `shards`, the start of its hash in `sha256`, and in every other array one number for each sample.
 """
 
 import hashlib

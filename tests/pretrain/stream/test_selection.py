@@ -148,9 +148,6 @@ def test_identity_follows_what_is_kept(corpus, tmp_path):
         listed.write_text(key)
         seen.add(Selection([shards], Filter(drop=str(listed))).identity)
     assert len(seen) == 2
-    plain = Stream([shards], Data(workers=0), to_tensor, tokenize, batch_size=8)
-    assert "filter" not in plain.identity
-    assert plain.selection is None
 
 
 def test_lines_of_a_list_mean_what_their_text_says(tmp_path):
