@@ -19,7 +19,7 @@ from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, refuse_unusable,
 from finetune.feature_cache import cache_features, unchanged
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
-from probemb import distributed, labels
+from probemb import distributed
 from probemb.data.captions.find import find_captions
 from probemb.data.compositions.find import find_compositions
 from probemb.evaluation.composed import KS as COMPOSED_KS
@@ -27,6 +27,7 @@ from probemb.evaluation.composed import embed_queries, measure_composed
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.retrieval import evaluate_retrieval
 from probemb.gaussian import Gaussian
+from probemb.losses.output import mixed, same_image, smooth
 from probemb.machine import Device
 from probemb.metrics.retrieval import KS
 from probemb.models import (
@@ -187,10 +188,10 @@ class PairTask(Task):
         numbers = distributed.gather_host(torch.stack([pairs.image_index, pairs.pair_index], 1))
         image, pair = numbers.T.contiguous()
         group = self.groups[image.to(self.device)]
-        match = labels.same_image(group, group)
+        match = same_image(group, group)
         if mix is not None:
-            match = labels.mixed(match, *(x.to(self.device, non_blocking=True) for x in (mix.lam, mix.partner)))
-        match = labels.smooth(match, self.config.mix.smoothing)
+            match = mixed(match, *(x.to(self.device, non_blocking=True) for x in (mix.lam, mix.partner)))
+        match = smooth(match, self.config.mix.smoothing)
         generator = self.generator(step, self.LOSS, self.device)
         batch = Batch(images, texts, match, image, pair, step=step, generator=generator, words=words, **now)
         if unpaired:

@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for 
 
 
 CORE = ("losses", "metrics", "models", "evaluation", "test_compose.py", "test_distances.py", "test_distributed.py")
-CORE += ("test_gaussian.py", "test_labels.py")
+CORE += ("test_gaussian.py",)
 
 
 SLOW = ("pretrain/test_full_disk.py", "pretrain/test_watchdog.py")

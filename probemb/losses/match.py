@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probemb import distributed, labels
+from probemb import distributed
 from probemb.distances import DISTANCES, SAMPLES, match_log_odds_of_samples
 from probemb.gaussian import Gaussian
-from probemb.losses.output import LossOutput
+from probemb.losses.output import LossOutput, identity, pseudo_positives
 from probemb.losses.ring import BLOCK, number, sum_over_pairs
 
 OWN_BLOCK = 64  # own pairs that are compared at a time, with one another too
@@ -145,9 +145,9 @@ def _direction(
     out = {"softplus": softplus, "match": softplus - matched / logits_NM.numel()}
     if pseudo_positive:
         if match_NM is None:
-            match_NM = labels.identity(*logits_NM.shape, offset, logits_NM.device, logits_NM.dtype)
+            match_NM = identity(*logits_NM.shape, offset, logits_NM.device, logits_NM.dtype)
         with torch.no_grad():
-            pseudo, out["n_pseudo"] = labels.pseudo_positives(-logits_NM, match_NM)
+            pseudo, out["n_pseudo"] = pseudo_positives(-logits_NM, match_NM)
         out["pseudo"] = softplus - (pseudo * logits_NM).mean()
     return out
 

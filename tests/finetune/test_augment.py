@@ -19,7 +19,7 @@ from finetune.augment import (
     size_augment_text,
 )
 from finetune.config import Mix as MixOptions
-from probemb import labels
+from probemb.losses import output as labels
 from probemb.models import create_model, create_tokenizer
 
 CASES = ["elem_published", "elem_ratio1", "elem_prob0.6_ls0.1", "elem_mixup_only", "elem_cutmix_only"]

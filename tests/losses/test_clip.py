@@ -5,8 +5,8 @@ import torch
 from open_clip.loss import ClipLoss as OpenClipLoss
 from torch.nn import functional as F
 
-from probemb import labels
 from probemb.losses import clip_loss, infonce_loss
+from probemb.losses import output as labels
 from tests.losses.points import close, pairs, same_images
 
 

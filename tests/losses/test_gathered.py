@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from probemb import Gaussian, distributed, labels
+from probemb import Gaussian, distributed
 from probemb.losses import infonce_loss, noisy, triplet
 from probemb.losses.mpc import mpc_loss, sampled_cosine_loss, scaled_cosine_loss
-from probemb.losses.output import cosine_similarity
+from probemb.losses.output import cosine_similarity, same_image
 from probemb.losses.pcme import pcme_loss
 from probemb.models.composers import create_composer
 from tests.ranks import run_ranks
@@ -83,7 +83,7 @@ def averaged(value, parameters, world):
 def run(rank, world, total):
     g = torch.Generator().manual_seed(1)
     x_image, x_text = torch.randn(total, 6, generator=g).double(), torch.randn(total, 5, generator=g).double()
-    match = labels.same_image(torch.arange(total) // 2, torch.arange(total) // 2)
+    match = same_image(torch.arange(total) // 2, torch.arange(total) // 2)
     each = total // world
     mine, model, out = slice(rank * each, (rank + 1) * each), Towers(), {}
     for name, loss in LOSSES.items():

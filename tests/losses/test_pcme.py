@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
-from probemb import Gaussian, labels
+from probemb import Gaussian
 from probemb.distances import match_probability_of_samples
+from probemb.losses import output as labels
 from probemb.losses.pcme import pair_nll, pcme_loss, uniformity
 from tests.losses.points import close, pairs, same_images
 

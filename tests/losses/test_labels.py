@@ -1,6 +1,6 @@
 import torch
 
-from probemb import labels
+from probemb.losses import output as labels
 
 
 def test_identity_of_a_rank_starts_at_its_offset():
