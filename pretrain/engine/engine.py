@@ -14,6 +14,7 @@ import torch
 from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 
+from pretrain.engine.state import leave_norms
 from probemb import distributed
 from probemb.cli.ranges import Minutes, Precision, Threads
 
@@ -115,6 +116,7 @@ def make_engine(
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=Towers(model, precision), optimizer=optimizer, config=settings)
+    leave_norms(engine)
     if options.compile:
         engine.compile()
     return engine
