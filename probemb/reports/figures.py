@@ -81,9 +81,7 @@ class Chart:
         return self
 
     def bins(self, bins: dict, things: str) -> Chart:
-        """A point with a standard error for every bin of `probemb.metrics.Bins` (as a dict): accuracy in percent
-        against uncertainty.
-        """
+        """A point with a standard error for each bin of `uncertainty_bins`: accuracy in percent against uncertainty."""
         ys = [100 * y for y in bins["accuracy"]]
         errors = [math.nan if se is None else 100 * se for se in bins["accuracy_se"]]
         notes = [

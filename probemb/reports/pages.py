@@ -70,14 +70,14 @@ def line_figure(name: str, x_label: str, y_label: str, lines: Mapping[str, Seque
 
 
 def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label: str, title: str = "") -> list[Figure]:
-    """A score in bins of uncertainty (`probemb.metrics.Bins` as a dict); nothing without bins."""
+    """A score in bins of uncertainty (a result of `uncertainty_bins`); nothing without bins."""
     if bins is None:
         return []
     return [Figure(Chart(name, x_label=x_label, y_label=y_label).bins(bins, things), title, correlations(bins))]
 
 
 def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title: str) -> list[Figure]:
-    """Scores of what is left when the least certain are refused (`probemb.metrics.RejectionCurve` as dicts)."""
+    """Scores of what is left when the least certain are refused (results of `rejection_curve`)."""
     if not curves:
         return []
     chart = Chart(name, x_label="least certain refused, %", y_label=y_label)
@@ -91,7 +91,7 @@ def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title:
 def reliability_figure(
     name: str, curves: Mapping[str, dict | None], x_label: str, y_label: str, title: str
 ) -> list[Figure]:
-    """Shares against probabilities (`probemb.metrics.Reliability` as dicts), calibrated where they are equal."""
+    """Shares against probabilities (results of `reliability`), calibrated where they are equal."""
     chart = Chart(name, x_label=x_label, y_label=y_label).line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
     for (of, curve), colour in zip(curves.items(), PALETTE):
         if curve:

@@ -1,4 +1,4 @@
-"""`python -m zeroshot.analyses NAME` and `zeroshot.hierarchy`: what they write."""
+"""`python -m zeroshot.analyses NAME`: the files that each analysis writes."""
 
 import pytest
 import torch
