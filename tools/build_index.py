@@ -23,9 +23,9 @@ from probemb.errors import UserError
 from probemb.machine import machine_memory
 from probemb.progress import progress
 from probemb.search import Choice, choose_factory, load_index, refuse_small_gallery
-from probemb.search.choice import item_bytes
 from probemb.search.embeddings import CORPORA, open_embeddings, same_model
 from probemb.search.folder import write_index
+from probemb.search.index import item_bytes
 
 PROG = "python -m tools.build_index"
 GIB = 1 << 30

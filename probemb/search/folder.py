@@ -28,15 +28,16 @@ import torch
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
 from probemb.progress import silent
-from probemb.search.choice import Choice, training_count
 from probemb.search.embeddings import Embeddings, Partition, read_json
 from probemb.search.index import (
+    Choice,
     Index,
     faiss_errors,
     gallery_vectors,
     new_index,
     sample_rows,
     set_effort,
+    training_count,
     weighing,
     width_of,
 )

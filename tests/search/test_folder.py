@@ -22,8 +22,8 @@ from probemb.search import (
     search,
     search_weighted,
 )
-from probemb.search.choice import cell_count, training_count
 from probemb.search.embeddings import create_embeddings, item_schema, open_embeddings
+from probemb.search.index import cell_count, training_count
 from tools.build_index import main
 from tools.search.command import open_index
 
