@@ -7,6 +7,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 from probemb import Gaussian
 from probemb.distances import match_probability_of_samples
 from probemb.losses import output as labels
+from probemb.losses.match import vib_kl
 from probemb.losses.pcme import pair_nll, pcme_loss, uniformity
 from tests.losses.points import close, pairs, same_images
 
@@ -116,6 +117,15 @@ def test_authors_pairs_and_uniformity(parity):
     (choice,) = (key for key in v if key.startswith("uniform_big_choice_npseed"))
     chosen = to("uniform_big_x")[torch.from_numpy(v[choice])]
     close(uniformity(chosen), v["uniform_big_value"])
+
+
+def test_authors_bottleneck_is_of_another_variance(parity):
+    """Their KL of log sigma where log sigma^2 belongs, about mu and about the mean of the samples; ours of both."""
+    v = parity("04a_pcme_loss")
+    to, image, _ = reference(v, torch.float64)
+    sample_means = Gaussian(to("samples_v").mean(1), image.log_var)
+    for g, expected in ((image, "kl_sum_v_on_mu"), (sample_means, "kl_sum_v_on_sample_means")):
+        close(vib_kl(Gaussian(g.mean, 0.5 * g.log_var)) * g.mean.numel(), v[expected])
 
 
 @pytest.mark.parametrize("distance", ["non_squared_l2", "squared_l2"])
