@@ -51,9 +51,8 @@ class ImageSite(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str):
-        super().__init__((host, 0), _Handler)
-        self.host = host
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.requests: Counter[str] = Counter()
         self.broken: set[str] = set()
         self.pause = 0.0  # seconds before an image
@@ -62,7 +61,7 @@ class ImageSite(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.server_port}"
+        return f"{self.scheme}://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request, client_address) -> None:
         pass  # clients that have had enough
@@ -79,161 +78,114 @@ class _Handler(BaseHTTPRequestHandler):
         site.requests[self.path] += 1
         word, _, rest = self.path.lstrip("/").partition("/")
         if word in site.broken:
-            return self.answer(b"", 503)
-        return getattr(self, f"do_{word}", self.missing)(rest)
-
-    def answer(self, body: bytes, code: int = 200, kind: str = "image/jpeg", **headers: str) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
+            self.answer(code=503)
+        elif word in IMAGES:
+            time.sleep(site.pause)
+            self.answer(IMAGES[word](rest))
+        else:
+            with suppress(OSError):
+                getattr(self, f"do_{word}", self.do_gone)(rest)
         self.close_connection = True
 
-    def missing(self, rest: str) -> None:
-        self.answer(b"gone", 404, "text/plain")
+    def begin(self, code: int = 200, **headers: object) -> None:
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
 
-    # ------------------------------------------------------------------------------------------------- what is fine
-    def do_ok(self, rest: str) -> None:
-        time.sleep(self.server.pause)
-        self.answer(picture(rest))
+    def answer(self, body: bytes = b"", code: int = 200, **headers: object) -> None:
+        self.begin(code, Content_Type="image/jpeg", Content_Length=len(body), Connection="close", **headers)
+        self.wfile.write(body)
 
-    def do_same(self, rest: str) -> None:
-        self.answer(picture("the same"))
+    def do_gone(self, rest: str) -> None:
+        self.answer(b"gone", 404)
 
-    def do_large(self, rest: str) -> None:
-        self.answer(picture(rest, (900, 600)))
-
-    def do_turned(self, rest: str) -> None:  # stored with the orientation that the path names
-        self.answer(stored(upright((640, 416)), int(rest)))
-
-    def do_alpha(self, rest: str) -> None:
-        self.answer(picture(rest, form="PNG", mode="RGBA"), kind="image/png")
-
-    def do_webp(self, rest: str) -> None:
-        self.answer(picture(rest, form="WEBP"))
-
-    def do_chunked(self, rest: str) -> None:
-        self.chunks(picture(rest), whole=True)
-
-    def do_moved(self, rest: str) -> None:
-        self.answer(b"", 301, Location=f"/ok/{rest}")
-
-    # ------------------------------------------------------------------------------------------- what cannot be used
     def do_status(self, rest: str) -> None:
-        self.answer(b"no", int(rest.partition("/")[0]), "text/plain")
-
-    def do_chain(self, rest: str) -> None:  # never twice the same
-        self.answer(b"", 302, Location=f"/chain/{int(rest) + 1}")
-
-    def do_inward(self, rest: str) -> None:
-        self.answer(b"", 302, Location="file:///etc/hostname")
-
-    def do_html(self, rest: str) -> None:
-        self.answer(b"<!DOCTYPE html><html><body>Log in</body></html>")
-
-    def do_bomb(self, rest: str) -> None:
-        self.answer(bomb(), kind="image/png")
-
-    def do_tiny(self, rest: str) -> None:
-        self.answer(picture(rest, (8, 8)))
+        self.answer(b"no", int(rest))
 
     def do_noai(self, rest: str) -> None:
         self.answer(picture(rest), X_Robots_Tag="noindex, noai")
 
+    def do_moved(self, rest: str) -> None:
+        self.answer(code=301, Location=f"/ok/{rest}")
+
+    def do_chain(self, rest: str) -> None:  # never twice the same
+        self.answer(code=302, Location=f"/chain/{int(rest) + 1}")
+
+    def do_inward(self, rest: str) -> None:
+        self.answer(code=302, Location="file:///etc/hostname")
+
     # --------------------------------------------------------------------------------------------- what does not end
     def do_announced(self, rest: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(1 << 40))
-        self.end_headers()
-        self.forever(bytes(1 << 16))
+        self.do_endless(rest, Content_Length=1 << 40)
 
-    def do_endless(self, rest: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.forever(bytes(1 << 16))
+    def do_endless(self, rest: str, **headers: object) -> None:
+        self.begin(**headers)
+        while not self.server.ended.is_set():
+            self.wfile.write(bytes(1 << 16))
 
     def do_silent(self, rest: str) -> None:
         self.server.ended.wait(30)
-        self.close_connection = True
 
     def do_stalled(self, rest: str) -> None:
-        data = picture(rest)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data[:100])
-        self.do_silent(rest)
+        self.do_cut(rest)
+        self.server.ended.wait(30)
 
     def do_drip(self, rest: str) -> None:
-        data = picture(rest)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.dripping(data)
+        self.begin(Content_Length=len(picture(rest)))
+        self.dripping(picture(rest))
 
     def do_dripheaders(self, rest: str) -> None:
         self.dripping(b"HTTP/1.1 200 OK\r\n" + b"X-Wait: a little longer\r\n" * 1000)
 
     def do_dripchunks(self, rest: str) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self.begin(Transfer_Encoding="chunked")
         self.dripping(b"1\r\nx\r\n" * 1000)
 
-    # ------------------------------------------------------------------------------------------ what ends too early
-    def do_cutchunks(self, rest: str) -> None:
-        self.chunks(picture(rest), whole=False)
+    def dripping(self, data: bytes) -> None:
+        for byte in data:
+            if self.server.ended.wait(DRIP):
+                break
+            self.wfile.write(bytes([byte]))
+            self.wfile.flush()
 
+    # ------------------------------------------------------------------------------------------ what ends too early
     def do_cut(self, rest: str) -> None:
-        data = picture(rest)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data[: len(data) // 2])
-        self.close_connection = True
+        self.begin(Content_Length=len(picture(rest)))
+        self.wfile.write(picture(rest)[:100])
+
+    def do_chunked(self, rest: str) -> None:  # this one is whole
+        self.do_cutchunks(rest)
+        self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(picture(rest)) - 100, picture(rest)[100:]))
+
+    def do_cutchunks(self, rest: str) -> None:
+        self.begin(Transfer_Encoding="chunked")
+        self.wfile.write(b"64\r\n%b\r\n" % picture(rest)[:100])
 
     def do_reset(self, rest: str) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
-        self.close_connection = True
 
     def do_garbage(self, rest: str) -> None:
         self.wfile.write(b"\x00\xff\xfe not a protocol\r\n\r\n")
-        self.close_connection = True
-
-    def chunks(self, data: bytes, whole: bool) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        half = len(data) // 2
-        self.wfile.write(b"%x\r\n%b\r\n" % (half, data[:half]))
-        if whole:
-            self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data) - half, data[half:]))
-        self.close_connection = True
-
-    def forever(self, data: bytes) -> None:
-        with suppress(OSError):
-            while not self.server.ended.is_set():
-                self.wfile.write(data)
-        self.close_connection = True
-
-    def dripping(self, data: bytes) -> None:
-        with suppress(OSError):
-            for byte in data:
-                if self.server.ended.wait(DRIP):
-                    break
-                self.wfile.write(bytes([byte]))
-                self.wfile.flush()
-        self.close_connection = True
 
 
-def serve_images(certificate: str | None = None, host: str = "127.0.0.1"):
+IMAGES = {  # answered as image/jpeg, whatever they are
+    "ok": picture,
+    "same": lambda rest: picture("the same"),
+    "large": lambda rest: picture(rest, (900, 600)),
+    "turned": lambda rest: stored(upright((640, 416)), int(rest)),  # with the orientation that the path names
+    "alpha": lambda rest: picture(rest, form="PNG", mode="RGBA"),
+    "webp": lambda rest: picture(rest, form="WEBP"),
+    "html": lambda rest: b"<!DOCTYPE html><html><body>Log in</body></html>",
+    "bomb": lambda rest: bomb(),
+    "tiny": lambda rest: picture(rest, (8, 8)),
+}
+
+
+def serve_images(certificate: str | None = None):
     """A running ImageSite; with a PEM file of key and certificate, over TLS."""
-    site = ImageSite(host)
+    site = ImageSite()
     if certificate:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(certificate)

@@ -7,10 +7,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from tests.disks import small_disk
 from tests.world import make_scenes
 
-__all__ = ["small_disk"]
 WORDS = ("red", "green", "blue", "round", "flat", "small")
 
 

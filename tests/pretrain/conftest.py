@@ -2,10 +2,7 @@
 
 import pytest
 
-from tests.disks import small_disk
 from tests.forked import pretraining
-
-__all__ = ["options", "small_disk"]
 
 
 @pytest.fixture(autouse=True, scope="session")

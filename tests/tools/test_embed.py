@@ -1,10 +1,7 @@
 """python -m tools.embed on real tars with a real model, from here and from a web server."""
 
 import io
-import multiprocessing
-import os
 import signal
-import sys
 import tempfile
 import time
 
@@ -13,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from probemb.cli.command import run_command
 from probemb.data.images import decode_image
 from probemb.data.remote.sources import Remote
 from probemb.data.scenes import scene
@@ -21,6 +17,7 @@ from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
 from probemb.models import load_model, weights_sha256
 from probemb.search.embeddings import KINDS, open_embeddings
+from tests.jobs import Job
 from tests.searching import open_searcher
 from tests.shards import iterate_samples
 from tests.webserver import serve
@@ -84,19 +81,6 @@ def contents(folder):
     return {(p.kind, p.about["shard"].rpartition("/")[2]): [a.tobytes() for a in found.read(p)] for p in parts}
 
 
-def start(argv):
-    """The command in a process forked from this one."""
-
-    def work():
-        os.setsid()
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - of the child
-        run_command(lambda: main(argv))
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    return process
-
-
 def test_embeddings_are_those_of_a_plain_loop(whole, corpus, run_folder):
     model, tokenizer, transforms = load_model(run_folder)
     samples = [sample for tar in sorted(corpus.glob("*.tar")) for sample in iterate_samples(tar)]
@@ -142,15 +126,12 @@ def test_a_signal_ends_it_and_a_repeated_command_goes_on(whole, corpus, run_fold
     with serve(corpus) as site:
         site.troubles = {"00002.tar": ["silence"]}
         argv = options(run_folder, f"{site.address}/corpus", out)
-        process = start(argv)
-        end = time.monotonic() + 60
+        job = Job(lambda: main(argv), {}, ranks=0, output=tmp_path / "log")
         while not list(out.glob("text/corpus-00001-*.npz")):
-            assert process.is_alive()
-            assert time.monotonic() < end
+            assert not job.poll(), job.text()
             time.sleep(0.01)
-        os.kill(process.pid, signal.SIGTERM)
-        process.join(20)  # before the silence of 30 seconds ends
-        assert process.exitcode == 85
+        job.signal(signal.SIGTERM)
+        assert job.wait(20) == [85]  # before the silence of 30 seconds ends
         done = {file: file.stat().st_mtime_ns for file in out.rglob("*.npz")}
         assert len(done) == 4
         assert main(argv) == 0
@@ -197,9 +178,8 @@ def test_what_cannot_be_used_is_left_out_and_counted(run_folder, tmp_path):
     (tmp_path / "bad" / "2.tar").write_bytes((tmp_path / "bad" / "1.tar").read_bytes()[:1024])
     (tmp_path / "bad" / "3.tar").symlink_to(tmp_path / "nowhere")
     argv = options(run_folder, tmp_path / "bad", tmp_path / "out")
-    with pytest.raises(
-        UserError, match=r"3 shards are not embedded .*5 of 7 samples.*2\.tar: cut off.*cannot be opened"
-    ):
+    told = r"3 shards are not embedded .*5 of 7 samples.*2\.tar: cut off.*cannot be opened"
+    with pytest.raises(UserError, match=told):
         main(argv)
     assert items(tmp_path / "out") == {}
     assert {name for _, name in contents(tmp_path / "out")} == {"1.tar"}
@@ -237,9 +217,6 @@ def test_a_folder_its_index_and_its_queries_keep_their_resize_backend(run_folder
         assert build(["--embeddings", str(tmp_path / resize), "--out", str(tmp_path / f"index-{resize}")]) == 0
         query = open_searcher(tmp_path / f"index-{resize}").encoder.embed([], [QueryImage("x", data.getvalue)])
         np.testing.assert_allclose(query.mean.numpy(), expected[resize], atol=apart / 20)
-
-
-# ------------------------------------------------------------------------------------------------ elsewhere
 
 
 @pytest.mark.parametrize(("workers", "ranges"), [(0, True), (2, False)])

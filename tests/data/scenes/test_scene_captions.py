@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from probemb.data.scenes import ambiguity, draw_captions, match_matrix, scene
-from probemb.data.scenes.predicates import Pattern, Predicate
-from probemb.data.scenes.world import COLOURS, RELATIONS, SHAPES
-from tests.truth import matches
+from probemb.data.scenes.predicates import Caption, Pattern, Predicate
+from probemb.data.scenes.world import CAMERA, COLOURS, RELATIONS, SHAPES, Scene
 
 WORDS = {  # word -> the predicate's field and value that it stands for
     "photo": ("medium", "photo"),
@@ -67,6 +66,22 @@ def special_captions():
         yield Predicate((Pattern(size="large"), Pattern(place="left"), Pattern(size="small")), relation)
     yield Predicate((Pattern(place="middle"), Pattern()))
     yield Predicate((Pattern(place="left"), Pattern(place="right", size="large")), "above", light="dark")
+
+
+def matches(caption: Caption | Predicate, scene: Scene) -> bool:
+    """True if the caption is true of the scene, object by object; independent of `match_matrix`."""
+    stated = caption.predicate if isinstance(caption, Caption) else caption
+    if any(getattr(stated, name) not in (None, getattr(scene, name)) for name in CAMERA):
+        return False
+    if stated.number:
+        low, high = stated.number
+        return low <= sum(map(stated.things[0].fits, scene.things)) <= high
+    holds = RELATIONS.get(stated.relation)
+    return any(
+        all(pattern.fits(thing) for pattern, thing in zip(stated.things, chosen))
+        and (holds is None or holds(chosen[0].cell, chosen[1].cell))
+        for chosen in itertools.permutations(scene.things, len(stated.things))
+    )
 
 
 def test_the_match_matrix_equals_matches(drawn):

@@ -1,14 +1,20 @@
-"""The authors' model code: outputs for given weights, in both head layouts."""
+"""The authors' model code (PCME++ in both head layouts, ProLIP): outputs for given weights."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from open_clip.transform import PreprocessCfg
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.testing import assert_close
 
-from probemb.models import DualEncoder, import_pcmepp
+from probemb.errors import UserError
+from probemb.losses import PairwiseMatchLoss
+from probemb.models import DualEncoder, import_pcmepp, import_prolip, load_model, save_model
 from probemb.models.dual_encoder import plain
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -23,22 +29,29 @@ def check(actual, expected, dtype):
     assert_close(actual.detach(), torch.as_tensor(expected).to(dtype), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def check_gaussians(arrays, prefix, dtype, **gaussians):
+    """Their "std" is the log-variance; `image_features` may be called `image_mean`."""
+    for name, gaussian in gaussians.items():
+        mean = next(key for key in (f"{prefix}{name}_features", f"{prefix}{name}_mean") if key in arrays)
+        std = next(key for key in (f"{prefix}{name}_stds", f"{prefix}{name}_std") if key in arrays)
+        check(gaussian.mean, arrays[mean], dtype)
+        check(gaussian.log_var, arrays[std], dtype)
+
+
+def prefix_of(dtype):
+    return "f64__" if dtype == torch.float64 else "f32__"
+
+
 @DTYPES
 @pytest.mark.parametrize("tag", ["unc1", "unc2", "quickgelu"])
 def test_hub_layout(parity, tag, dtype):
     arrays = parity(f"06a_hf_pcmepp_{tag}")
     config = json.loads(str(arrays["config_json"]))
     model = import_pcmepp(tensors(arrays, "sd__"), config).to(dtype).eval()
-    assert model.options.layers == (
-        config["vision_cfg"]["unc_layers"],
-        config["text_cfg"]["unc_layers"],
-    )
+    assert model.options.layers == (config["vision_cfg"]["unc_layers"], config["text_cfg"]["unc_layers"])
     out = model(torch.as_tensor(arrays["images"]).to(dtype), torch.as_tensor(arrays["tokens"]))
-    name = "f64__" if dtype == torch.float64 else "f32__"
-    check(out.image.mean, arrays[f"{name}image_features"], dtype)
-    check(out.image.log_var, arrays[f"{name}image_stds"], dtype)
-    check(out.text.mean, arrays[f"{name}text_features"], dtype)
-    check(out.text.log_var, arrays[f"{name}text_stds"], dtype)
+    name = prefix_of(dtype)
+    check_gaussians(arrays, name, dtype, image=out.image, text=out.text)
     check(out.logit_scale, arrays[f"{name}logit_scale"].reshape(1), dtype)
     check(out.shift, arrays[f"{name}shift"], dtype)
     check(out.scale, arrays[f"{name}negative_scale"], dtype)
@@ -55,10 +68,7 @@ def test_hub_layout_at_full_size(parity):
     image = np.random.RandomState(seed + 1).standard_normal(size).astype(np.float32)
     with torch.no_grad():
         out = model(torch.as_tensor(image), torch.as_tensor(arrays["tokens"]))
-    check(out.image.mean, arrays["f32__image_features"], torch.float32)
-    check(out.text.mean, arrays["f32__text_features"], torch.float32)
-    check(out.image.log_var, arrays["f32__image_stds"], torch.float32)
-    check(out.text.log_var, arrays["f32__text_stds"], torch.float32)
+    check_gaussians(arrays, "f32__", torch.float32, image=out.image, text=out.text)
     check(out.logit_scale, arrays["f32__logit_scale"].reshape(1), torch.float32)
 
 
@@ -126,29 +136,16 @@ def coco_batch(arrays, dtype):
 
 
 @DTYPES
-def test_coco_layout(parity, dtype):
-    arrays = parity("06e_pcmepp_coco_encoders")
-    model = coco_model(arrays).to(dtype).eval()
-    images, tokens, mask = coco_batch(arrays, dtype)
-    image, text = model.encode_image(images), model.encode_text(tokens, mask)
-    name = "f64__" if dtype == torch.float64 else "f32__"
-    check(image.mean, arrays[f"{name}image_mean"], dtype)
-    check(image.log_var, arrays[f"{name}image_std"], dtype)
-    check(text.mean, arrays[f"{name}text_mean"], dtype)
-    check(text.log_var, arrays[f"{name}text_std"], dtype)
-
-
-@DTYPES
 def test_coco_layout_loss_and_gradients(parity, dtype):
-    from probemb.losses import PairwiseMatchLoss
-
-    arrays = parity("06e_pcmepp_coco_encoders")
+    arrays, name = parity("06e_pcmepp_coco_encoders"), prefix_of(dtype)
     model = coco_model(arrays).to(dtype).eval()
-    images, tokens, mask = coco_batch(arrays, dtype)
+    tokens, lengths = torch.as_tensor(arrays["tokens"]), torch.as_tensor(arrays["lengths"])
+    image = model.encode_image(torch.as_tensor(arrays["images"]).to(dtype))
+    text = model.encode_text(tokens, torch.arange(tokens.shape[1]) < lengths[:, None])
+    check_gaussians(arrays, name, dtype, image=image, text=text)
     criterion = PairwiseMatchLoss(scale=5.0, shift=5.0, distance="csd", pseudo_positive=0.1, vib=1e-4).to(dtype)
-    loss = criterion(model.encode_image(images), model.encode_text(tokens, mask)).loss
+    loss = criterion(image, text).loss
     loss.backward()
-    name = "f64__" if dtype == torch.float64 else "f32__"
     check(loss, arrays[f"{name}loss_shift5_scale5_vib1e-4_alpha0.1"], dtype)
     for theirs, ours in {
         "img.backbone.conv1.weight": model.visual.conv1.weight,
@@ -167,7 +164,7 @@ def test_coco_layout_loss_and_gradients(parity, dtype):
 def test_coco_layout_with_size_augmentation(parity, dtype):
     arrays = parity("06e_pcmepp_coco_encoders")
     model = coco_model(arrays).to(dtype)
-    images, _, _ = coco_batch(arrays, dtype)
+    images = torch.as_tensor(arrays["images"]).to(dtype)
     random = np.random.RandomState(int(arrays["train_sizeaug_numpy_seed"]))
     n_tokens = len(model.visual.positional_embedding)
     mask = torch.ones(len(images), n_tokens, dtype=torch.bool)
@@ -175,8 +172,58 @@ def test_coco_layout_with_size_augmentation(parity, dtype):
         p = random.rand()
         if p > 0.2:
             row[:] = torch.as_tensor(random.rand(n_tokens) > 0.2 * p)
-    name = "f64__train_sizeaug_" if dtype == torch.float64 else "f32__train_sizeaug_"
+    name = f"{prefix_of(dtype)}train_sizeaug_"
     assert mask.sum(1).tolist() == arrays[f"{name}lengths"].tolist()
-    image = model.encode_image(images, token_mask=mask)
-    check(image.mean, arrays[f"{name}image_mean"], dtype)
-    check(image.log_var, arrays[f"{name}image_std"], dtype)
+    check_gaussians(arrays, name, dtype, image=model.encode_image(images, token_mask=mask))
+
+
+def prolip(parity):
+    arrays = parity("06c_prolip_tiny")
+    return arrays, import_prolip(tensors(arrays, "sd__"), json.loads(str(arrays["config_json"]))).eval()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-6)])
+def test_prolip_layout(parity, dtype, tolerance):
+    """[UNC] and its position are added when they are imported, so in float32, also for the outputs in float64."""
+    arrays, model = prolip(parity)
+    model = model.to(dtype)
+    images, tokens = torch.as_tensor(arrays["images"]).to(dtype), torch.as_tensor(arrays["tokens"])
+    kept = torch.as_tensor(arrays["masked_kept_patch_indices"]).expand(len(images), -1)
+    with torch.no_grad():
+        out, masked = model(images, tokens), model.encode_image(images, kept=kept)
+    name = prefix_of(dtype)
+    for found, part in (
+        (out.image.mean, "image_features__mean"),
+        (out.image.log_var, "image_features__std"),
+        (out.text.mean, "text_features__mean"),
+        (out.text.log_var, "text_features__std"),
+        (masked.mean, "masked_image_mean"),
+        (masked.log_var, "masked_image_std"),
+        (out.logit_scale[0], "logit_scale"),
+        (model.logit_bias[0], "logit_bias"),
+    ):
+        expected = torch.as_tensor(arrays[f"{name}{part}"]).to(dtype)
+        assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda text, part=part: f"{part}: {text}")
+
+
+def test_prolip_folder_is_loaded_and_saved_again(parity, tmp_path, monkeypatch):
+    arrays, model = prolip(parity)
+    save_file({k: v.contiguous() for k, v in tensors(arrays, "sd__").items()}, tmp_path / "model.safetensors")
+    config = json.loads(str(arrays["config_json"]))
+    config["text_cfg"]["hf_tokenizer_name"] = "nobody/has-it"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="put them into the model's folder"):
+        load_model(tmp_path)
+    words = {"<unk>": 0, "</s>": 1, "red": 2, "dog": 3}
+    Tokenizer(WordLevel(words, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    loaded = load_model(tmp_path)
+    assert loaded.tokenizer(["dog"]).tolist() == [[3] + 9 * [1]]
+    tokens = torch.as_tensor(arrays["tokens"])
+    assert_close(loaded.model.encode_text(tokens).log_var, model.encode_text(tokens).log_var)
+    save_model(loaded.model, tmp_path / "again")
+    again = DualEncoder(json.loads((tmp_path / "again" / "config.json").read_text()))
+    again.load_state_dict(load_file(tmp_path / "again" / "model.safetensors"))
+    assert_close(again.eval().encode_text(tokens).mean, model.encode_text(tokens).mean)
