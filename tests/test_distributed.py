@@ -1,102 +1,43 @@
-"""Every loss over W ranks equals one process on the concatenated batch, in value and gradient."""
+"""Losses of a rank's own items against all ranks' equal those of one process; and the ranks' small agreements."""
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from probemb import Gaussian, UserError, distributed
+from probemb import UserError, distributed
 from probemb.distances import DISTANCES
 from probemb.losses import clip_loss, pairwise_match_loss
+from tests.losses.test_gathered import PER_RANK, Towers, averaged
 from tests.ranks import run_ranks
 
-WORLDS = [2, 3, 5]
-PER_RANK, DIM = 3, 4
+SCALARS = [2.0, 1.5, 3.0]
 
 
-class Towers(nn.Module):
-    """Two linear towers with the losses' scalars: enough parameters for every path of the gradient."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.image, self.text = nn.Linear(6, 2 * DIM), nn.Linear(5, 2 * DIM)
-        self.scalars = nn.Parameter(torch.tensor([2.0, 1.5, 3.0]))
-        self.double()
-
-    def forward(self, x_image, x_text):
-        def gaussian(x):
-            mean, log_var = x.chunk(2, 1)
-            return Gaussian(nn.functional.normalize(mean, dim=1), log_var)
-
-        return gaussian(self.image(x_image)), gaussian(self.text(x_text))
-
-
-def data(world):
+def run(rank, world, total):
     g = torch.Generator().manual_seed(1)
-    n = world * PER_RANK
-    return torch.randn(n, 6, generator=g).double(), torch.randn(n, 5, generator=g).double()
+    x_image, x_text = torch.randn(total, 6, generator=g).double(), torch.randn(total, 5, generator=g).double()
+    each, model, found = total // world, Towers(), {}
+    mine, scalars = slice(rank * each, (rank + 1) * each), torch.tensor(SCALARS).double().requires_grad_()
+    for name, pseudo in [("clip", 0.0), *((name, pseudo) for name in DISTANCES for pseudo in (0.0, 0.2))]:
+        image, text = model(x_image[mine], x_text[mine])
+        images, texts = distributed.gather_pairs(image, text)
+        logit_scale, scale, shift = scalars
+        if name == "clip":
+            out = clip_loss(image.mean, text.mean, logit_scale, images.mean, texts.mean, rank * each)
+        else:
+            options = dict(scale=scale, shift=shift, distance=name, pseudo_positive=pseudo, vib=0.01)
+            out = pairwise_match_loss(image, text, **options, all_image=images, all_text=texts, offset=rank * each)
+        found[name, pseudo] = averaged(out.loss, [*model.parameters(), scalars], world)
+    return found
 
 
-def loss_of(model, image, text, all_image, all_text, offset, distance):
-    logit_scale, scale, shift = model.scalars
-    clip = clip_loss(image.mean, text.mean, logit_scale, all_image.mean, all_text.mean, offset).loss
-    options = dict(scale=scale, shift=shift, distance=distance, pseudo_positive=0.2, vib=0.01, offset=offset)
-    gathered = dict(all_image=all_image, all_text=all_text)
-    identity = pairwise_match_loss(image, text, **options, **gathered).loss
-    alone = pairwise_match_loss(image, text, **{**options, "pseudo_positive": 0.0}, **gathered).loss
-    return torch.stack([clip, identity, alone])
-
-
-def flat_gradient(loss, model):
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    return torch.cat([torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in zip(found, parameters)])
-
-
-def on_one_rank(rank, world, distance):
-    model = Towers()
-    x_image, x_text = data(world)
-    mine = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
-    image, text = model(x_image[mine], x_text[mine])
-    gathered = distributed.gather_pairs(image, text)
-    losses = loss_of(model, image, text, *gathered, rank * PER_RANK, distance)
-    grads = []
-    for loss in losses:
-        flat = flat_gradient(loss, model)
-        torch.distributed.all_reduce(flat)  # data-parallel training averages the gradients
-        grads.append((flat / world).numpy())
-    values = losses.detach().clone()
-    torch.distributed.all_reduce(values)
-    return (values / world).numpy(), np.stack(grads)
-
-
-def on_one_process(world, distance):
-    model = Towers()
-    x_image, x_text = data(world)
-    image, text = model(x_image, x_text)
-    logit_scale, scale, shift = model.scalars
-    options = dict(scale=scale, shift=shift, distance=distance, pseudo_positive=0.2, vib=0.01)
-    losses = [
-        clip_loss(image.mean, text.mean, logit_scale).loss,
-        pairwise_match_loss(image, text, **options).loss,
-        pairwise_match_loss(image, text, **{**options, "pseudo_positive": 0.0}).loss,
-    ]
-    return torch.stack(losses).detach().numpy(), np.stack([flat_gradient(loss, model).numpy() for loss in losses])
-
-
-# All sizes for the paper's distance, two ranks for the others; match-probability draws samples.
-OTHERS = sorted(set(DISTANCES) - {"csd"})
-CASES = [("csd", world) for world in WORLDS] + [(name, 2) for name in OTHERS]
-
-
-@pytest.mark.parametrize(("distance", "world"), CASES)
-def test_losses_over_ranks_equal_one_process(distance, world):
-    value, grad = on_one_process(world, distance)
-    for rank_value, rank_grad in run_ranks(world, on_one_rank, distance):
-        np.testing.assert_allclose(rank_value, value, rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(rank_grad, grad, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_losses_over_ranks_equal_one_process(world):
+    expected = run(0, 1, world * PER_RANK)
+    for found in run_ranks(world, run, world * PER_RANK):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-12, err_msg=str(name))
 
 
 def helpers_on_one_rank(rank, world):

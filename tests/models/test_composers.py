@@ -11,28 +11,19 @@ NAMES = {
     "mlp": {"combiner.0": "layers.0", "combiner.1": "layers.1", "combiner.3": "layers.3"},
     "relationship": {"relationship.0": "relation.0", "relationship.1": "relation.1", "fc.0": "out"},
     "film": {
-        "fc11.0": "widen.0",
-        "fc12.0": "modulated.0",
-        "fc12.1": "modulated.1",
-        "fc2_gamma.0": "scale",
-        "fc2_beta.0": "shift",
-        "fc.0": "out",
+        "fc11.0": "widen.0", "fc12.0": "modulated.0", "fc12.1": "modulated.1",
+        "fc2_gamma.0": "scale", "fc2_beta.0": "shift", "fc.0": "out",
     },
     "mrn": {
         "residual_conv": "blocks.0.residual",
-        "f1_conv1": "blocks.0.of_first.0",
-        "f1_conv2": "blocks.0.of_first.2",
-        "f2_conv1": "blocks.0.of_second.0",
-        "f2_conv2": "blocks.0.of_second.2",
+        "f1_conv1": "blocks.0.of_first.0", "f1_conv2": "blocks.0.of_first.2",
+        "f2_conv1": "blocks.0.of_second.0", "f2_conv2": "blocks.0.of_second.2",
     },
     "tirg": {
-        "gated_feature_composer.1": "gate.0",
-        "gated_feature_composer.3": "gate.2",
-        "res_info_composer.1": "residual.0",
-        "res_info_composer.3": "residual.2",
-        "res_info_composer.5": "residual.4",
+        **{f"gated_feature_composer.{i}": f"gate.{i - 1}" for i in (1, 3)},
+        **{f"res_info_composer.{i}": f"residual.{i - 1}" for i in (1, 3, 5)},
     },
-}
+}  # fmt: skip
 
 
 def load(name, arrays, prefix):
@@ -84,10 +75,8 @@ def test_authors_probabilistic_composers(parity):
         "mpc_k3": create_composer("mpc", 8)(parts),
     }
     for name, product in found.items():
-        torch.testing.assert_close(product.gaussian.mean, torch.from_numpy(arrays[f"{name}__mean"]), atol=1e-6, rtol=0)
-        torch.testing.assert_close(
-            product.gaussian.log_var, torch.from_numpy(arrays[f"{name}__logvar"]), atol=1e-6, rtol=0
-        )
+        for value, part in ((product.gaussian.mean, "mean"), (product.gaussian.log_var, "logvar")):
+            torch.testing.assert_close(value, torch.from_numpy(arrays[f"{name}__{part}"]), atol=1e-6, rtol=0)
     expected = torch.from_numpy(arrays["mpc_k3__logZ_total"])
     torch.testing.assert_close(found["mpc_k3"].log_normaliser, expected, rtol=1e-5, atol=1e-5)  # they add 1e-6
 

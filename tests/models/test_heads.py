@@ -24,14 +24,8 @@ from probemb.models.heads import (
 from probemb.models.options import ModelOptions
 from probemb.models.towers.words import WordGRU
 
-NAMES = {
-    "attention.w_1": "attention.hidden",
-    "attention.w_2": "attention.scores",
-    "w_1": "hidden",
-    "w_2": "scores",
-    "fc2": "project",
-    "layer_norm": "norm",
-}
+NAMES = {"w_1": "hidden", "w_2": "scores", "fc2": "project", "layer_norm": "norm"}
+NAMES |= {"attention.w_1": "attention.hidden", "attention.w_2": "attention.scores"}
 
 
 def state_of(arrays, case):
@@ -99,10 +93,6 @@ def renamed(arrays, net, case):
     return {f"net__param__{key.removeprefix(old)}": arrays[key] for key in arrays if key.startswith(old)}
 
 
-def samples(mean, log_sigma, arrays, case):
-    return mean[:, None] + log_sigma.exp()[:, None] * torch.as_tensor(arrays[f"{case}__eps"])
-
-
 def check_encoder(arrays, case, mean_head, unc_head, mean_features, unc_features):
     """Mean, log sigma, samples, and what lies between, of one of the authors' encoders."""
     expected = {key.removeprefix(f"{case}__"): torch.as_tensor(arrays[key]) for key in arrays if key.startswith(case)}
@@ -110,7 +100,7 @@ def check_encoder(arrays, case, mean_head, unc_head, mean_features, unc_features
     log_sigma = unc_head(unc_features)
     assert_close(mean, expected["mean"])
     assert_close(log_sigma, expected["logsigma"])
-    assert_close(samples(mean, log_sigma, arrays, case), expected["embedding"])
+    assert_close(mean[:, None] + log_sigma.exp()[:, None] * expected["eps"], expected["embedding"])
     tokens, mask = mean_features.tokens, mean_features.mask
     assert_close(mean_head.attention.weights(tokens, mask), expected["attention"])
     assert_close(unc_head.attention.weights(tokens, mask), expected["uncertainty_attention"])
@@ -201,14 +191,11 @@ def test_size_augment_drops_the_stated_share_and_repeats_from_its_seed():
     assert masks[0][~whole].logical_not().float().mean().item() == pytest.approx(0.2 * 0.6, abs=0.01)
 
 
-MASK = torch.tensor([[True, True, False], [True, False, False]])
-
-
-def test_is_the_mean_of_the_tokens_that_exist():
+def test_the_average_is_of_the_tokens_that_exist():
     tokens = torch.randn(2, 3, 4)
     head = AverageHead(ModelOptions(head="average", embed_dim=4), 4, 9)
     assert not list(head.parameters())
-    found = head(Features(tokens, tokens[:, 0], MASK))
+    found = head(Features(tokens, tokens[:, 0], torch.tensor([[True, True, False], [True, False, False]])))
     torch.testing.assert_close(found, torch.stack([tokens[0, :2].mean(0), tokens[1, 0]]))
     torch.testing.assert_close(head(Features(tokens, tokens[:, 0])), tokens.mean(1))
     assert torch.equal(head.embed_tokens(tokens), tokens)

@@ -73,32 +73,28 @@ def test_paths_without_a_model(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("part", "wrong", "why"),
     [
-        lambda config: config["architecture"].pop("text_cfg"),
-        lambda config: config["architecture"]["vision_cfg"].update(unheard_of=1),
-        lambda config: config.update(embed_dim=17),
-        lambda config: config["architecture"]["text_cfg"].update(layers=10**6),
-        lambda config: config["preprocess"].update(std=[0.5, 0.5, float("nan")]),
+        ("architecture", {"text_cfg": None}, "."),
+        ("vision_cfg", {"unheard_of": 1}, "."),
+        ("", {"embed_dim": 17}, "."),
+        ("text_cfg", {"layers": 10**6}, "."),
+        ("preprocess", {"std": [0.5, 0.5, float("nan")]}, "."),
+        (
+            "vision_cfg",
+            {"image_size": 50_000, "patch_size": 1},
+            "positional_embedding has .* far more than the",
+        ),
     ],
 )
-def test_wrong_configurations(tmp_path, change):
+def test_wrong_configurations(tmp_path, part, wrong, why):
+    """None takes memory, however large a model it speaks of."""
     save_model(model_with(), tmp_path)
     save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    change(config)
+    {"": config, **config, **config["architecture"]}[part].update(wrong)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError):
-        load_model(tmp_path)
-
-
-def test_a_configuration_far_larger_than_its_weights_takes_no_memory(tmp_path):
-    save_model(model_with(), tmp_path)
-    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["architecture"]["vision_cfg"].update(image_size=50_000, patch_size=1)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"positional_embedding has .* far more than the weights"):
+    with pytest.raises(UserError, match=why):
         load_model(tmp_path)
 
 
@@ -197,23 +193,17 @@ def hub(tmp_path, monkeypatch):
     server.server_close()
 
 
-@pytest.mark.parametrize(
-    ("weights", "beside"),
-    [
-        ("open_clip_model.safetensors", None),
-        ("open_clip_pytorch_model.bin", {"model_type": "clip", "transformers_version": "4.30"}),
-    ],
-)
-def test_hub_name_of_a_repository_of_open_clips(tmp_path, hub, weights, beside):
+@pytest.mark.parametrize("weights", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])
+def test_hub_name_of_a_repository_of_open_clips(tmp_path, hub, weights):
     ours = model_with(n_unc_layers=1)
     export_open_clip(ours, tmp_path / "x")
     if weights.endswith(".bin"):
         torch.save(load_file(tmp_path / "x" / "open_clip_model.safetensors"), tmp_path / "x" / weights)
+        # the same weights for another library
+        hub["/someone/CLIP/resolve/main/config.json"] = b'{"model_type": "clip", "transformers_version": "4.30"}'
+        hub["/someone/CLIP/resolve/main/model.safetensors"] = b"another layout"
     for name in ("open_clip_config.json", weights):
         hub[f"/someone/CLIP/resolve/main/{name}"] = (tmp_path / "x" / name).read_bytes()
-    if beside:  # the same weights for another library
-        hub["/someone/CLIP/resolve/main/config.json"] = json.dumps(beside).encode()
-        hub["/someone/CLIP/resolve/main/model.safetensors"] = b"another layout"
     images, tokens = torch.randn(3, 3, 32, 32), torch.randint(1, 49408, (3, 16))
     found = load_model("hf-hub:someone/CLIP").model
     started = create_model(NAME, pretrained="someone/CLIP", image_size=48)

@@ -10,13 +10,7 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, InterpolationMode, Resize
 
 from probemb.data.pixels import as_pixels, normalize
-from probemb.models import (
-    create_model,
-    create_tokenizer,
-    create_transforms,
-    load_model,
-    save_model,
-)
+from probemb.models import create_model, create_tokenizer, create_transforms, load_model, save_model
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +36,22 @@ def test_a_model_keeps_the_share_that_its_centre_crop_has(resize, tmp_path):
     save_model(model, tmp_path / "model")
     image = Image.effect_noise((90, 60), 80).convert("RGB")
     expected = as_pixels(CenterCrop(32)(Resize(40, InterpolationMode.BICUBIC)(image)))
-    for one in (
-        model,
-        load_model(tmp_path / "model").model,
-        create_model("ViT-Micro-32", pretrained=tmp_path / "model"),
-    ):
+    started = create_model("ViT-Micro-32", pretrained=tmp_path / "model")
+    for one in (model, load_model(tmp_path / "model").model, started):
         found = create_transforms(one, resize=resize).evaluate(image)
         assert (found.int() - expected.int()).abs().max() <= (0 if resize == "pil" else 2)
 
 
 def test_tokens_are_open_clips(model):
-    texts = [
-        "a photo of a cat",
-        "",
-        "Ünïcödé — 你好 🐈",
-        "it's 1,234.5 DON'T!!! (really)",
-        "&lt;b&gt; html &amp; entities",
-        "word " * 200,
-        "\x00\ud800 control",
-        "<end_of_text> inside",
-    ]
+    texts = ["a photo of a cat", "", "Ünïcödé — 你好 🐈", "it's 1,234.5 DON'T!!! (really)", "word " * 200]
+    texts += ["&lt;b&gt; html &amp; entities", "<end_of_text> inside"]
     for context_length in (16, 77):
         config = model.config
         config["architecture"]["text_cfg"]["context_length"] = context_length
         ours, theirs = create_tokenizer(config), open_clip.SimpleTokenizer(context_length=context_length)
         assert ours(texts).dtype == torch.int64
-        assert torch.equal(ours(texts[:6]), theirs(texts[:6]))
-        assert torch.equal(ours([texts[7]]), theirs([texts[7]]))
-        assert ours([texts[6]]).shape == (1, context_length)
+        assert torch.equal(ours(texts), theirs(texts))
+        assert ours(["\x00\ud800 control"]).shape == (1, context_length)
     assert torch.equal(create_tokenizer(model)("one text"), create_tokenizer(model)(["one text"]))
 
 
@@ -81,8 +63,8 @@ def test_tokens_of_plain_ascii_are_open_clips(model):
     numbers = random.Random(0)
     texts = ["".join(numbers.choices(letters, k=numbers.randrange(60))) for _ in range(300)]
     texts += ["".join(numbers.choices("ab '`\"<>&#;:-_/\\()[]~^", k=20)) for _ in range(300)]
-    assert torch.equal(ours(texts), theirs(texts))
-    assert torch.equal(ours(texts), theirs(texts))  # from the cache
+    for _ in range(2):  # then from the cache
+        assert torch.equal(ours(texts), theirs(texts))
 
 
 def test_tokenizer_is_not_held_up_by_hostile_text(model):

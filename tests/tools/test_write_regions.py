@@ -34,8 +34,9 @@ def weights(stock, tmp_path_factory):
 
 
 def write(data, weights, out, *more, split="val"):
-    words = ["--data", str(data), "--split", split, "--out", str(out), "--weights", str(weights), *more]
-    return main([*words, "--model", "test_resnet", "--image-size", "96", "--workers", "0", "--batch-size", "3"])
+    words = ["--data", str(data), "--split", split, "--out", str(out), "--weights", str(weights)]
+    words += ["--model", "test_resnet", "--grid", "3", "--image-size", "96", "--workers", "0", "--batch-size", "3"]
+    return main([*words, *more])
 
 
 def test_regions_are_averages_of_the_map(boxed_scenes, weights, stock, tmp_path, capsys):
