@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.distributions import Independent, Normal, kl_divergence
 from torch.nn import functional as F
 
 from probemb import Gaussian, PairwiseMatchLoss
 from probemb.losses.match import pairwise_match_loss, vib_kl
+from probemb.losses.output import same_image, smooth
 
 
 def batch(n=6, m=6, d=5, dtype=torch.float64):
@@ -13,6 +15,50 @@ def batch(n=6, m=6, d=5, dtype=torch.float64):
     rand = lambda *s: torch.randn(*s, generator=g, dtype=dtype)  # noqa: E731
     unit = lambda *s: F.normalize(rand(*s), dim=-1)  # noqa: E731
     return Gaussian(unit(n, d), rand(n, d) - 2), Gaussian(unit(m, d), rand(m, d) - 2)
+
+
+def written_out(image, text, match, scale, shift, alpha, beta):
+    """Eq. 2 and 3 with loops over pairs."""
+
+    def bce(i, j, y):
+        distance = (image.mean[i] - text.mean[j]).square().sum() + (image.var[i] + text.var[j]).sum()
+        p = torch.sigmoid(-scale * distance + shift)
+        return -(y * p.log() + (1 - y) * (1 - p).log()), distance
+
+    n, m = match.shape
+    pairs = [[bce(i, j, match[i, j]) for j in range(m)] for i in range(n)]
+    distance = torch.stack([torch.stack([d for _, d in row]) for row in pairs])
+    loss = 2 * torch.stack([v for row in pairs for v, _ in row]).mean()
+    for i2t in (True, False):
+        d, y = (distance, match) if i2t else (distance.T, match.T)
+        pseudo = y.clone()
+        for i in range(len(y)):
+            g = int(y[i].argmax())
+            pseudo[i, d[i] <= d[i, g]] = y[i, g]
+        pseudo = pseudo if i2t else pseudo.T
+        values = [bce(i, j, pseudo[i, j])[0] for i in range(n) for j in range(m)]
+        loss = loss + alpha * torch.stack(values).mean()
+    for g in (image, text):
+        standard = Normal(torch.zeros_like(g.mean), torch.ones_like(g.mean))
+        kl = kl_divergence(Independent(Normal(g.mean, g.std), 1), Independent(standard, 1))
+        loss = loss + beta * kl.mean() / g.shape[1]
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["identity", "multi", "soft", "rectangular"])
+def test_loss_equals_its_definition(kind):
+    image, text = batch(m=9 if kind == "rectangular" else 6)
+    match = {
+        "identity": torch.eye(6, dtype=torch.float64),
+        "multi": same_image(torch.tensor([0, 0, 1, 2, 3, 4]), torch.tensor([0, 0, 1, 2, 3, 4])).double(),
+        "soft": smooth(torch.eye(6, dtype=torch.float64), 0.1),
+        "rectangular": same_image(torch.arange(6), torch.arange(9) % 6).double(),
+    }[kind]
+    loss = PairwiseMatchLoss(2.0, 3.0, pseudo_positive=0.3, vib=0.1).double()
+    expected = written_out(image, text, match, 2.0, 3.0, 0.3, 0.1)
+    torch.testing.assert_close(loss(image, text, match).loss, expected, rtol=1e-12, atol=1e-12)
+    if kind == "identity":
+        torch.testing.assert_close(loss(image, text).loss, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_loss_is_float32_under_autocast():
