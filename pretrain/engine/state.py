@@ -1,7 +1,7 @@
 """The training state inside a DeepSpeed engine, by parameter name: read whole on rank 0, written in place, any stage.
 
 ZeRO cuts float32 parameters and Adam's moments into one flat tensor per rank and parameter group (stage 3: subgroup).
-This is the only file with private attributes of its optimizers, tested with 0.19.8 (pyproject.toml has a bound):
+Only this file uses private attributes of its optimizers, tested with 0.19.8 (pyproject.toml has the bound):
 
     stage 0     nothing is cut: every rank has everything
     stage 1, 2  `optimizer.bit16_groups`, `optimizer.single_partition_of_fp32_groups`, `parameter._hp_mapping`
