@@ -6,8 +6,8 @@ Only this file uses private attributes of its optimizers, tested with 0.19.8 (py
     stage 0     nothing is cut: every rank has everything
     stage 1, 2  `optimizer.bit16_groups`, `optimizer.single_partition_of_fp32_groups`, `parameter._hp_mapping`
     stage 3     `optimizer.fp16_groups`, `optimizer.fp32_partitioned_groups_flat`, `parameter.ds_tensor`
-    1, 2, 3     `optimizer.averaged_gradients`, between the last backward pass of a step and the step; and the norms that
-                `leave_norms` replaces
+    1, 2, 3     `optimizer.averaged_gradients`, between the last backward pass of a step and the step
+    1, 2, 3     the norms that `leave_norms` replaces
 
 DeepSpeed's own checkpoints use the same names. The public `safe_get_*` and `safe_set_*` functions see Adam's state of
 the first group only until it is linked again, need that state to exist, do not change the model's own weights, and
