@@ -52,7 +52,7 @@ class Data:
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
         exif: turn images as their EXIF orientation says; open_clip does not.
-        resize: what crops and resizes, also in validation: tensor (torch, fast) or pil (as open_clip).
+        resize: backend for resizing, also in validation: tensor (torch, fast) or pil (as open_clip).
         cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
         unpaired: additional images and texts, whose pairing is ignored, for the autoencoders; their split `train`.
         unpaired_images: folder of their images.
@@ -117,7 +117,7 @@ class Augment:
 
 @dataclass(frozen=True)
 class Compose:
-    """Queries of several parts, of mpc and its rivals; data.path is then of probemb.data.compositions.find.
+    """Queries of several parts, of mpc and its baselines; data.path is then of probemb.data.compositions.find.
 
     Args:
         parts: concepts in a query.
@@ -211,7 +211,7 @@ class Config:
     """A finetuning run.
 
     Args:
-        method: one of those above; docs/papers.md describes them.
+        method: its name; docs/papers.md describes all of them.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.

@@ -113,8 +113,8 @@ def load_checkpoint(path: Path, state: State) -> dict:
         ) from error
     for name, optimizer, parameter in _parameters(state):
         if f"step.{name}" in moments:
-            step, whole = moments[f"step.{name}"], isinstance(optimizer, AdamP)  # its steps are Python's
+            step, counts_in_python = moments[f"step.{name}"], isinstance(optimizer, AdamP)  # its steps are Python's
             held = {key: moments[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": int(step) if whole else step, **held}
+            optimizer.state[parameter] = {"step": int(step) if counts_in_python else step, **held}
     sums = load_file(path / RANDOM)
     return {"sums": {name: sums[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}

@@ -144,23 +144,23 @@ class PairTask(Task):
     def inputs(self, pairs: PairBatch, model, step):
         config, tokens, mask, mix, ids = self.config, pairs.tokens, None, None, TextIds.of(model.config)
         images = pairs.images.to(self.device, non_blocking=True)
-        rows, whole = _places(pairs, distributed.rank()), len(images) * distributed.world_size()
+        rows, total = _places(pairs, distributed.rank()), len(images) * distributed.world_size()
         if config.augment.cutout or config.mix.ratio:
             images = model.normalized(images)  # where grey is 0 and a mix of uint8 is not rounded
         if config.augment.cutout:
-            place = torch.rand(whole, 2, generator=self.generator(step, self.CUTOUT))[rows]
+            place = torch.rand(total, 2, generator=self.generator(step, self.CUTOUT))[rows]
             images = cut_out(images, config.augment.cutout, place)
         if config.augment.word_dropping:
-            draw = torch.rand(whole, tokens.shape[1], generator=self.generator(step, self.WORDS))[rows]
+            draw = torch.rand(total, tokens.shape[1], generator=self.generator(step, self.WORDS))[rows]
             tokens = drop_words(tokens, draw, config.augment.word_dropping, ids)
         if config.mix.ratio:
             images, mix = self._mixed(images, step)
         if config.size_augment:
-            everyone = tokens.new_zeros(whole, tokens.shape[1])
+            everyone = tokens.new_zeros(total, tokens.shape[1])
             everyone[rows] = tokens
             text, image = (self.generator(step, what) for what in (self.TEXT, self.IMAGE))
             tokens = size_augment_text(everyone, config.size_augment, text, ids)[rows]
-            mask = size_augment_mask(whole, model.image_tower.n_tokens, config.size_augment, image)
+            mask = size_augment_mask(total, model.image_tower.n_tokens, config.size_augment, image)
             mask = mask[rows].to(self.device, non_blocking=True)
         return (images, model.cut_padding(tokens, self.device), mask), mix
 

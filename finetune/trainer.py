@@ -146,7 +146,7 @@ class Trainer:
     def fit(self) -> bool:
         """Train to the end; returns whether it was asked to stop before, having finished its step and saved.
 
-        Raises UserError: the loss or its gradient is NaN or Inf (nothing is stepped), or data cannot be read.
+        Raises UserError: the loss or its gradient is NaN or Inf (the step is skipped), or data cannot be read.
         """
         with Watchdog(self.progress, Path(self.config.out), self.config.engine.timeout):
             return self._fit()
@@ -227,13 +227,13 @@ class Trainer:
             if self.preemption.asked():  # since the last step
                 return None
             self.preemption.interrupting = (*SIGNALS, signal.SIGINT)
-            whole = as_one(self.networks).eval()
+            evaluated = as_one(self.networks).eval()
             try:
-                return task.measure(whole), task.measure(as_one(averaged)) if averaged else {}
+                return task.measure(evaluated), task.measure(as_one(averaged)) if averaged else {}
             except KeyboardInterrupt:
                 return None
             finally:
-                whole.train()
+                evaluated.train()
                 self.preemption.interrupting = ()
 
         def save(values: dict, of_average: dict) -> None:

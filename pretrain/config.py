@@ -66,8 +66,7 @@ class Data:
         filter: rules that a sample must meet.
         failure_share: share of unreadable samples, among those of all ranks, at which the run stops.
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
-        resize: backend for resizing, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
-            there was a choice).
+        resize: backend for resizing, also in `evaluate`: tensor (torch, fast) or pil (as open_clip).
         augmentation: random crops and colours, as open_clip's.
         verify_hash: compare each shard with its index' SHA-256 when it is opened; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.

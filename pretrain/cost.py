@@ -49,7 +49,7 @@ PEAKS = {
 
 
 def find_gpu(name: str) -> str | None:
-    """The name in PEAKS of a GPU as torch or people write it, such as "h200" or "a100-80gb"."""
+    """The name in PEAKS of a GPU as torch or a user writes it, such as "h200" or "a100-80gb"."""
     words = f" {name} ".replace("-", " ").replace("_", " ").upper()
     return next((known for known in PEAKS if f" {known.upper()} " in words), None)
 
@@ -88,7 +88,7 @@ class StepCost:
                 masks = masks_of(self.model, images, tokens, config.model.patch_dropout, copies)
                 given = [images, tokens, *(mask for mask in masks if mask is not None)]
                 self._measure(lambda: towers(images, tokens, *masks), given)
-        except RuntimeError as error:  # of fake tensors, whose values somebody asks for
+        except RuntimeError as error:  # the model reads the values of a fake tensor
             raise UserError(
                 "The cost of this model cannot be computed: it depends on the values of a batch.",
                 "Measure a short run instead, with pretrain.run --stop-at-step 50.",
@@ -150,8 +150,8 @@ def fake_model(config: Config) -> tuple[DualEncoder, FakeTensorMode]:
     Raises UserError: the configuration names no model that can be built.
     """
     config = replace(config, model=replace(config.model, pretrained=None, image_weights=None))
-    # The first backward pass starts a thread for each kind of device, which a fake mode feigns, and never again in
-    # processes that are forked later.
+    # The first backward pass starts a thread for each kind of device. It must run here, outside the fake mode, which
+    # pretends to have other devices.
     torch.zeros((), requires_grad=True).backward()
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = config.create_model()
@@ -194,9 +194,9 @@ def images_at_peak(config: Config, precision: str, world: int, device: torch.dev
     half = precision == "bf16"
     peak = world * 1e12 * PEAKS[known][0 if half else 1]
     try:
-        whole = StepCost(config, world, half)
-        long, short = whole.text_tokens, max(1, whole.text_tokens // 4)
-        most, least = whole.step_flops, StepCost(config, world, half, short).step_flops
+        longest_texts = StepCost(config, world, half)
+        long, short = longest_texts.text_tokens, max(1, longest_texts.text_tokens // 4)
+        most, least = longest_texts.step_flops, StepCost(config, world, half, short).step_flops
     except UserError:
         return None
     # Linear in the length but for attention, a small part: two lengths suffice.

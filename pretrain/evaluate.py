@@ -44,7 +44,7 @@ class Evaluator:
     """
 
     def share(self, config: Config, of: EvaluationSet, images: Images, transform: Callable, rank: int, world: int):
-        """Choose this rank's images, `mine`, of those that are `taken`: `evaluate.max_images`, spread evenly over the
+        """Choose this rank's images, `own`, of those that are `taken`: `evaluate.max_images`, spread evenly over the
         data, which is often sorted by class."""
         given = config.evaluate
         self.set, self.batch_size, self.max_bad = of, given.batch_size, given.max_bad
@@ -55,8 +55,8 @@ class Evaluator:
                 "Raise evaluate.max_images, name more images, or leave the set out.",
             )
         self.taken = [i * len(images) // n for i in range(n)]
-        self.mine = self.taken[rank::world]
-        share = replace(images, places=[images.places[i] for i in self.mine])
+        self.own = self.taken[rank::world]
+        share = replace(images, places=[images.places[i] for i in self.own])
         # Judged over all ranks, so not here.
         self.batches = ImageBatches(share, transform, self.batch_size, config.data.workers, max_bad=1.0)
 
@@ -127,7 +127,7 @@ class ZeroShot(Evaluator):
         templates = [SINGLE_TEMPLATE] if config.evaluate.templates == "single" else imagenet_templates()
         self.shape = (len(classes.names), len(templates))  # C, P
         self.tokens = tokenizer(prompt_texts(classes.names, templates))  # (C P, L)
-        self.labels = torch.tensor([labels[i] for i in self.mine])
+        self.labels = torch.tensor([labels[i] for i in self.own])
 
     def measure(self, engine, meet: Callable[[], object]) -> dict[str, float]:
         prompts = self.encode_texts(engine, engine.module.model.cut_padding(self.tokens), meet)

@@ -25,8 +25,8 @@ from probemb.losses.prolip import prolip_loss, siglip_loss
 from probemb.models.match import OF_DISTANCE
 
 Exchange = Literal["ring", "gather"]
-RING_RANKS = 64  # up to so many ranks a ring's hops, one after the other, are taken for its memory
-MASKED_EVERY = 8  # of so many items one has masked copies
+RING_RANKS = 64  # up to this many ranks the ring's sequential hops are worth the memory they save
+MASKED_EVERY = 8  # one item in this many has masked copies
 
 
 class Pairs(NamedTuple):

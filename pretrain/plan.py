@@ -209,7 +209,7 @@ def disk(o: Plan, model, steps: int) -> dict[str, int]:
 
 
 def describe(plan: dict[str, Any]) -> str:
-    """The plan for people."""
+    """The plan as text."""
     run, compute, sizes = plan["run"], plan["compute"], {name: _size(n) for name, n in plan["disk"].items()}
     time, data = "pass --gpu, such as h200, or --peak-tflops (and --efficiency), or --images-per-second", ""
     if "hours" in compute:

@@ -186,7 +186,7 @@ class RunFolder(RunOutput):
         return f"best    step {self.best.step}, {self.best.metric} {value:.4g}: {where} and {self.path / BEST_MODEL}"
 
     def finish_copy(self, seconds: float) -> None:
-        """Wait so long until the remote copy is up to date, or given up; not collective, never raises."""
+        """Wait up to `seconds` until the remote copy is up to date or has failed; not collective, never raises."""
         if self.copier:
             self.copier.close(seconds)
 

@@ -269,28 +269,29 @@ class Trainer:
         """
         self.progress.doing("saving")
         self.folder.finish()  # evaluations fork data workers: no thread may be writing
-        state, whole = random_state(), True
+        state, finished = random_state(), True
         with self.average.in_place() if self.average else nullcontext():
             for evaluate in evaluators:
                 self.progress.doing("evaluating")
                 try:
                     values = evaluate(self.engine, partial(self._meet, waiting=False))
                 except _Stopped:  # caught here, as the weights must come back
-                    whole = False
+                    finished = False
                     break
                 self.folder.report(self.step, {"samples": self.samples, **values})
         set_random_state(state)  # as in a run that was resumed from what has just been saved
         self.progress.doing("saving")
         self.folder.keep_best(self.engine, self.position, self.average)
         self.window.restart()
-        return whole
+        return finished
 
     def _skip(self, report: dict) -> None:
         """Report a step with NaN or Inf of all ranks; collective. Raises UserError: the run is to stop there."""
         reports = all_of(report)
-        stage = next(stage for stage in STAGES if any(one["stage"] == stage for one in reports))
-        first = [one for one in reports if one["stage"] == stage]  # the ranks that are affected first
-        keys, ranks = [key for one in first for key in one["keys"]], ", ".join(str(one["rank"]) for one in first)
+        stage = next(stage for stage in STAGES if any(other["stage"] == stage for other in reports))
+        first = [other for other in reports if other["stage"] == stage]  # the ranks that are affected first
+        keys = [key for other in first for key in other["keys"]]
+        ranks = ", ".join(str(other["rank"]) for other in first)
         samples = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
         where = self.folder.nonfinite(self.step, reports)
         if self.config.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED:

@@ -27,7 +27,7 @@ _pretended: int | None = None  # see `pretend`
 
 @contextmanager
 def pretend(world: int) -> Iterator[None]:
-    """Meanwhile this process is rank 0 of `world` ranks that all have its own tensors, and nothing is sent.
+    """Inside, this process acts as rank 0 of `world` ranks with the same tensors; nothing is sent.
 
     With 1, a rank computes without the others. With more, shapes, memory and FLOPs are right, but not the values.
     """
@@ -154,9 +154,9 @@ class _Gather(torch.autograd.Function):
             grad = grad.clone()
             dist.all_reduce(grad)
             return grad[rank() * n : (rank() + 1) * n]
-        mine = grad.new_empty(n, *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, grad)
-        return mine
+        own = grad.new_empty(n, *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad)
+        return own
 
 
 def gather(x: Tensor) -> Tensor:
@@ -251,12 +251,12 @@ def max_over_ranks(value: float, device=None) -> float:
     return packed.item()
 
 
-def all_of(mine: Any) -> list[Any]:
+def all_of(own: Any) -> list[Any]:
     """Every rank's object, in rank order; collective."""
     if world_size() == 1:
-        return [mine]
+        return [own]
     everyone = [None] * world_size()
-    dist.all_gather_object(everyone, mine, group=control_group())
+    dist.all_gather_object(everyone, own, group=control_group())
     return everyone
 
 
@@ -284,9 +284,9 @@ def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
     return result
 
 
-def same_everywhere(what: str, mine: str, remedy: str) -> None:
+def same_everywhere(what: str, value: str, remedy: str) -> None:
     """Refuse values that differ between ranks, as from a folder that is not shared; collective. Raises UserError."""
-    seen = all_of(mine)
+    seen = all_of(value)
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise UserError(f"{what} is {seen[0]} for rank 0 and {other} for rank {rank}.", remedy)

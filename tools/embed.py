@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_single_embeddings(loaded.model, options.model)
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
     out = create_embeddings(options.out, lasting_name(options.model), weights, dim, options.mean_dtype, options.resize)
-    mine = list(names.items())[first::step]
+    assigned = list(names.items())[first::step]
     loaded = loaded._replace(transforms=create_transforms(loaded.model, resize=out.resize))
-    tasks = pending(out, mine, kinds)
+    tasks = pending(out, assigned, kinds)
     for data, shards in corpora.items():
         out.add_corpus(data, [names[shard] for shard in shards])
-    if len(tasks) < len(mine):
-        print(f"{len(mine) - len(tasks):,} of {len(mine):,} shards are embedded already", flush=True)
+    if len(tasks) < len(assigned):
+        print(f"{len(assigned) - len(tasks):,} of {len(assigned):,} shards are embedded already", flush=True)
     with Preemption() as preemption:
         damaged = embed(loaded, out, tasks, options, device, preemption.asked)
         if preemption.asked():

@@ -1,4 +1,4 @@
-"""Composed retrieval: MPC and its rivals. A query of k images and texts is composed to one normal, or to one point."""
+"""Composed retrieval: MPC and its baselines. A query of k images and texts becomes one normal, or one point."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MPC(PCMEAddition):
 
 
 class TIRG(Composed):
-    """Gated residual composition of points, under TIRG's loss; its rivals differ in the composer alone."""
+    """Gated residual composition of points, under TIRG's loss; the other baselines differ in the composer alone."""
 
     @dataclass(frozen=True)
     class Options:

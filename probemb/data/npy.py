@@ -1,4 +1,4 @@
-"""Array files of NumPy (.npy) from strangers: whatever is wrong with one is a ValueError."""
+"""Untrusted NumPy array files (.npy): every fault is a ValueError."""
 
 from __future__ import annotations
 

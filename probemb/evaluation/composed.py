@@ -1,4 +1,4 @@
-"""Composed retrieval: queries of several parts, their metrics, and whether a composition knows what never occurs.
+"""Composed retrieval: queries of several parts, their metrics, and the feasibility of combinations.
 
 Feasibility (MPC, Fig. 5): scores that are larger the less feasible a combination seems, and their ROC AUC.
 

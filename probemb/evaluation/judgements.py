@@ -101,10 +101,10 @@ def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, optio
 
 def judged_metrics(scores: Tensor, judged: JudgedPairs) -> Resampled:
     """Both metrics over all pairs and as the mean of both halves, of the data and of every resample."""
-    whole = judged.metrics(scores)
+    overall = judged.metrics(scores)
     halves = [judged.metrics(scores, rows) for rows in judged.halves] if judged.divisible else [[torch.nan] * 2] * 2
-    means = {f"{name}_halves": (a + b) / 2 + 0 * whole[0] for name, a, b in zip(whole._fields, *halves)}
-    return whole._asdict() | means
+    means = {f"{name}_halves": (a + b) / 2 + 0 * overall[0] for name, a, b in zip(overall._fields, *halves)}
+    return overall._asdict() | means
 
 
 def evaluate_rankings_of_pairs(

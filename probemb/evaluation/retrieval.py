@@ -102,8 +102,8 @@ def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequen
     if set(benchmarks) & set(COCO):
         test = _test_split(pairs, captions)
         everything = zip(test, (len(pairs.images), len(pairs.texts)))
-        whole = all(torch.equal(rows, torch.arange(n)) for rows, n in everything)
-        split = (ALL, None) if whole else ("test split", test)
+        is_all = all(torch.equal(rows, torch.arange(n)) for rows, n in everything)
+        split = (ALL, None) if is_all else ("test split", test)
         folds = [(f"fold {i}", rows) for i, rows in enumerate(zip(*(side.chunk(FOLDS) for side in test)))]
         chosen = [one for name in COCO if name in benchmarks for one in COCO[name]]
         for one in sorted(chosen, key=lambda one: one.title == "CxC 1K"):  # last in the tables

@@ -1,4 +1,4 @@
-"""The worth of an uncertainty: retrieval quality, erased inputs, true ambiguity, generality, and other predictors.
+"""Evaluation of uncertainties: retrieval quality, erased inputs, true ambiguity, generality, and other predictors.
 
 PCME++ §4. "images" are queries of image to text, "captions" of text to image. Every score of a query is high for one
 that it calls uncertain; the signs are fixed before any data are seen.
@@ -182,14 +182,14 @@ def erase(
         except BadSample:  # the file has changed
             continue
     texts = [captions.captions[i][0] for i in chosen]
-    whole = embedder.model.normalized(torch.stack(read))
-    side, erase_part = ("regions", erase_regions) if whole.ndim == 3 else ("pixels", erase_pixels)
+    originals = embedder.model.normalized(torch.stack(read))
+    side, erase_part = ("regions", erase_regions) if originals.ndim == 3 else ("pixels", erase_pixels)
     u: dict[str, list[Tensor]] = {side: [], "words": [], "ends": []}
     lies_in, full = [], embedder.tokens(embedder.tokenizer(texts))
-    with embedder.show("erased", len(shares) * (len(whole) + 2 * len(texts))) as advance:
+    with embedder.show("erased", len(shares) * (len(originals) + 2 * len(texts))) as advance:
         for share in shares:
             draw = torch.Generator().manual_seed(0)
-            batches = erase_part(whole, share, draw).split(embedder.batch_size)
+            batches = erase_part(originals, share, draw).split(embedder.batch_size)
             u[side].append(measure(embedder.pixels(batches, advance)))
             tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
             u["words"].append(measure(embedder.tokens(tokens, advance)))
@@ -417,7 +417,7 @@ def assess(
 
     Returns:
         Spearman's correlation with each outcome, `halves`, and "gain" of refusing, None where something is unknown or
-        constant. A score that knows something has positive correlations with ambiguity and accepted_share, a negative
+        constant. An informative score has positive correlations with ambiguity and accepted_share, a negative
         one with r@1, and a positive difference and gain.
     """
     outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}

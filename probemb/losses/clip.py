@@ -41,7 +41,7 @@ def clip_loss(
 
 
 def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | float, block: int = BLOCK) -> LossOutput:
-    """`clip_loss` over all ranks' items, B on each: texts go round, so memory is O(B * block + B D) on any W ranks.
+    """`clip_loss` over all ranks' items, B on each: texts pass around a ring; memory is O(B * block + B D) for any W.
 
     The mean over the ranks is the loss of one process on the whole batch, in value and gradient; a text's gradient is
     the sum over the ranks, as with `distributed.gather`. There are no gradients of second order. `block` texts are
@@ -86,7 +86,7 @@ def _normalisers(image_BD: Tensor, text_BD: Tensor, scale: Tensor, block: int) -
             logits = scaled_BD @ visitor_BD[rows].T  # (B, block)
             row_B = torch.logaddexp(row_B, logits.logsumexp(1))
             column_B[rows] = torch.logaddexp(column_B[rows], logits.logsumexp(0))
-        (column_B,) = pass_on([column_B])  # after the last hop they are at home
+        (column_B,) = pass_on([column_B])  # the last hop brings them back
     return row_B, column_B
 
 
@@ -113,7 +113,7 @@ def _gradients(
 
 
 def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Tensor | None = None) -> LossOutput:
-    """Mean of both directions' cross entropies of tau * similarity against the labels. Source: PCME++, rival InfoNCE.
+    """Mean of both directions' cross entropies of tau * similarity against the labels. Source: PCME++, InfoNCE.
 
     The target of a row or column is its labels divided by their sum: two captions of one image share the mass equally,
     a mixed image keeps lam and 1 - lam. A row or column without any match is left out of the mean. `match_NM` is in

@@ -86,7 +86,7 @@ def ring_match_loss(
     vib: float = 0.0,
     block: int = BLOCK,
 ) -> LossOutput:
-    """`pairwise_match_loss` over all ranks' items, B on each: texts go round, so memory is O(B * block + B D).
+    """`pairwise_match_loss` over all ranks' items, B on each: texts pass around a ring; memory is O(B * block + B D).
 
     Item i of image matches item i of text, and nothing else; there are no pseudo-positives. The mean over the ranks is
     the loss of one process on the whole batch, in value and gradient. `block`: texts that are compared at a time.

@@ -1,4 +1,4 @@
-"""Losses of composed queries and their targets: MPC's, and those of its rivals (Neculai et al., CVPRW 2022).
+"""Losses of composed queries and their targets: MPC's, and those of its baselines (Neculai et al., CVPRW 2022).
 
 Letters: N queries of k parts, T targets of which target i is query i's own, J samples of each, D dimensions.
 log N(z; mu, Sigma) is quadratic in z, so its mean over samples, or over a target's whole distribution, is one matrix
@@ -183,7 +183,7 @@ def code_embedding(g: Gaussian) -> tuple[Gaussian, Gaussian]:
     return Gaussian(unit, g.log_var), Gaussian(unit, 2 * g.log_var)
 
 
-# -------------------------------------------------------------------------------------------------------------- rivals
+# ----------------------------------------------------------------------------------------------------------- baselines
 
 
 def sampled_cosine_loss(

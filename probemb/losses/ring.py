@@ -64,7 +64,7 @@ class _SumOverPairs(torch.autograd.Function):
                     for kept, grad in zip(travelling, of_text):
                         kept[rows] += grad
             if wanted:
-                travelling = pass_on(travelling)  # after the last hop they are at home
+                travelling = pass_on(travelling)  # the last hop brings them back
         ctx.save_for_backward(*staying[:n_image], *travelling, *staying[n_image:])
         return total
 

@@ -1,6 +1,6 @@
 """DualEncoder: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
 
-`create.py` makes one from a name, `hub.py` from a file. Also: where its parameters stand, and what follows from that.
+`create.py` makes one from a name, `hub.py` from a file. Also: the position of its parameters, and rules by it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DualEncoder(nn.Module):
     """Both towers and the learnable scalars; `create_model` makes one from a name.
 
     Args:
-        config: as `model.config` returns it: "name" (for people), "architecture" (open_clip's form, see
+        config: as `model.config` returns it: "name" (for display), "architecture" (open_clip's form, see
             `architectures.py`), "preprocess" (open_clip's PreprocessCfg), and `options.SAVED`.
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 

@@ -50,7 +50,7 @@ class LoadedModel(NamedTuple):
 
 
 def save_model(model: DualEncoder, folder: str | Path) -> Path:
-    """Write `model.safetensors` and `config.json`; each is written aside, synced to disk and renamed.
+    """Write `model.safetensors` and `config.json`; each is written under a temporary name, synced to disk and renamed.
 
     Raises UserError: they cannot be written.
     """

@@ -132,7 +132,7 @@ class Tokenizer:
     """CLIP's byte-pair encoding, for texts of any origin: start token, words, end token, zeros.
 
     The tokens are open_clip's. In contrast to open_clip's tokenizer it reads no further than the context is long, cuts
-    words at 128 characters, and bounds its cache, so that time and memory do not depend on what people wrote.
+    words at 128 characters, and bounds its cache, so that time and memory do not depend on the texts.
     """
 
     def __init__(self, context_length: int, vocab_size: int = 49408):

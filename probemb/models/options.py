@@ -86,7 +86,7 @@ class ModelOptions(Towers):
         attention: fields of `CrossAttention`, of a model that is ranked by it.
         composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
         composed_ranking: by which its compositions are trained to rank.
-        objective: the name of the loss, for people.
+        objective: the name of the loss, for display.
 
     Raises:
         UserError: values of a wrong type or range, or that do not go together.

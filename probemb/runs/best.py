@@ -53,6 +53,6 @@ def read_best(run: Path) -> Best | None:
 def best_until(run: Path, step: int) -> Best | None:
     """The best of a run that resumes from `step`, without later steps and those that have no whole checkpoint."""
     if best := read_best(run):
-        whole = complete_steps(run)
-        best.values = {s: value for s, value in best.values.items() if s <= step and s in whole}
+        complete = complete_steps(run)
+        best.values = {s: value for s, value in best.values.items() if s <= step and s in complete}
     return best if best and best.values else None

@@ -120,7 +120,7 @@ class Copier:
     """Brings a copy up to date after every `wake`, newest checkpoint first.
 
     The newest checkpoint, those of `keep_every` and the best are copied; one that a newer one overtakes is not.
-    Afterwards the copy keeps as many as the run folder. A failure is told and tried again; it never reaches the run.
+    Afterwards the copy keeps as many as the run folder. A failure is reported and retried; it never reaches the run.
 
     Args:
         step: the step that the run resumes from: what the copy has up to it needs no other copy.
@@ -143,7 +143,7 @@ class Copier:
         self._due.set()
 
     def close(self, seconds: float) -> None:
-        """Wait at most so long until the copy is up to date, or cannot be brought up to date; never raises."""
+        """Wait up to `seconds` until the copy is up to date or has failed; never raises."""
         self._closing.set()
         self._due.set()
         self._thread.join(seconds)

@@ -1,5 +1,5 @@
 """Checks of a run folder before a run starts (checkpoint to resume from, files in the way, free space), and a limit on
-starts that come to nothing.
+starts without a step.
 """
 
 import re

@@ -13,7 +13,7 @@ from pathlib import Path
 from probemb.errors import UserError
 from probemb.files import replace_text
 
-_told: set[str] = set()  # what could not be written in this process: a log never decides what becomes of a run
+_told: set[str] = set()  # write errors that were reported already: a failing log does not end a run
 
 
 def or_tell(what: object, write: Callable[[], object]) -> None:

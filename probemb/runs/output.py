@@ -98,7 +98,7 @@ class RunOutput:
 
         def run() -> None:
             try:
-                if self._is_gone():  # or it would be made anew, without what else a run folder holds
+                if self._is_gone():  # or it would be recreated without the rest of the run folder
                     raise self._gone_error()
                 job()
             except Exception as error:

@@ -10,7 +10,7 @@ from contextlib import suppress
 REQUEUE = 85
 """Exit code of a run that was asked to stop, has saved, and wants to be started again with --resume."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_SECONDS = 1.0  # a launcher hands on a Ctrl-C that the terminal has sent to its ranks as well
+SAME_SECONDS = 1.0  # a launcher forwards a Ctrl-C that the terminal has already sent to its ranks
 
 
 class Preemption:

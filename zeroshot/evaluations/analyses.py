@@ -286,9 +286,9 @@ def ellipses(config: EllipsesConfig) -> None:
         results[side] = {"labels": labels, "groups": names, "sigma": sigma, **vars(shapes)}
         chart = Chart(f"ellipses-of-{side}", x_label="first direction", y_label="second direction")
         for name, colour in zip(groups, PALETTE):
-            if mine := [i for i, group in enumerate(names) if group == name]:
-                notes = [f"{name}: {labels[i][:120]}" for i in mine]
-                chart.ellipses(ellipse_rows(shapes[mine], notes), name[:24], colour)
+            if members := [i for i, group in enumerate(names) if group == name]:
+                notes = [f"{name}: {labels[i][:120]}" for i in members]
+                chart.ellipses(ellipse_rows(shapes[members], notes), name[:24], colour)
         figures.append(Figure(chart, side.capitalize()))
         lines.append(f"{side}: mean σ {number(float(sigma.mean()))}")
     results["generic"] = None

@@ -292,8 +292,8 @@ def examples(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> list[Car
     """Some queries of every kind at equal distances: their parts, and the first images of their ranking."""
     counts, rows = composed.positives_of(asked.data, asked.found.queries, gallery.kept).counts.tolist(), []
     for kind in KINDS:
-        mine = [row for row, query in enumerate(asked.found.queries) if query.kind == kind and counts[row]]
-        rows += [mine[i] for i in evenly(len(mine), EXAMPLES)]
+        answerable = [row for row, query in enumerate(asked.found.queries) if query.kind == kind and counts[row]]
+        rows += [answerable[i] for i in evenly(len(answerable), EXAMPLES)]
     if not rows:
         return []
     some = asked.found.only(torch.tensor(rows))

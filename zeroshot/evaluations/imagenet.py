@@ -149,8 +149,8 @@ def labelled_means(
     found: Gaussian, images: LabelledImages, labels: Sequence[int], kept: Sequence[int], device: str
 ) -> filters.LabelledMeans:
     """Means, labels and names of the images that could be read."""
-    mine = torch.tensor([int(labels[i]) for i in kept])
-    return filters.LabelledMeans(found.mean.to(device), mine, [images.places[i].name for i in kept])
+    kept_labels = torch.tensor([int(labels[i]) for i in kept])
+    return filters.LabelledMeans(found.mean.to(device), kept_labels, [images.places[i].name for i in kept])
 
 
 def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:

@@ -1,4 +1,4 @@
-"""Images with phrases and the boxes that these mean."""
+"""Images with phrases and the boxes they refer to."""
 
 from probemb.data.boxes.geometry import grid_windows as grid_windows
 from probemb.data.boxes.geometry import iou as iou

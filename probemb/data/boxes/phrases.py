@@ -1,4 +1,4 @@
-"""Images with phrases and the boxes that these mean: Flickr30k Entities and Visual Genome."""
+"""Images with phrases and the boxes they refer to: Flickr30k Entities and Visual Genome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_SIDE = 100_000  # pixels of an image
 
 
 class Phrase(NamedTuple):
-    """A phrase and what it means.
+    """A phrase and the boxes it refers to.
 
     Attributes:
         image: index of its image; text: without marks.
@@ -62,7 +62,7 @@ class PhraseDataset:
 
     Attributes:
         images: where they lie; image_ids: their names; sizes: (width, height) in pixels, as the annotations have them.
-        phrases: image after image; without_box: number of phrases that mean nothing that has a box, which are left out.
+        phrases: image after image; without_box: number of phrases without a box, which are left out.
         split: the one that was asked for; None: everything. source: the path given, for messages.
     """
 
@@ -124,7 +124,7 @@ def find_phrases(
 
 FOLDERS = ("Annotations", "Sentences")
 MAX_BYTES = 4 << 20  # of one image's annotations, of which the largest published ones have some 10 KiB
-NO_ENTITY = "0"  # the id of phrases that mean nothing to be seen
+NO_ENTITY = "0"  # the id of phrases that refer to nothing visible
 _MARKED = re.compile(r"\[/EN#(\d{1,18})((?:/[\w-]+)+) ([^\[\]]+)\]")
 
 

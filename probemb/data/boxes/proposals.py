@@ -1,4 +1,4 @@
-"""Proposals: the boxes of an image among which a phrase is looked for, from a file or as a grid of sliding windows.
+"""Proposals: the candidate boxes of an image for its phrases, from a file or as a grid of sliding windows.
 
 Models that read regions need the proposals' features too (`read_region_proposals`):
 
@@ -105,8 +105,9 @@ def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None
     chosen, found = [row_of[one] for one in data.image_ids], []
     for row, one, size in zip(chosen, data.image_ids, data.sizes):
         with checked(boxes_file, f"an array of boxes for image {one}", _WRITE):
-            mine = np.array(boxes[row], np.float64)
-            found.append(_inside(mine, (mine != 0).any(1).nonzero()[0][:top], size))  # zeros alone are no proposal
+            image_boxes = np.array(boxes[row], np.float64)
+            proposed = (image_boxes != 0).any(1).nonzero()[0]  # zeros alone are no proposal
+            found.append(_inside(image_boxes, proposed[:top], size))
     features = replace(images, places=[images.places[row] for row in chosen])
     kept, rows, dropped = zip(*found)
     return Proposals(list(kept), sum(dropped), str(path), features, list(rows))

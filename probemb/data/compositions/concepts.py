@@ -179,11 +179,11 @@ class ConceptImages:
         return Holdings(np.array(pairs), len(self), len(self.concepts))
 
     def split(self, split: str) -> ConceptImages:
-        """The images of one split, numbered anew. Raises UserError: there is no such split."""
+        """The images of one split, renumbered. Raises UserError: there is no such split."""
         choose_split(split, self.splits, self.source)
         rows = [row for row, name in enumerate(self.splits) if name == split]
 
-        def is_here(name: str) -> bool:  # of drawn splits nobody knows the split of a bad sample
+        def is_here(name: str) -> bool:  # where splits are drawn, a bad sample has none
             folder = name.partition("/")[0]
             return folder == split or (split == "train" and folder not in SPLITS)
 

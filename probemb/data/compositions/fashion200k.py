@@ -64,10 +64,10 @@ class AttributeChanges(Compositions):
     def draw(self, example: int, random: np.random.RandomState) -> Example:
         """A source image, one of the changes that lead to a description with images, and one of those images."""
         source = int(self.sources[example])
-        mine = self.concept_of(source)
-        keys = sorted({key for key, _ in _shortened(self.concepts[mine]) if key in self.neighbours})
+        concept = self.concept_of(source)
+        keys = sorted({key for key, _ in _shortened(self.concepts[concept]) if key in self.neighbours})
         key = keys[random.randint(len(keys))]
-        others = sorted(number for number in self.neighbours[key] if number != mine)
+        others = sorted(number for number in self.neighbours[key] if number != concept)
         changed = others[random.randint(len(others))]
         targets = self.targets([changed])
         target = int(targets[random.randint(len(targets))])
@@ -75,11 +75,11 @@ class AttributeChanges(Compositions):
 
     def change(self, source: int, changed: int) -> tuple[Part, Part]:
         """The image, and "replace x with y": the first words that the other description has not, as TIRG has it."""
-        mine = self.concept_of(source)
-        a, b = self.concepts[mine].split(), self.concepts[changed].split()
+        concept = self.concept_of(source)
+        a, b = self.concepts[concept].split(), self.concepts[changed].split()
         before = next((word for word in a if word not in b), a[-1])
         after = next((word for word in b if word not in a), b[-1])
-        return Part(mine, source), Part(-1, text=CHANGE.format(before, after))
+        return Part(concept, source), Part(-1, text=CHANGE.format(before, after))
 
     def sampled_queries(self, number: int = 10_000, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
         """So many changes, drawn as for training. `tuples` is of no meaning here."""

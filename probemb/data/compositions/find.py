@@ -1,7 +1,7 @@
 """Finds the data of composed retrieval in any of its formats, recognised by its content.
 
 find_compositions("data/composed", "train", k=2)                            composed scenes, or other shards
-find_compositions("annotations/instances_train2017.json", "test", k=3)      COCO, its benchmark drawn anew
+find_compositions("annotations/instances_train2017.json", "test", k=3)      COCO, with newly drawn combinations
 find_compositions("data/coco_small", "test", lists="data/coco_text/mpc")    the published combinations and queries
 find_compositions("data/fashion200k", "test")                               Fashion200k, changes of an attribute
 """

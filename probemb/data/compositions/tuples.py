@@ -250,8 +250,8 @@ def _part(data: Compositions, concept: int, image: int | None, is_image: bool) -
     if not is_image:
         return data.text_part(concept)
     crops = data.crops[concept]
-    mine = [crops[row] for row in np.flatnonzero(crops.owners == image)]
-    return Part(concept, *max(mine, key=_area)) if mine else None
+    in_image = [crops[row] for row in np.flatnonzero(crops.owners == image)]
+    return Part(concept, *max(in_image, key=_area)) if in_image else None
 
 
 def _area(crop: Crop) -> float:

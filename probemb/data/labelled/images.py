@@ -233,7 +233,7 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
 
 
 def remarks(labels: Sequence[int], classes: Classes) -> list[str]:
-    """Sentences on what makes an accuracy over these labels say less: classes without images, a single class."""
+    """Reasons why an accuracy over these labels says less: classes without images, a single class."""
     if len(classes) == 1:
         return [f"There is one class, {classes.names[0]}: every image counts as correct, whatever the model says."]
     empty = sorted(set(range(len(classes))) - set(labels))

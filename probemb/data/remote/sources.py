@@ -122,7 +122,7 @@ def check_scheme(remote: Remote) -> None:
     try:
         if remote.scheme not in ("pipe", *WEB):
             fsspec.get_filesystem_class(remote.scheme)
-    except (ImportError, ValueError) as error:  # the package is missing, or nobody knows the scheme
+    except (ImportError, ValueError) as error:  # the package is missing, or the scheme is unknown
         raise UserError(
             f"Shards cannot be read from {remote}: {str(error).rstrip('.')}.",
             "Install its package with pip, or name a folder, an http(s) address, one that fsspec knows (s3://, gs://, "

@@ -240,7 +240,7 @@ def build_trunk(vision: dict, pretrained: bool = False) -> nn.Module:
     if not timm.is_model(name):
         raise UserError(f"timm has no model '{name}'.", "timm.list_models() prints the names that it has.")
     options = vision.get("timm_model_kwargs", {})
-    if files := sorted(FILES & options.keys()):  # a configuration may be a stranger's, and names files of this machine
+    if files := sorted(FILES & options.keys()):  # an untrusted configuration could name files of this machine
         raise UserError(f"timm_model_kwargs has {', '.join(files)}.", "Name weights as model.pretrained instead.")
     return timm.create_model(name, pretrained, num_classes=0, **options)
 
