@@ -45,7 +45,7 @@ class Data:
     Args:
         path: Karpathy's json, a folder of precomp caption files (with regions or without), CUB's, or webdataset shards.
         images: folder of the images that these name.
-        format: of the captions; empty to look.
+        format: of the captions; empty to detect it.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none.
         positives: image (captions match their own image) or class (all images of it), in training and validation.
@@ -211,7 +211,7 @@ class Config:
     """A finetuning run.
 
     Args:
-        method: its name; docs/papers.md describes all of them.
+        method: its name in docs/papers.md.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.

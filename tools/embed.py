@@ -116,7 +116,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
     add("--batch-size", type=Count, default=64, help="images in a batch (%(default)s)")
     add("--text-batch-size", type=Count, default=256, help="captions in a batch (%(default)s)")
-    add("--workers", type=Workers, help="reading and decoding processes; by default what suits")
+    add("--workers", type=Workers, help="reading and decoding processes; by default as the machine allows")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add("--precision", default="auto", help="auto, fp32, bf16, fp16")
     bad = "largest share of a shard's samples that may fail (%(default)s)"
