@@ -72,7 +72,8 @@ class Plan(Config):
 
 def main() -> None:
     """Read the configuration, count, print."""
-    options = parse_config(Plan, "python -m pretrain.plan", "Plan a pretraining run: parameters, memory, hours, data and disk.")
+    about = "Plan a pretraining run: parameters, memory, hours, data and disk."
+    options = parse_config(Plan, "python -m pretrain.plan", about)
     plan = make_plan(options)
     print(json.dumps(plan, indent=2) if options.json else describe(plan))
 
