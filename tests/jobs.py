@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,16 +22,10 @@ from probemb.cli.command import run_command
 
 
 class Job:
-    """A command on `ranks` ranks, begun at once.
+    """A command on `ranks` ranks, begun at once; 0 is one process without a launcher.
 
-    Args:
-        main: the command's.
-        options: of the command, without the dashes.
-        words: more words of the command line.
-        ranks: 0 is one process without a launcher.
-        output: where stdout and stderr of all ranks go, appended.
-        errors: where stderr goes instead.
-        prepare: called in every process before the command, with its rank.
+    `options` are without their dashes. All ranks append to `output` (and stderr to `errors`). `prepare` is called with
+    the rank in every process, before the command.
     """
 
     def __init__(
@@ -78,11 +73,7 @@ class Job:
         return len(self.codes) == len(self.pids)
 
     def wait(self, seconds: float = 600) -> list[int]:
-        """Exit codes in rank order, minus the signal's number where one ended a rank.
-
-        Raises:
-            TimeoutError: with the output, after killing what is left.
-        """
+        """Exit codes in rank order, minus the signal's number where one ended a rank."""
         until = time.monotonic() + seconds
         while not self.poll():
             if time.monotonic() > until:
@@ -134,20 +125,13 @@ def _become(argv: list[str], rank: int, ranks: int, port: int, output: Path, err
     torch.set_num_threads(1)
     if not ranks:
         return
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in {**places, "MASTER_PORT": port}.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
 def _end(code: int) -> None:
     """As the interpreter does: non-daemon threads finish first."""
-    import threading
-
     threading._shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -27,7 +27,7 @@ def upright(size=(64, 48)):
     return image
 
 
-def stored(image, orientation, form="JPEG", **options):
+def stored(image, orientation, form="JPEG"):
     """The encoded picture that viewers show as `image`."""
     exif, data = Image.Exif(), io.BytesIO()
     exif[0x0112] = orientation

@@ -14,16 +14,11 @@ from queue import Empty
 from typing import Any
 
 
-def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 600, fresh: bool = False
-) -> list[Any]:
-    """fn(rank, world_size, *args) in `world_size` processes; returns the results in rank order.
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
+    """fn(rank, world_size, *args) in `world_size` processes; returns the results (picklable) in rank order.
 
-    Results must be picklable: return arrays and numbers, or detached CPU tensors turned to numpy.
-
-    Raises:
-        RuntimeError: with the traceback of the first rank that failed, or if one was killed or outlives `timeout`
-            seconds, which is for busy machines and not what ends a test: a dead rank is noticed at once.
+    Raises RuntimeError with the traceback of the first rank that failed, or if one was killed or takes ten
+    minutes, which is for busy machines and not what ends a test: a dead rank is noticed at once.
     """
     import torch  # noqa: F401  imported before the fork, once
 
@@ -31,9 +26,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()
         ranks = [
-            context.Process(
-                target=_rank, args=(queue, os.path.join(folder, "store"), rank, world_size, fn, args), daemon=True
-            )
+            context.Process(target=_rank, args=(queue, f"{folder}/store", rank, world_size, fn, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -41,7 +34,7 @@ def run_ranks(
         results: dict[int, Any] = {}
         try:
             for _ in ranks:
-                rank, result, error = _next(queue, ranks, results, time.monotonic() + timeout)
+                rank, result, error = _next(queue, ranks, results, time.monotonic() + 600)
                 if error:
                     raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
                 results[rank] = result
@@ -75,7 +68,7 @@ def _rank(queue, store: str, rank: int, world_size: int, fn, args) -> None:
 
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=f"{rank}", WORLD_SIZE=f"{world_size}", LOCAL_RANK=f"{rank}", LOCAL_WORLD_SIZE=f"{world_size}"
     )
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # of an earlier test: these ranks meet in a file
         os.environ.pop(name, None)

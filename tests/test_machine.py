@@ -3,13 +3,10 @@
 import pytest
 
 from probemb.errors import UserError
-from probemb.machine import COMPUTING, machine_memory, memory_limits, refuse_crowd, training_precision
+from probemb.machine import COMPUTING, machine_memory, memory_limits, refuse_crowd, share_cores, training_precision
 
 
 def test_ranks_of_a_machine_share_the_bound(monkeypatch):
-    """Each rank's count alone is within it."""
-    from probemb.machine import share_cores
-
     refuse_crowd(COMPUTING // 2, "data.workers", ranks=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for threads, workers, name in ((COMPUTING, 0, "engine.threads"), (1, COMPUTING, "data.workers")):

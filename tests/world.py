@@ -108,3 +108,23 @@ def picture(colour, size=16, format="PNG"):
     data = io.BytesIO()
     Image.new("RGB", (size, size) if isinstance(size, int) else size, colour).save(data, format)
     return data.getvalue()
+
+
+def shade(i):
+    """A picture that says which one it is."""
+    return picture((i % 256, i // 256 % 256, 0), (16, 12))
+
+
+def which(image):
+    """The number of a shade, below 65,536."""
+    red, green, _ = image.getpixel((3, 3))
+    return red + 256 * green
+
+
+def save(path, content):
+    """Write bytes, a text, or JSON to a path, whose folders are made; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not isinstance(content, (bytes, str)):
+        content = json.dumps(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path

@@ -1,18 +1,13 @@
 """EXIF's orientation: applied where it is asked for, in all eight values, and harmless where it is damaged."""
 
-import io
-
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
 
 from probemb.data.captions.find import find_captions
 from probemb.data.images import decode_image
 from probemb.data.labelled.images import find_images
 from tests.orientation import stored, upright
 from tests.world import write_tar
-
-ALL = range(1, 9)
 
 
 def away(image, other):
@@ -21,11 +16,9 @@ def away(image, other):
     return np.abs(np.asarray(image, int) - np.asarray(other, int)).mean()
 
 
-@pytest.mark.parametrize(("orientation", "form"), [*((one, "JPEG") for one in ALL), (6, "PNG"), (6, "WEBP")])
+@pytest.mark.parametrize(("orientation", "form"), [*((one, "JPEG") for one in range(1, 9)), (6, "PNG"), (6, "WEBP")])
 def test_every_orientation_decodes_to_the_upright_picture(orientation, form):
-    data = stored(upright(), orientation, form)
-    assert away(decode_image(data, exif=True), upright()) < 3
-    assert away(decode_image(data, exif=True), ImageOps.exif_transpose(Image.open(io.BytesIO(data)))) == 0
+    assert away(decode_image(stored(upright(), orientation, form), exif=True), upright()) < 3
 
 
 def test_drafts_speak_of_the_upright_picture():

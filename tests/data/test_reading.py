@@ -7,12 +7,7 @@ import pytest
 
 from probemb.data import reading
 from probemb.errors import UserError
-
-
-def save(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
+from tests.world import save
 
 
 def test_texts_are_plain_or_gzipped(tmp_path):

@@ -5,12 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from probemb.data.words import (
-    count_words,
-    frequent_words,
-    read_vectors,
-    split_words,
-)
+from probemb.data.words import count_words, frequent_words, read_vectors, split_words
 
 
 def test_words_of_a_text():

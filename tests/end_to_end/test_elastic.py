@@ -23,10 +23,13 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def everywhere(world: Path) -> dict:
-    """Options of every run."""
-    return {
-        "data.train": world / "train",
+@pytest.mark.parametrize(
+    ("before", "after", "stages"),
+    [(2, 1, (1, 0)), *(pytest.param(*case, marks=SLOW) for case in [(1, 2, (0, 3)), (4, 2, (3, 1))])],
+)
+def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, stages, scenes, tmp_path):
+    options = {
+        "data.train": scenes / "train",
         "data.workers": 0,
         "model.name": "ViT-Micro-32",
         "batch-size": BATCH,
@@ -34,16 +37,6 @@ def everywhere(world: Path) -> dict:
         "optimizer.warmup_samples": 64,
         "log-every": 1,
         "engine.threads": 1,
-    }
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "stages"),
-    [(2, 1, (1, 0)), *(pytest.param(*case, marks=SLOW) for case in [(1, 2, (0, 3)), (4, 2, (3, 1))])],
-)
-def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, stages, scenes, tmp_path):
-    options = {
-        **everywhere(scenes),
         "log-samples": "true",
         "engine.zero-stage": stages[0],
     }

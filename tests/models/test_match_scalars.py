@@ -99,19 +99,12 @@ def test_a_saved_model_and_one_that_starts_from_it(tmp_path):
     assert back.logit_scale.item() == pytest.approx(math.log(20))
 
 
-TEXTS = ["a cat", "two large red circles left of a blue square", "x"]
-
-
-def models(n: int = 3) -> list:
-    torch.manual_seed(0)
-    return [create_model("ViT-Micro-32", embed_dim=8 * (k + 1), init_scale=k, init_shift=2 * k) for k in range(n)]
-
-
 def test_similarities_and_uncertainties_are_means():
-    networks = models()
+    torch.manual_seed(0)
+    networks = [create_model(NAME, embed_dim=8 * (k + 1), init_scale=k, init_shift=2 * k) for k in range(3)]
     pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     together = Ensemble(networks)
-    tokens = create_tokenizer(networks[0])(TEXTS)
+    tokens = create_tokenizer(networks[0])(["a cat", "two large red circles left of a blue square", "x"])
     with torch.no_grad():
         image, text = together.encode_image(pixels), together.encode_text(together.cut_padding(tokens))
         parts = [(model.encode_image(pixels), model.encode_text(tokens)) for model in networks]

@@ -35,7 +35,6 @@ NAME, WORDS = "scenes-cnn-gru", ["a", "red", "circle", "photo", "of"]
 
 
 def make(**options):
-    torch.manual_seed(0)
     return create_model(NAME, **{"n_unc_layers": 1, "vocabulary": WORDS, **options})
 
 
@@ -60,14 +59,9 @@ VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
 TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 0, 0, 0, 0, 0]])
 
 
-def tower(n_unc_layers=1, kind="clip", **options) -> WordGRU:
-    torch.manual_seed(0)
-    settings = {"width": 5, "hidden": 4, "layers": 2, "context_length": 6, **options}
-    return WordGRU(VOCABULARY, ModelOptions(head=kind, embed_dim=3), n_unc_layers, **settings)
-
-
 def test_equals_packed_sequences_of_torch():
-    ours = tower()
+    torch.manual_seed(0)
+    ours = WordGRU(VOCABULARY, ModelOptions(embed_dim=3), 1, width=5, hidden=4, layers=2, context_length=6)
     packed = torch.nn.GRU(5, 4, num_layers=2, bidirectional=True, batch_first=True)
     state = {}
     for depth, layer in enumerate(ours.layers):
@@ -85,28 +79,18 @@ def test_equals_packed_sequences_of_torch():
     assert torch.equal(mean.mask, words)
 
 
-WORD_MEAN_TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 5, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
-
-
-def word_mean_tower(probabilistic=True, kind="mlp") -> WordMean:
+def test_the_mean_is_of_known_words_alone_and_vectors_do_not_learn():
     torch.manual_seed(0)
-    return WordMean(VOCABULARY, ModelOptions(head=kind, embed_dim=3, probabilistic=probabilistic), 0, 5, 6)
-
-
-def test_the_mean_is_of_known_words_alone():
-    model = word_mean_tower()
-    mean, unc = model.features(WORD_MEAN_TOKENS)
-    for row, text in enumerate(WORD_MEAN_TOKENS.tolist()):
+    model = WordMean(VOCABULARY, ModelOptions(head="mlp", embed_dim=3), 0, 5, 6)
+    tokens = torch.cat([TOKENS, torch.tensor([[1, 5, 1, 0, 0, 0]])])
+    mean, unc = model.features(tokens)
+    for row, text in enumerate(tokens.tolist()):
         known = [model.vectors[word] for word in text if word > 1]
         expected = torch.stack(known).mean(0) if known else torch.zeros(5)
         torch.testing.assert_close(mean.pooled[row], expected)
     assert torch.equal(unc.pooled, mean.pooled)
-    assert mean.mask.sum(1).tolist() == [3, 6, 3, 1]
-
-
-def test_vectors_are_no_parameters_and_all_others_learn():
-    model = word_mean_tower()
-    sum(x[:, 0].sum() for x in model(WORD_MEAN_TOKENS).values()).backward()
+    assert mean.mask.sum(1).tolist() == [3, 6, 1, 3]
+    sum(x[:, 0].sum() for x in model(tokens).values()).backward()
     assert all("head" in name and p.grad is not None for name, p in model.named_parameters())
     assert {model.place(name).part for name, _ in model.named_parameters()} == {"head"}
     assert not model.vectors[:2].any()

@@ -3,7 +3,7 @@
 import pytest
 
 from probemb.data.captions.find import find_captions
-from tests.world import picture
+from tests.world import save, shade, which
 
 CLASSES = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross", "014.Indigo_Bunting"]
 TRAIN, TEST = CLASSES[:3], CLASSES[3:]
@@ -15,18 +15,14 @@ def names():
     return [f"{one}/{one[4:]}_{i:04d}_{100 * c + i}.jpg" for c, one in enumerate(CLASSES) for i in range(PER_CLASS)]
 
 
-def save(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-
-
-def write_cub(out, captions=10):
-    """CUB_200_2011, and the captions with their lists of classes beside it; image i is of the colour (i, 0, 0)."""
+@pytest.fixture
+def cub(tmp_path):
+    """CUB_200_2011, and the captions with their lists of classes beside it."""
+    out = tmp_path / "cub"
     folder, texts = out / "CUB_200_2011", out / "cvpr2016_cub"
     for number, name in enumerate(names()):
-        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "images" / name).write_bytes(picture((number, 0, 0), (16, 12)))
-        lines = [f"bird {number}, caption {c} ." for c in range(captions)]
+        save(folder / "images" / name, shade(number))
+        lines = [f"bird {number}, caption {c} ." for c in range(10)]
         save(texts / "text_c10" / name.replace(".jpg", ".txt"), "\n".join([*lines, "", ""]))
     save(folder / "images.txt", "".join(f"{number} {name}\n" for number, name in enumerate(names(), 1)))
     save(texts / "trainvalclasses.txt", "\n".join(TRAIN) + "\n")
@@ -34,15 +30,6 @@ def write_cub(out, captions=10):
     save(texts / "trainclasses1.txt", "\n".join(TRAIN[:2]) + "\n")
     save(texts / "valclasses1.txt", TRAIN[2] + "\n")
     return out
-
-
-@pytest.fixture
-def cub(tmp_path):
-    return write_cub(tmp_path / "cub")
-
-
-def which(image):
-    return image.getpixel((3, 3))[0]
 
 
 def test_splits_classes_and_images(cub):

@@ -7,7 +7,7 @@ import pytest
 
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from tests.world import picture
+from tests.world import save, shade, which
 from tests.world import write_tar as write
 
 TRAIN, VAL = "COCO_train2014_{:012d}.jpg", "COCO_val2014_{:012d}.jpg"
@@ -16,16 +16,6 @@ COCO = [
     ("train2014", 9, "train"), ("val2014", 391895, "test"), ("val2014", 42, "restval"), ("val2014", 73, "val"),
     ("train2014", 25, "train"), ("val2014", 60623, "test"),
 ]  # fmt: skip
-
-
-def shade(i):
-    """A picture that says which one it is."""
-    return picture((i % 256, i // 256 % 256, 0), (16, 12))
-
-
-def which(image):
-    red, green, _ = image.getpixel((3, 3))
-    return red + 256 * green
 
 
 def karpathy(rows=COCO):
@@ -39,17 +29,10 @@ def karpathy(rows=COCO):
     return {"dataset": "coco", "images": images}
 
 
-def save(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
 def save_images(folder, rows=COCO):
     for sub, cocoid, _ in rows:
         name = (TRAIN if sub == "train2014" else VAL).format(cocoid)
-        (folder / sub).mkdir(parents=True, exist_ok=True)
-        (folder / sub / name).write_bytes(shade(cocoid))
+        save(folder / sub / name, shade(cocoid))
     return folder
 
 
@@ -59,10 +42,7 @@ def coco(tmp_path):
     return save(tmp_path / "annotations" / "dataset_coco.json", karpathy())
 
 
-@pytest.mark.parametrize(
-    ("split", "ids"),
-    [("train", [9, 42, 25]), ("dev", [73]), (None, [row[1] for row in COCO])],
-)
+@pytest.mark.parametrize(("split", "ids"), [("train", [9, 42, 25]), ("dev", [73]), (None, [row[1] for row in COCO])])
 def test_splits_of_coco(coco, tmp_path, split, ids):
     found = find_captions(coco, split, tmp_path / "coco")
     assert found.image_ids == ids

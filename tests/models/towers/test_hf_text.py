@@ -13,30 +13,19 @@ pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs
 
 CONFIGS = {
     "roberta": {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 3,
-        "max_position_embeddings": 40,
-        "vocab_size": 50,
-        "pad_token_id": 1,
+        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3,
+        "max_position_embeddings": 40, "vocab_size": 50, "pad_token_id": 1,
     },
     "mt5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "vocab_size": 50, "pad_token_id": 0},
-}
-POOLERS = {"roberta": "mean_pooler", "mt5": "mean_pooler"}
-KINDS = pytest.mark.parametrize("kind", list(CONFIGS))
+}  # fmt: skip
 
 
-def make(kind, folder, head="clip", n_unc_layers=1, stock=None):
+def make(kind, folder, head="clip", n_unc_layers=1):
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "dropout": 0.0, **CONFIGS[kind]}))
     torch.manual_seed(0)
     config = create_model("ViT-Micro-32", head=head, embed_dim=16, n_unc_layers=1).config
-    config["architecture"]["text_cfg"] = {
-        "hf_model_name": str(folder),
-        "hf_proj_type": "mlp",
-        "hf_pooler_type": POOLERS[kind],
-        "context_length": 12,
-    }
+    text = {"hf_model_name": str(folder), "hf_proj_type": "mlp", "hf_pooler_type": "mean_pooler", "context_length": 12}
+    config["architecture"]["text_cfg"] = text
     stock = build_stock(config["architecture"])
     return DualEncoder({**config, "n_unc_layers": [1, n_unc_layers]}, stock), stock
 
@@ -48,7 +37,7 @@ def texts(kind):
     return tokens
 
 
-@KINDS
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_mean_equals_open_clip(kind, tmp_path):
     model, stock = make(kind, tmp_path)
     tokens = texts(kind)
