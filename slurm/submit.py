@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         runs = argument_lists(module, arguments, given.methods, given.sweep)
     if module in TRAINERS:
-        runs = [["--resume", f"--engine.threads={given.cpus_per_task}", *one] for one in runs]
+        runs = [["--resume", f"--engine.threads={given.cpus_per_task}", *run] for run in runs]
     if given.local:
-        return max(run_here(stage, given, one) for one in runs)
+        return max(run_here(stage, given, run) for run in runs)
     os.environ.pop("SUBMITIT_PREEMPT_SIGNAL", None)  # slurm.rank listens to submitit's own signal, USR2
     if given.dry_run:
         print(sbatch_file(stage, given, len(runs)))
@@ -208,7 +208,7 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> None:
     try:
         executor = SlurmExecutor(Path(given.folder).absolute(), max_num_timeout=MAX_TIMEOUTS)
         executor.update_parameters(**parameters(stage, given))
-        jobs = executor.submit_array([kind(STAGES[stage], one, given.gpus_per_node or 0) for one in runs])
+        jobs = executor.submit_array([kind(STAGES[stage], run, given.gpus_per_node or 0) for run in runs])
     except (FailedJobError, FailedSubmissionError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[-300:].rstrip(".")
         raise UserError(

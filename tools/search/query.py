@@ -159,13 +159,13 @@ def read_pixels(images: Sequence[QueryImage], transform: Callable) -> Tensor:
     try:
         given = [(image.name, image.read()) for image in images]
         end = time.monotonic() + SECONDS
-        waiting = [_decoders.submit(lambda one: transform(decode_query(*one)), one) for one in given]
-        return torch.stack([one.result(max(0.0, end - time.monotonic())) for one in waiting])
+        waiting = [_decoders.submit(lambda image: transform(decode_query(*image)), image) for image in given]
+        return torch.stack([future.result(max(0.0, end - time.monotonic())) for future in waiting])
     except TooLate:
         raise Busy from None
     finally:
-        for one in waiting:
-            one.cancel()
+        for future in waiting:
+            future.cancel()
         _places.release()
 
 

@@ -114,14 +114,14 @@ def union(config: UnionConfig) -> None:
     areas = [
         {
             "area": area,
-            "triplets": len(one.triplets),
-            "uncertainty": analyses.union_uncertainty(one) if model.probabilistic else None,
+            "triplets": len(embedded.triplets),
+            "uncertainty": analyses.union_uncertainty(embedded) if model.probabilistic else None,
             "selection": [
-                {"ranking": name, "title": RANKINGS[name].title, **analyses.binary_selection(one, name, options)}
+                {"ranking": name, "title": RANKINGS[name].title, **analyses.binary_selection(embedded, name, options)}
                 for name in rankings
             ],
         }
-        for area, one in found.items()
+        for area, embedded in found.items()
     ]
     results = {
         **runner.settings(config, embedder),
@@ -293,8 +293,8 @@ def ellipses(config: EllipsesConfig) -> None:
         lines.append(f"{side}: mean σ {number(float(sigma.mean()))}")
     results["generic"] = None
     if config.generic is not None:
-        one = embedder.tokens(embedder.tokenizer([config.generic]))
-        shape, sigma = analyses.ellipses(one, plane, GENERIC_LEVEL), float(geometric_sigma(one)[0])
+        generic = embedder.tokens(embedder.tokenizer([config.generic]))
+        shape, sigma = analyses.ellipses(generic, plane, GENERIC_LEVEL), float(geometric_sigma(generic)[0])
         wider = float((geometric_sigma(pairs.texts) < sigma).double().mean())
         results["generic"] = {"text": config.generic, "sigma": sigma, "wider_than_captions": wider, **vars(shape)}
         for figure in figures:

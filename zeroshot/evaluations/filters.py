@@ -305,12 +305,12 @@ class Evaluation:
 
     def _evaluate(self, name: str) -> None:
         """Add the rows of a filter."""
-        one, value = FILTERS[name], self.options.get(FILTERS[name].setting)
-        if one.weights is not None and (one.candidates is None or value is not None):
-            weights = one.weights(self.u) if one.setting is None else one.weights(self.u, value)
-            shown = value if one.candidates and name != "topk" else None
-            given = f", {'K' if one.setting == 'k' else one.setting} given" if one.candidates else ""
-            kept = None if one.soft else _n_kept(weights)
+        rule, value = FILTERS[name], self.options.get(FILTERS[name].setting)
+        if rule.weights is not None and (rule.candidates is None or value is not None):
+            weights = rule.weights(self.u) if rule.setting is None else rule.weights(self.u, value)
+            shown = value if rule.candidates and name != "topk" else None
+            given = f", {'K' if rule.setting == 'k' else rule.setting} given" if rule.candidates else ""
+            kept = None if rule.soft else _n_kept(weights)
             self._add(name, [self._classifier(weights, kept=kept, setting=shown)], ZERO_SHOT + given)
             return
         unlabelled = name == "reweighted-unlabelled"

@@ -68,7 +68,7 @@ def evaluate(config: ImagenetConfig) -> None:
     """Evaluate every data set, and write their results. Raises UserError."""
     names, folds = filters.filter_names(config.filter), filters.fold_count(config.select_on)
     out = runner.claim(config, "zeroshot")
-    tasks = [prepare(one, folds) for one in one_by_one(config, out)]
+    tasks = [prepare(part, folds) for part in config_of_each(config, out)]
     embedder = runner.open_model(config)
     check_single_embeddings(embedder.model, config.model)
     if not embedder.model.probabilistic:
@@ -78,23 +78,23 @@ def evaluate(config: ImagenetConfig) -> None:
         names = [name for name in names if not filters.FILTERS[name].reads_u]
     found = [evaluate_task(task, names, folds, embedder) for task in tasks]
     if len(found) > 1:
-        summary, table = summarise([(Path(one.config.out).name, results) for one, results in zip(tasks, found)])
+        summary, table = summarise([(Path(task.config.out).name, results) for task, results in zip(tasks, found)])
         about = f"{config.model}; the mean counts each data set once."
         page = Page(f"Zero-shot classification on {len(found)} data sets", about, [("Accuracy", [NOTES, table])])
         runner.finish(out, "zeroshot", {"config": to_dict(config), **summary}, page)
 
 
-def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
+def config_of_each(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
     """The configuration of each data set of --data, with a folder in `out` where they are several."""
     named, select = named_paths(config.data, "data"), config.select_data or []
     select = [select] if isinstance(select, str) else select
     if len(select) != (len(named) if config.select_on == "train" else 0):
         what = f"--select-on is {config.select_on}, --select-data has {len(select)} paths, and --data {len(named)}."
         raise UserError(what, "Name other images with --select-on train, a path for each data set; or leave both out.")
-    places = [out / one.name for one in named] if len(named) > 1 else [out]
+    places = [out / data.name for data in named] if len(named) > 1 else [out]
     return [
-        replace(config, data=one.path, select_data=other, out=str(place))
-        for one, other, place in zip(named, select or [None] * len(named), places)
+        replace(config, data=data.path, select_data=other, out=str(place))
+        for data, other, place in zip(named, select or [None] * len(named), places)
     ]
 
 

@@ -89,11 +89,11 @@ def evaluate(config: RetrievalConfig) -> None:
         tolerance or Tolerance(), model.attention, pairs.tokens,
     )  # fmt: skip
     rows, per_query, tops = retrieval.evaluate_rankings(pairs, captions, rankings, options, wanted, objects, progress)
-    one, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
+    single, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
     found, generalities, judged, accepted = {}, None, None, None
     if model.probabilistic:
-        found = findings(embedder, captions, one, per_query, tops, config.erased, config.uncertainty)
-        generalities = generality(one, captions)
+        found = findings(embedder, captions, single, per_query, tops, config.erased, config.uncertainty)
+        generalities = generality(single, captions)
     if judgements is not None:
         judgements = judgements.among(torch.tensor(captions.owner()), pairs.kept)
         accepted = accepted_shares(judged_pairs(judgements, 0), len(pairs.texts))
@@ -109,11 +109,11 @@ def evaluate(config: RetrievalConfig) -> None:
         "benchmarks": wanted,
         "rows": rows,
         "tolerance": {} if tolerance is None else {tolerance.chosen.split()[0]: asdict(tolerance)},
-        "projection": projection(one),
+        "projection": projection(single),
         "uncertainty": found,
         "generality": generalities,
         "judgements": judged,
-        "predictors": evaluate_predictors(one, captions, correct, MatchModel.of(model), device, accepted),
+        "predictors": evaluate_predictors(single, captions, correct, MatchModel.of(model), device, accepted),
     }
     runner.finish(out, "retrieval", results, make_page(config, results, pairs, captions))
 
