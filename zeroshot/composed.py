@@ -1,4 +1,4 @@
-"""Composed retrieval: queries of several images and texts, and the images that have all that they ask for.
+"""Composed retrieval: find the images that have everything a query of several images and texts asks for.
 
     python -m zeroshot.composed --model runs/mpc --data data/scenes/compositions            # make_scenes --compositions
     python -m zeroshot.composed --model runs/mpc --data data/scenes/compositions --k 2,3,4 --rankings density

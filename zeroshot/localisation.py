@@ -1,4 +1,4 @@
-"""Phrase localisation: find what a phrase means among the proposals of its image.
+"""Phrase localisation: find the region that a phrase refers to among the proposals of its image.
 
     python -m zeroshot.localisation --model runs/x --data data/flickr30k_entities --proposals edge_boxes.json --top 200
     python -m zeroshot.localisation --model runs/x --data data/visual_genome --sample 1000
@@ -48,7 +48,7 @@ class LocalisationConfig(EvaluationConfig):
             NAME_ids.txt beside it (`tools.write_regions --proposals`).
         top: so many of the file's proposals for each image; by default all.
         grid: sliding windows, used without a file.
-        several: what is right for a phrase with several boxes: merged (the smallest box around them) or any (each).
+        several: correct for a phrase with several boxes: merged (the smallest box around them) or any (each).
         rankings: csd, mean, ..., separated by commas; by default the one of the training, and the means alone.
     """
 

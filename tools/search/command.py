@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=PROG, description="Search an index with texts and images; several are one query.")
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="texts of the query")
-    index = "index folder of tools.build_index; for --serve may be repeated, the page lets people choose"
+    index = "index folder of tools.build_index; for --serve may be repeated, the page lets users choose"
     add("--index", type=Path, action="append", default=[], metavar="FOLDER", help=index)
     add("--image", type=Path, action="append", default=[], help="an image of the query; may be repeated")
     without = "a text that the results should not have; may be repeated"
