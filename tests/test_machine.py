@@ -4,6 +4,7 @@ import pytest
 
 from probemb.errors import UserError
 from probemb.machine import COMPUTING, machine_memory, memory_limits, refuse_crowd, share_cores, training_precision
+from tests.world import save
 
 
 def test_ranks_of_a_machine_share_the_bound(monkeypatch):
@@ -28,8 +29,7 @@ def test_a_container_has_the_memory_of_its_control_group(tmp_path):
     files = {"memory.max": "max", "slurm/memory.max": str(8 << 30), "slurm/job_7/memory.max": str(4 << 30)}
     files["memory/docker/memory.limit_in_bytes"] = str(2 << 30)
     for name, limit in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{limit}\n")
+        save(tmp_path / name, f"{limit}\n")
     (tmp_path / "own").write_text("0::/slurm/job_7\n")
     assert sorted(memory_limits(tmp_path / "own", tmp_path)) == [4 << 30, 8 << 30]
     (tmp_path / "own").write_text("5:cpu,memory:/docker\n0::/\n")

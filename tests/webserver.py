@@ -44,8 +44,6 @@ class _Handler(BaseHTTPRequestHandler):
             trouble = queue.pop(0) if queue else None
         if isinstance(trouble, int):
             self.send_response(trouble)
-            if trouble in (301, 302):
-                self.send_header("Location", "file:///etc/hostname")
             self.send_header("Content-Length", "0")
             self.end_headers()
             return

@@ -7,7 +7,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.images import decode_image
 from probemb.data.labelled.images import find_images
 from tests.orientation import stored, upright
-from tests.world import write_tar
+from tests.world import save, write_tar
 
 
 def away(image, other):
@@ -38,9 +38,7 @@ def test_drafts_speak_of_the_upright_picture():
 def test_listed_images_are_turned_if_asked(tmp_path):
     picture = stored(upright(), 6)
     write_tar(tmp_path / "captions" / "val.tar", [("a.jpg", picture), ("a.txt", b"four corners")])
-    folder = tmp_path / "classes" / "corners"
-    folder.mkdir(parents=True)
-    (folder / "a.jpg").write_bytes(picture)
+    save(tmp_path / "classes" / "corners" / "a.jpg", picture)
     for find, where in (lambda *a, **k: find_captions(*a, **k).images, "captions"), (find_images, "classes"):
         assert find(tmp_path / where).open(0).size == (48, 64)
         assert find(tmp_path / where, exif=True).open(0).size == (64, 48)

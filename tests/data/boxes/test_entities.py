@@ -4,7 +4,7 @@ import pytest
 
 from probemb.data.boxes import find_phrases
 from probemb.errors import UserError
-from tests.world import picture
+from tests.world import picture, save
 
 SENTENCES = {
     "36979": [
@@ -40,12 +40,10 @@ def annotation(objects, width=60, height=40):
 def entities(tmp_path):
     """As the archive unpacks, with images and lists of splits beside it."""
     root = tmp_path / "flickr30k_entities"
-    for name in ("Annotations", "Sentences", "flickr30k-images"):
-        (root / name).mkdir(parents=True)
     for one, lines in SENTENCES.items():
-        (root / "Sentences" / f"{one}.txt").write_text("\n".join(lines) + "\n")
-        (root / "Annotations" / f"{one}.xml").write_text(annotation(OBJECTS[one]))
-        (root / "flickr30k-images" / f"{one}.jpg").write_bytes(picture((200, 10, 10), (60, 40), "JPEG"))
+        save(root / "Sentences" / f"{one}.txt", "\n".join(lines) + "\n")
+        save(root / "Annotations" / f"{one}.xml", annotation(OBJECTS[one]))
+        save(root / "flickr30k-images" / f"{one}.jpg", picture((200, 10, 10), (60, 40), "JPEG"))
     (root / "test.txt").write_text("36979\n81641\n")
     (root / "val.txt").write_text("65567\n")
     (root / "train.txt").write_text("")

@@ -5,7 +5,7 @@ import json
 from probemb.data.boxes import crop_triplets, find_phrases
 from probemb.data.boxes.phrases import Phrase, PhraseDataset, stream_list
 from probemb.data.image_loader import Images, Place
-from tests.world import picture
+from tests.world import picture, save
 
 
 def region(number, phrase, x, y, width, height):
@@ -20,14 +20,12 @@ ROWS = [
 ]
 
 
-def write(root, rows=ROWS, sizes=None):
-    root.mkdir(exist_ok=True)
-    sizes = sizes or [{"image_id": i, "width": 60, "height": 40, "url": "x", "coco_id": None} for i in (1, 2, 3)]
-    (root / "region_descriptions.json").write_text(json.dumps(rows, indent=1))
-    (root / "image_data.json").write_text(json.dumps(sizes))
-    for folder, number in (("VG_100K", 1), ("VG_100K_2", 3)):
-        (root / folder).mkdir(exist_ok=True)
-        (root / folder / f"{number}.jpg").write_bytes(picture((200, 10, 10), (60, 40), "JPEG"))
+def write(root, rows=ROWS):
+    save(root / "region_descriptions.json", rows)
+    sizes = [{"image_id": i, "width": 60, "height": 40, "url": "x", "coco_id": None} for i in (1, 2, 3)]
+    save(root / "image_data.json", sizes)
+    for name in ("VG_100K/1.jpg", "VG_100K_2/3.jpg"):
+        save(root / name, picture((200, 10, 10), (60, 40), "JPEG"))
     return root
 
 

@@ -1,12 +1,10 @@
 """COCO's instances file: a small file set in the published layout, and hostile files."""
 
-import json
-
 import pytest
 
 from probemb.data.compositions.coco import read_coco
 from probemb.errors import UserError
-from tests.world import picture
+from tests.world import picture, save
 
 NAMES = {1: "person", 18: "dog", 44: "bottle"}
 N = 24
@@ -35,12 +33,9 @@ def content():
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "annotations").mkdir()
-    (tmp_path / "train2017").mkdir()
-    (tmp_path / "annotations" / "instances_train2017.json").write_text(json.dumps(content()))
+    save(tmp_path / "annotations" / "instances_train2017.json", content())
     for i in range(N):
-        data = picture((10 * i, 0, 0), (20, 10))
-        (tmp_path / "train2017" / f"{100 + i:012d}.jpg").write_bytes(data)
+        save(tmp_path / "train2017" / f"{100 + i:012d}.jpg", picture((10 * i, 0, 0), (20, 10)))
     return tmp_path
 
 
@@ -72,6 +67,6 @@ def test_images_concepts_and_crops(folder):
 def test_hostile_files_are_refused(folder, kind, change, message):
     file, broken = folder / "annotations" / "instances_train2017.json", content()
     broken[kind][0].update(change)
-    file.write_text(json.dumps(broken))
+    save(file, broken)
     with pytest.raises(UserError, match=message):
         read_coco(file, None, 0)

@@ -129,12 +129,6 @@ def coco_model(arrays):
     return model
 
 
-def coco_batch(arrays, dtype):
-    tokens, lengths = torch.as_tensor(arrays["tokens"]), torch.as_tensor(arrays["lengths"])
-    mask = torch.arange(tokens.shape[1]) < lengths[:, None]
-    return torch.as_tensor(arrays["images"]).to(dtype), tokens, mask
-
-
 @DTYPES
 def test_coco_layout_loss_and_gradients(parity, dtype):
     arrays, name = parity("06e_pcmepp_coco_encoders"), prefix_of(dtype)
