@@ -25,7 +25,7 @@ def model_with(seed=0, **options):
     return model
 
 
-def published(n_unc_layers=1):
+def published(n_unc_layers):
     """A state dict and a configuration in the authors' layout, with random weights."""
     torch.manual_seed(0)
     model = create_model(NAME, n_unc_layers=n_unc_layers, uncertainty_bias=False)
@@ -80,11 +80,7 @@ def test_paths_without_a_model(tmp_path, monkeypatch):
         ("", {"embed_dim": 17}, "."),
         ("text_cfg", {"layers": 10**6}, "."),
         ("preprocess", {"std": [0.5, 0.5, float("nan")]}, "."),
-        (
-            "vision_cfg",
-            {"image_size": 50_000, "patch_size": 1},
-            "positional_embedding has .* far more than the",
-        ),
+        ("vision_cfg", {"image_size": 50_000, "patch_size": 1}, "positional_embedding has .* far more than the"),
     ],
 )
 def test_wrong_configurations(tmp_path, part, wrong, why):

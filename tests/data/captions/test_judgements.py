@@ -8,17 +8,15 @@ import torch
 
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.captions.judgements import read_judgements
-from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
 
 HEADER = "image\tcaption_image\tcaption_index\tyes\tno\n"
 REAL = Path(__file__).resolve().parents[4] / "shared" / "data" / "flickr8k"
 
 
-def dataset(names=("a", "b", "c"), counts=(2, 3, 1), places=None):
-    located = Images(places=[Place(name, "") for name in places], source="x") if places else None
-    captions = [[f"{name} {k}" for k in range(n)] for name, n in zip(names, counts)]
-    return CaptionDataset(captions=captions, image_ids=list(names), source="data", split="test", located=located)
+def dataset(names=("a", "b", "c")):
+    captions = [[f"{name} {k}" for k in range(n)] for name, n in zip(names, (2, 3, 1))]
+    return CaptionDataset(captions=captions, image_ids=list(names), source="data", split="test")
 
 
 def read(tmp_path, text, data=None):

@@ -16,18 +16,20 @@ PAIRS = np.array([(i, c) for i, mine in enumerate(HELD) for c in mine])
 TUPLES = np.array([(0, 1), (1, 2), (3, 5)])
 
 
-def made(tuples=TUPLES, crops=None, places=None, **more):
+def made(crops=None, places=None):
     empty = np.empty((0, 2), dtype=np.int64)
     whole = tuple(Crops(PAIRS[PAIRS[:, 1] == c, 0], np.full(((PAIRS[:, 1] == c).sum(), 4), np.nan)) for c in range(C))
     places = places or [Place(f"image {i}", "none") for i in range(N)]
-    options = {"unseen": empty, "infeasible": empty, "source": "made", "split": "test", **more}
     return Compositions(
         images=Images(places=places, source="made"),
         concepts=tuple(f"concept {c}" for c in range(C)),
         holds=Holdings(PAIRS[::-1].repeat(2, axis=0), N, C),
         crops=crops or whole,
-        tuples=np.asarray(tuples),
-        **options,
+        tuples=TUPLES,
+        unseen=empty,
+        infeasible=empty,
+        source="made",
+        split="test",
     )
 
 

@@ -27,17 +27,12 @@ def row(i, **more):
     }
 
 
-def write(path, rows, first=0):
-    members = []
-    for i, one in enumerate(rows, first):
-        members += [(f"{i:04d}.png", picture((10 * i, 0, 0), (20, 10)))]
-        members += [(f"{i:04d}.json", one if isinstance(one, bytes) else json.dumps(one).encode())]
-    return write_tar(path, members)
-
-
 def folder_of(tmp_path, rows):
     (tmp_path / "categories.json").write_text(json.dumps(CATEGORIES))
-    write(tmp_path / "0.tar", rows)
+    members = []
+    for i, one in enumerate(rows):
+        members += [(f"{i:04d}.png", picture((10 * i, 0, 0), (20, 10))), (f"{i:04d}.json", json.dumps(one).encode())]
+    write_tar(tmp_path / "0.tar", members)
     return tmp_path
 
 

@@ -4,6 +4,8 @@ import io
 
 import pytest
 from PIL import Image
+from timm.data import ImageNetInfo
+from torchvision.transforms.functional import to_tensor
 
 from probemb.data.image_loader import ImageBatches, describe_bad
 from probemb.data.labelled.classes import imagenet_classes
@@ -21,12 +23,6 @@ def folders(tmp_path_factory, pictures, names):
         (folder / f"{i}.JPEG").write_bytes(data)
     (root / "README.txt").write_text("no image")
     return root
-
-
-def to_tensor(image):
-    import torch
-
-    return torch.tensor(list(image.resize((4, 4)).tobytes())).float().view(3, 4, 4)
 
 
 def test_shards_a_tar_and_folders_give_the_same_pictures(shards, folders, pictures, names, tmp_path):
@@ -64,14 +60,8 @@ def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
         find_images(tar, lists)
 
 
-def wordnet_ids():
-    from timm.data import ImageNetInfo
-
-    return ImageNetInfo("imagenet-1k").label_names()
-
-
 def test_a_thousand_wordnet_folders_are_imagenet(tmp_path, pictures):
-    ids = wordnet_ids()
+    ids = ImageNetInfo("imagenet-1k").label_names()
     for one in ids:
         (tmp_path / one).mkdir()
     (tmp_path / ids[389] / "x.jpg").write_bytes(pictures[0][1])

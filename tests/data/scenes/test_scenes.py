@@ -6,20 +6,12 @@ from probemb.data.scenes import render, scene
 from probemb.data.scenes.world import COLOURS, MIDDLE, Scene, Thing
 
 
-def pixels(scene, size=64):
-    return np.asarray(render(scene, size)).astype(int)
-
-
 def test_the_sequence_of_scenes_stays_what_it_is():
     # Data that people have made must not change under them: Python guarantees random() for a text seed.
     assert scene("0 val", 7).to_json() == {
         "things": [["triangle", "yellow", "huge", 4]], "medium": "photo", "light": "dark", "focus": "sharp",
         "seed": 1726595376,
     }  # fmt: skip
-
-
-def one_thing(shape="circle", colour="red", size="large", cell=MIDDLE, medium="photo", light="normal", focus="sharp"):
-    return Scene((Thing(shape, colour, size, cell),), medium, light, focus, seed=11)
 
 
 RGB = {
@@ -30,5 +22,6 @@ RGB = {
 
 def test_objects_have_their_colour():
     for colour in COLOURS:
-        centre = pixels(one_thing(colour=colour))[28:36, 28:36].mean(axis=(0, 1))
+        one = Scene((Thing("circle", colour, "large", MIDDLE),), "photo", "normal", "sharp", seed=11)
+        centre = np.asarray(render(one, 64), int)[28:36, 28:36].mean(axis=(0, 1))
         assert min(RGB, key=lambda name: np.abs(np.array(RGB[name]) - centre).sum()) == colour

@@ -26,7 +26,6 @@ SWIN = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
     [
         ("test_efficientnet", 4, None, {}, "clip"),
         ("test_vit", 17, 64, {"img_size": 64}, "gpo"),
-        ("test_convnext", 4, None, {}, "pie"),
         ("swin_tiny_patch4_window7_224", 4, 64, SWIN, "gpo"),
     ],
 )
