@@ -63,7 +63,8 @@ class ShardCache:
                 self._make_room(file, size)
                 fetch(remote, file, size, self.policy)
                 os.fsync(file.fileno())
-                part.rename(path)
+                with self._locked("lock"):  # others, making room, count it under one of its names
+                    part.rename(path)
             except BaseException:
                 part.unlink(missing_ok=True)
                 file.close()

@@ -313,8 +313,7 @@ def _answer(address: str, headers: dict[str, str], timeout: float) -> Iterator[r
             raise TransferFailed(f"more than {MOST_REDIRECTS} redirects", final=True) from None
         except requests.Timeout:
             raise TimeoutError from None
-        if not response.ok:
-            code = response.status_code
+        if (code := response.status_code) >= 300:  # also a redirect that leads nowhere
             raise TransferFailed(f"HTTP {code} {response.reason}", code < 500 and code not in _TEMPORARY, code)
         try:
             yield response

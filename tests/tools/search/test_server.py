@@ -149,7 +149,7 @@ def test_pictures_of_shards_on_a_web_server(elsewhere, gallery, monkeypatch):
     assert [remote.picture(row) for row in range(0, N, 8)] == gallery.jpegs[::8]
     for trouble, message in (
         (404, "HTTP 404"),
-        (302, "no valid web address"),
+        (302, "HTTP 302"),
         ("cut", "broke off"),
         ("silence", "no answer"),
     ):
