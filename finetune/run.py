@@ -30,7 +30,7 @@ def main() -> int:
     argv = with_method_file(sys.argv[1:])
     groups = [f"  {group}: {', '.join(methods)}" for group, methods in GROUPS.items()]
     description = "\n".join(["Finetune PCME++, or another method, on images with captions. --method takes", *groups])
-    config, told = shortened(parse_config(Config, "finetune/run.py", description, argv), argv)
+    config, told = shortened(parse_config(Config, "python -m finetune.run", description, argv), argv)
     if told and os.environ.get("RANK", "0") == "0":
         print(told, flush=True)
     with Preemption() as preemption:

@@ -227,7 +227,9 @@ def describe(plan: dict[str, Any]) -> str:
         f"{compute['flops_per_step'] / 1e12:,.1f} TFLOP a step",
         "data": f"{run['steps']:,} steps, {run['samples']:,} samples{data}",
         "time": time,
-        "disk": ", ".join(f"{name} {sizes[name]}" for name in ("checkpoint", "model_folder", "run_folder")),
+        "disk": ", ".join(
+            f"{name.replace('_', ' ')} {sizes[name]}" for name in ("checkpoint", "model_folder", "run_folder")
+        ),
         "parameters": ", ".join(f"{name} {n:,}" for name, n in plan["parameters"].items()),
     }
     stages = plan["memory"]

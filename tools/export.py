@@ -12,8 +12,6 @@ from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
-from probemb.models import load_model
-from probemb.models.formats import WITHOUT_BIAS, export_open_clip
 
 
 def main() -> int:
@@ -23,6 +21,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out} exists and is not an empty folder.", "Choose another --out.")
+
+    from probemb.models import load_model
+    from probemb.models.formats import WITHOUT_BIAS, export_open_clip
+
     model = load_model(options.model).model
     export_open_clip(model, options.out)
     print(f'{options.out}: open_clip.create_model_and_transforms("local-dir:{options.out}") loads it')

@@ -222,7 +222,7 @@ def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
     for number, path in paths.pending():
         if number >= state.shards:  # of a command that was killed before it had read its lists
             os.unlink(path)
-    with progress("Reading", sum(path.stat().st_size for path in new)) as advance:
+    with progress("Reading bytes", sum(path.stat().st_size for path in new)) as advance:
         for path in new:
             dropped, usable = Counter(), 0
             for row in read_list(state.corpus, path, advance, clean=state.settings["captions"] == "clean"):

@@ -45,7 +45,7 @@ def read_concept_shards(path: Path, seed: int, test: set[str] | None = None) -> 
     files = (one / name for one in (folder, folder.parent) for name in (CATEGORIES, f"{CATEGORIES}.gz"))
     file = next(filter(Path.is_file, files), None)
     if file is None:
-        raise UserError(f"There is no {CATEGORIES} beside {path}.", "Put it there: [{'id': 1, 'name': 'person'}, …].")
+        raise UserError(f"There is no {CATEGORIES} beside {path}.", 'Put it there: [{"id": 1, "name": "person"}, …].')
     categories = read_categories(file, {"categories": read_json(file)})
     number = {one: place for place, one in enumerate(categories)}
     images, held, names, splits = Images(places=[], source=str(path)), [], [], []
