@@ -203,8 +203,8 @@ def published_tuples(found: ConceptImages, lists: Path, k: int, split: str) -> t
             file = COMBINATIONS[name].file.format(k)
             notes.append(f"{left_out:,} of the {len(rows):,} of {file} are left out: {why}.")
     if not len(kept["seen"]):
-        what = f"{lists} has no {COMBINATIONS['seen'].file.format(k)} that the images have."
-        raise UserError(what, "Ask for another number of concepts.")
+        what = f"No combination of {lists / COMBINATIONS['seen'].file.format(k)} has an image in train and in {split}."
+        raise UserError(what, "Use more images, or ask for another number of concepts.")
     return kept, notes
 
 
