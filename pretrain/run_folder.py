@@ -30,8 +30,7 @@ from probemb.files import replace_file, replace_text
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.hub import save_model
 from probemb.options import to_dict, with_absolute_paths
-from probemb.runs.best import Best, best_until
-from probemb.runs.checkpoints import Snapshot, prune
+from probemb.runs.checkpoints import Best, Snapshot, best_until, prune
 from probemb.runs.copy import Copier, Copy
 from probemb.runs.lock import RunLock
 from probemb.runs.log import append_line, drop_lines_after, logged_lines, rsum_words, step_of, train_line

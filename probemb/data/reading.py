@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
+
+import numpy as np
 
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError, nearest
 
 MAX_FILE = 1 << 30  # bytes of an annotation file, unpacked
 MAX_ID = 2**63 - 1
+MAX_NPY_HEADER = 10_000  # bytes
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, csv.Error)
 REMEDY = "Correct the file, or fetch it again."
 AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it
@@ -248,3 +251,35 @@ def all_located(images: Images | UserError) -> Images:
     if isinstance(images, UserError):
         raise images
     return images
+
+
+# ------------------------------------------------------------------------------------------------------ arrays
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # hostile bytes fail in many ways
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def read_npy(file: str | os.PathLike | BinaryIO, *, mapped: bool = False) -> np.ndarray:
+    """The array of a .npy file, memory-mapped and read-only if `mapped`. Raises ValueError, OSError."""
+    with _refusing():
+        array = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise ValueError("it is an archive of arrays")
+    return array
+
+
+def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is in Fortran's order, and type of an array. Raises ValueError, OSError."""
+    with _refusing():
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if read is None:
+            raise ValueError(f"its format is {version}")
+        return read(file, max_header_size=MAX_NPY_HEADER)

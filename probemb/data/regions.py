@@ -16,8 +16,7 @@ import torch
 
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images, Place, read_place
-from probemb.data.npy import npy_header
-from probemb.data.reading import checked
+from probemb.data.reading import checked, npy_header
 from probemb.errors import UserError
 
 ENDING = "_ims.npy"

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.files import flush
+from probemb.files import flush, replace_text
 
 FORMAT, VERSION = "probemb training checkpoint", 1
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+BEST = "best.json"  # in the run folder: the best checkpoint by a metric
 
 logger = logging.getLogger(__name__)
 
@@ -238,3 +240,52 @@ def free_bytes(folder: Path) -> int:
     while not folder.is_dir():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+# -------------------------------------------------------------------------------------------------------- best
+
+
+@dataclass
+class Best:
+    """The steps that were the best of the run when they were evaluated, by a metric's name in the log.
+
+    `values`, by step, are each better than the one before: lower for a loss, else higher. The last is the best.
+    """
+
+    metric: str
+    values: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """The best step so far."""
+        return next(reversed(self.values), None)
+
+    def add(self, step: int, value: float) -> bool:
+        """Note the value of a later step, if it is the best so far; returns whether it is. NaN never is."""
+        sign = -1 if self.metric.endswith("loss") else 1
+        is_best = sign * value > (sign * self.values[self.step] if self.values else float("-inf"))
+        if is_best:
+            self.values[step] = value
+        return is_best
+
+    def write(self, run: Path) -> None:
+        """Write best.json. Raises OSError."""
+        steps = [{"step": step, "value": value} for step, value in self.values.items()]
+        replace_text(run / BEST, json.dumps({"metric": self.metric, "steps": steps}, indent=1) + "\n")
+
+
+def read_best(run: Path) -> Best | None:
+    """The best of a run; None without best.json, or if it is damaged."""
+    try:
+        content = json.loads((run / BEST).read_text(encoding="utf-8"))
+        return Best(str(content["metric"]), {int(one["step"]): float(one["value"]) for one in content["steps"]})
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def best_until(run: Path, step: int) -> Best | None:
+    """The best of a run that resumes from `step`, without later steps and those that have no whole checkpoint."""
+    if best := read_best(run):
+        complete = complete_steps(run)
+        best.values = {s: value for s, value in best.values.items() if s <= step and s in complete}
+    return best if best and best.values else None

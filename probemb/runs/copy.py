@@ -22,7 +22,6 @@ import fsspec
 
 from probemb.errors import UserError
 from probemb.files import flush
-from probemb.runs.best import read_best
 from probemb.runs.checkpoints import (
     OPTIMIZER,
     RANDOM,
@@ -30,6 +29,7 @@ from probemb.runs.checkpoints import (
     WEIGHTS,
     Damaged,
     complete_steps,
+    read_best,
     read_content,
     superfluous,
     verify_files,

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from probemb.data.npy import npy_header, read_npy
+from probemb.data.reading import npy_header, read_npy
 
 MAGIC = b"\x93NUMPY\x01\x00"
 

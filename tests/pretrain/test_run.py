@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import pretrain.run
 from probemb import load_model
 from probemb.cli.command import run_command
-from probemb.runs.best import NAME
+from probemb.runs.checkpoints import BEST
 from probemb.runs.copy import Copy
 from tests.forked import finish
 
@@ -189,7 +189,7 @@ def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):
         done = start(options, "--resume")
         assert done.returncode == 0, done.stderr
         assert [len([line for line in metrics(run) if f"{name}/rsum" in line]) for name in "ab"] == [1, 1]
-        assert json.loads((run / NAME).read_text())["steps"][-1]["step"] == 2
+        assert json.loads((run / BEST).read_text())["steps"][-1]["step"] == 2
         assert (run / "model-best" / "model.safetensors").exists()
     assert "is finished: 2 of 2 steps" in done.stdout
 

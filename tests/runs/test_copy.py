@@ -11,8 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from probemb import UserError
 from probemb.runs import copy
-from probemb.runs.best import Best
-from probemb.runs.checkpoints import WEIGHTS, complete_steps, find_checkpoint
+from probemb.runs.checkpoints import WEIGHTS, Best, complete_steps, find_checkpoint
 from probemb.runs.copy import Copier, Copy, check_copy, fetch_newest
 from tests.runs.test_folder import save
 

@@ -8,8 +8,18 @@ import torch
 from pretrain.config import Config, Data
 from probemb.errors import UserError
 from probemb.runs import lock
-from probemb.runs.best import NAME, Best, best_until
-from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, complete_steps, find_checkpoint, prune
+from probemb.runs.checkpoints import (
+    BEST,
+    OPTIMIZER,
+    RANDOM,
+    WEIGHTS,
+    Best,
+    Snapshot,
+    best_until,
+    complete_steps,
+    find_checkpoint,
+    prune,
+)
 from probemb.runs.folder import MAX_STARTS, count_start, newest_checkpoint
 from probemb.runs.lock import RunLock, refuse_locked
 from probemb.runs.output import RunOutput
@@ -40,7 +50,7 @@ def test_a_resumed_run_knows_the_best_that_it_still_has(tmp_path):
     assert best_until(tmp_path, 5).step == 2
     assert best_until(tmp_path, 1) is None
     for damaged in ("", "{}", "[1]", '{"metric": "rsum", "steps": [{"step": "x"}]}'):
-        (tmp_path / NAME).write_text(damaged)
+        (tmp_path / BEST).write_text(damaged)
         assert best_until(tmp_path, 9) is None
 
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from probemb.data.boxes.geometry import Box, clipped, grid_windows
 from probemb.data.boxes.phrases import PhraseDataset
-from probemb.data.npy import read_npy
-from probemb.data.reading import as_list, check_unique, checked, read_json, read_lines
+from probemb.data.reading import as_list, check_unique, checked, read_json, read_lines, read_npy
 from probemb.data.regions import ENDING, RegionImages, read_regions
 from probemb.errors import UserError
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from probemb.data.captions.dataset import CaptionDataset, Entry, assemble
 from probemb.data.captions.webdataset import read_scenes
-from probemb.data.npy import read_npy
 from probemb.data.reading import (
     as_inside,
     check_unique,
@@ -25,6 +24,7 @@ from probemb.data.reading import (
     read_bytes,
     read_json,
     read_lines,
+    read_npy,
     read_text,
 )
 from probemb.data.regions import ENDING, read_regions
