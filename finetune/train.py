@@ -32,7 +32,7 @@ from probemb.models import as_one, fill_word_vectors, save_model
 from probemb.models.architectures import reads_regions, reads_vectors
 from probemb.runs.checkpoints import read_state
 from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_endless_starts, refuse_full_disk
-from probemb.runs.log import METRICS, count, headline
+from probemb.runs.log import METRICS, count, headline, step_of
 from probemb.runs.preemption import Preemption
 
 
@@ -84,7 +84,7 @@ def train(config: Config, preemption: Preemption) -> int:
         loader.close()
         folder.close()
     if stopped:
-        say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; continue with --resume")
+        say(f"{step_of(trainer.step, steps)} | stopped by {preemption.description}; continue with --resume")
     for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
         say(line)
     if not stopped:

@@ -41,7 +41,7 @@ from probemb.runs.folder import (
     refuse_endless_starts,
     refuse_full_disk,
 )
-from probemb.runs.log import headline
+from probemb.runs.log import headline, step_of
 from probemb.runs.output import take_lock
 from probemb.runs.preemption import Preemption
 from probemb.runs.watchdog import Progress, Watchdog
@@ -117,7 +117,7 @@ def train(config: Config, preemption: Preemption) -> int:
         for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
             say(line)
     if stopped:
-        say(f"step {trainer.step}/{run.steps} | stopped by {preemption.description}; continue with --resume")
+        say(f"{step_of(trainer.step, run.steps)} | stopped by {preemption.description}; continue with --resume")
     elif run.position.step >= run.steps:
         say(f"{config.out} is finished: {run.position.step} of {run.steps} steps were done.")
     if config.remote_copy:  # all ranks wait: a launcher may end the others when one ends

@@ -13,7 +13,7 @@ from probemb.options import to_dict, to_yaml
 from probemb.runs.checkpoints import Snapshot, prune, set_aside_after
 from probemb.runs.folder import remove_leftovers
 from probemb.runs.lock import RunLock
-from probemb.runs.log import RunLog, start_wandb, train_line
+from probemb.runs.log import RunLog, start_wandb, step_of, train_line
 
 
 def take_lock(run: Path | str) -> RunLock | None:
@@ -133,7 +133,7 @@ class RunOutput:
         self.prune()
         more = self.write_more(snapshot)
         print(
-            f"step {snapshot.content['step']}/{self.steps} | saved {where}{more} "
+            f"{step_of(snapshot.content['step'], self.steps)} | saved {where}{more} "
             f"(training paused for {paused:.1f} s, written in {time.perf_counter() - began:.1f} s)",
             flush=True,
         )
