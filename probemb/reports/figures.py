@@ -1,20 +1,21 @@
 """Figures of reports, drawn with matplotlib: SVG inside a page, and PDF and PNG files for papers.
 
-Nothing here touches pyplot. The colours suit colour-blind readers.
+Nothing here touches pyplot or the user's matplotlib settings. The colours suit colour-blind readers.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from xml.etree import ElementTree
 
-import matplotlib
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
+from matplotlib.style import context
 from matplotlib.ticker import MaxNLocator
 
 from probemb.reports.text import number, printable
@@ -24,8 +25,7 @@ GOLD, RED, TEAL, PINK = "#8a6d00", "#c02f3c", "#2b8c8c", "#c05a9a"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, GOLD, TEAL, PINK, GREY, INK)
 WIDTH, HEIGHT = 5.2, 3.0  # inches
 LEGEND = 62  # letters of names in a row of the legend
-matplotlib.rcdefaults()
-matplotlib.rcParams.update({
+_STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 10,
     "text.parse_math": False,  # a $ in a name is a $
@@ -42,9 +42,21 @@ matplotlib.rcParams.update({
     "legend.frameon": False,
     "svg.fonttype": "path",  # the same letters everywhere
     "pdf.fonttype": 42,
-})  # fmt: skip
+}
 _SVG = "http://www.w3.org/2000/svg"
+_XLINK = "{http://www.w3.org/1999/xlink}"
 ElementTree.register_namespace("", _SVG)
+
+
+def _styled(method: Callable) -> Callable:
+    """Run with this module's style over matplotlib's defaults."""
+
+    @wraps(method)
+    def inside(*args, **kwargs):
+        with context(["default", _STYLE]):
+            return method(*args, **kwargs)
+
+    return inside
 
 
 class Chart:
@@ -55,6 +67,7 @@ class Chart:
         x_label, y_label: the axes' quantities, with units.
     """
 
+    @_styled
     def __init__(self, name: str, *, x_label: str, y_label: str):
         self.name, self._x_label, self._y_label = name, x_label, y_label
         self._figure = Figure(figsize=(WIDTH, HEIGHT), dpi=72, layout="constrained")  # at 72 a pixel is a point
@@ -64,6 +77,7 @@ class Chart:
         self._notes: list[tuple[float, float, float, str]] = []  # (x, y, radius, text) under the pointer
         self._finished = False
 
+    @_styled
     def line(
         self, xs: Sequence[float], ys: Sequence[float], name: str = "", colour: str = BLUE, *, dashed: bool = False,
         points: bool = False, spread: Sequence[float] | None = None, notes: Sequence[str] | None = None,
@@ -90,11 +104,13 @@ class Chart:
         ]
         return self.line(bins["uncertainty"], ys, points=True, spread=errors, notes=notes)
 
+    @_styled
     def level(self, y: float, name: str, colour: str = GREY) -> Chart:
         """A horizontal line for comparison."""
         self._axes.axhline(y, color=colour, linestyle="--", linewidth=1.1, zorder=1.5, label=printable(name))
         return self
 
+    @_styled
     def mark(self, x: float, y: float, name: str) -> Chart:
         """Highlight one point."""
         right = x > sum(self._axes.get_xlim()) / 2
@@ -103,6 +119,7 @@ class Chart:
         self._axes.annotate(printable(name), (x, y), (-6 if right else 6, 6), color=ORANGE, **place)
         return self
 
+    @_styled
     def cloud(
         self, points: Sequence[tuple[float, float, float, str]], name: str, colour: str = BLUE, marker: str = "o"
     ) -> Chart:
@@ -113,6 +130,7 @@ class Chart:
         self._notes += points
         return self
 
+    @_styled
     def ellipses(
         self, rows: Sequence[tuple[float, float, float, float, float, str]], name: str, colour: str = BLUE
     ) -> Chart:
@@ -124,6 +142,7 @@ class Chart:
         self._axes.set_aspect("equal", adjustable="datalim")
         return self.cloud([(x, y, 2, note) for x, y, _, _, _, note in rows], name, colour)
 
+    @_styled
     def bars(self, counts: Sequence[int], things: str) -> Chart:
         """Bars at x = 1, 2, ..., len(counts); `things` names what is counted."""
         ks = range(1, len(counts) + 1)
@@ -154,12 +173,14 @@ class Chart:
                     handle.set_sizes([30])
             self._figure.set_figheight(HEIGHT + 0.2 * (math.ceil(len(names) / columns) - 1))
 
+    @_styled
     def save(self, path: Path, format: str, generator: str = "") -> None:
         """Write "pdf", "png" (200 dots an inch) or "svg", on white."""
         self._finish()
         key = {"png": "Software", "pdf": "Creator", "svg": "Creator"}[format]
         self._figure.savefig(path, format=format, dpi=200, metadata={key: generator})
 
+    @_styled
     def svg(self) -> str:
         """An <svg> element for a page, with the notes of its points."""
         self._finish()
@@ -171,6 +192,8 @@ class Chart:
             for child in list(parent):
                 if child.tag.endswith(("metadata", "style")):  # a style would hold for the whole page
                     parent.remove(child)
+                elif target := child.attrib.pop(f"{_XLINK}href", None):  # HTML has no namespaces
+                    child.set("href", target)
         layer = ElementTree.SubElement(root, f"{{{_SVG}}}g", {"fill": "transparent"})
         for x, y, radius, note in self._notes:
             left, up = self._axes.transData.transform((x, y))

@@ -1,10 +1,13 @@
 """Figures: what stands in the SVG and in the files, and hostile names."""
 
+import runpy
 import warnings
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 
+from probemb.reports import figures
 from probemb.reports.figures import GREEN, Chart
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,6 +29,22 @@ def test_points_stand_where_they_belong_inside_the_picture():
     assert middle == pytest.approx((low + high) / 2, abs=0.2)
     xs = [float(circle.get("cx")) for circle in notes.values()]
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+
+
+def test_letters_and_marks_are_found_by_html():
+    svg = curve().svg()
+    root = ElementTree.fromstring(svg)
+    ids, uses = {element.get("id") for element in root.iter()}, list(root.iter(f"{SVG}use"))
+    assert len(uses) > 20
+    assert all(use.get("href", "").removeprefix("#") in ids for use in uses)
+    assert "xlink" not in svg
+
+
+def test_the_settings_of_matplotlib_stay():
+    with matplotlib.rc_context({"font.size": 33, "axes.grid": False}):
+        runpy.run_path(figures.__file__)
+        curve().svg()
+        assert (matplotlib.rcParams["font.size"], matplotlib.rcParams["axes.grid"]) == (33, False)
 
 
 def test_a_style_of_one_figure_does_not_hold_for_the_page():
