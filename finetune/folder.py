@@ -21,8 +21,8 @@ from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
 from probemb.options import to_dict, with_absolute_paths
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
+from probemb.runs.folder import RunOutput, take_lock
 from probemb.runs.log import composed_words, rsum_words, step_of
-from probemb.runs.output import RunOutput, take_lock
 
 FREE_TO_CHANGE = (
     *("out", "resume", "stop_after_epochs", "save_every", "keep_checkpoints", "log_every", "wandb", "engine"),
@@ -30,7 +30,6 @@ FREE_TO_CHANGE = (
     *("data.path", "data.images", "data.format", "data.train", "data.unpaired", "data.unpaired_images"),
     *("data.workers", "data.failure_share"),
 )
-DIGEST = ("pairs", "the training pairs", "path")  # see `refuse_another_run`
 VALIDATED = {"rsum": rsum_words, "r_precision": composed_words}  # what a validation's values have
 
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from finetune.config import PIXELS, Config, check, unused
 from finetune.data import Loader
-from finetune.folder import DIGEST, FREE_TO_CHANGE, RunFolder, load_checkpoint
+from finetune.folder import FREE_TO_CHANGE, RunFolder, load_checkpoint
 from finetune.methods import METHODS
 from finetune.recipe import make_schedule
 from finetune.task import ComposedTask, PairTask, Task
@@ -57,7 +57,7 @@ def train(config: Config, preemption: Preemption) -> int:
     identity, position = {"pairs": rows.digest}, Position()
     if earlier:
         saved = read_state(earlier)
-        refuse_another_run(config, saved, identity, earlier, FREE_TO_CHANGE, DIGEST)
+        refuse_another_run(config, saved, identity, earlier, FREE_TO_CHANGE)
         position = Position(**{field.name: saved[field.name] for field in fields(Position)})
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
     if position.epoch >= config.epochs:

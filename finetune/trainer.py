@@ -32,10 +32,9 @@ from probemb.errors import UserError
 from probemb.losses import LossOutput
 from probemb.models import DualEncoder, Encoded, as_one
 from probemb.models.dual_encoder import freeze_backbones
-from probemb.runs.log import METRICS, count
+from probemb.runs.log import METRICS, Window, count
 from probemb.runs.preemption import SIGNALS, Preemption
 from probemb.runs.watchdog import Progress, Watchdog
-from probemb.runs.window import Window
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -198,7 +197,7 @@ class Trainer:
                     due = config.save_every and self.step % config.save_every == 0
                     if due and self.step_in_epoch < self.epoch_steps:
                         self.folder.save(state, window.state())
-                        window.skip_time()
+                        window.restart_clock()
             # ----------------------------------------------------------------------------- average, evaluate, and save
             average = state.average
             if average is not None and self.schedule.averages(position.samples):
@@ -298,7 +297,8 @@ class Trainer:
 
     def _log(self) -> None:
         left = self.config.epochs * self.epoch_steps - self.step
-        values = self.window.close(self.config.batch_size, left)
+        values = self.window.read(self.config.batch_size, left)
+        self.window.restart()
         at = {"network": self.network + 1} if len(self.networks) > 1 else {}
         at |= {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
         lr = max(group["lr"] for group in self.state.optimizer.param_groups if group["name"] != "scalars")  # of heads

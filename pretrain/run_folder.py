@@ -1,6 +1,6 @@
 """Everything that a pretraining run writes, all of it into its folder:
 
-config.yaml, metrics.jsonl, tensorboard/, checkpoints/step-N/    see `probemb.runs.output`
+config.yaml, metrics.jsonl, tensorboard/, checkpoints/step-N/    see `probemb.runs.folder`
 model/                      the newest checkpoint's weights alone, for `load_model`
 model-best/, best.json      those of the best evaluation, with evaluate.best
 samples/rank-R.jsonl        keys of the samples of every step, with log_samples
@@ -32,9 +32,9 @@ from probemb.models.hub import save_model
 from probemb.options import to_dict, with_absolute_paths
 from probemb.runs.checkpoints import Best, Snapshot, best_until, prune
 from probemb.runs.copy import Copier, Copy
+from probemb.runs.folder import RunOutput
 from probemb.runs.lock import RunLock
 from probemb.runs.log import append_line, drop_lines_after, logged_lines, rsum_words, step_of, train_line
-from probemb.runs.output import RunOutput
 
 if TYPE_CHECKING:
     from pretrain.trainer import Position

@@ -40,9 +40,9 @@ from probemb.runs.folder import (
     refuse_another_run,
     refuse_endless_starts,
     refuse_full_disk,
+    take_lock,
 )
 from probemb.runs.log import headline, step_of
-from probemb.runs.output import take_lock
 from probemb.runs.preemption import Preemption
 from probemb.runs.watchdog import Progress, Watchdog
 
@@ -53,7 +53,6 @@ FREE_TO_CHANGE = (  # keys and groups of keys, when a run resumes
     *("out", "resume", "allow_changes", "stop_at_step", "log_every", "save_every", "keep_checkpoints", "keep_every"),
     *("on_nonfinite", "log_samples", "profile", "remote_copy", "wandb", "evaluate"),
 )
-DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
 
 
 @dataclass
@@ -184,7 +183,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     identity = {**stream.identity, "resize": config.data.resize, "augmentation": _listed(config.data.augmentation)}
     if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
         identity["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
-    if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)):
+    if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE)):
         then = f"the data resumes after {position.samples:,} samples seen, in its present order"
         say(f"resume  changed {'; '.join(changed)}; {then}")
     refuse_full_disk(config.out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))

@@ -33,9 +33,8 @@ from probemb.distributed import all_of
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.dual_encoder import DualEncoder, layer_rates, no_weight_decay
-from probemb.runs.log import step_of
+from probemb.runs.log import Window, step_of
 from probemb.runs.watchdog import Progress
-from probemb.runs.window import Window
 
 if TYPE_CHECKING:
     from pretrain.config import Config, Optimizer

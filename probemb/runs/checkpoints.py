@@ -7,7 +7,6 @@ continues during a write in a thread.
 import hashlib
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -22,7 +21,6 @@ from torch import Tensor
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
 
-FORMAT, VERSION = "probemb training checkpoint", 1
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 BEST = "best.json"  # in the run folder: the best checkpoint by a metric
 
@@ -56,7 +54,7 @@ class Snapshot(NamedTuple):
         """Write `run_dir`/checkpoints/step-N under a hidden name, flush it to disk, rename it; not collective.
 
         A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
-        Raises UserError: it could not be written; nothing of it is left then.
+        Raises OSError, with the checkpoint's name; nothing of it is left then.
         """
         target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
         partial, old = (target.with_name(f".{target.name}.{ending}") for ending in ("partial", "old"))
@@ -66,8 +64,7 @@ class Snapshot(NamedTuple):
                 shutil.rmtree(left, ignore_errors=True)
             partial.mkdir()
             files = {name: _write_tensors(partial / name, entries) for name, entries in self.tensors.items()}
-            content = {"format": FORMAT, "version": VERSION, **self.content, "files": files}
-            content = json.loads(json.dumps(content))  # as it will be read, for the sum
+            content = json.loads(json.dumps({**self.content, "files": files}))  # as it will be read, for the sum
             text = json.dumps({**content, "sha256": _sum_of(content)}, indent=1)
             (partial / STATE).write_text(text, encoding="utf-8")
             flush(partial / STATE)
@@ -78,10 +75,7 @@ class Snapshot(NamedTuple):
             flush(target.parent)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(
-                f"The checkpoint {target} could not be written: {error}.",
-                "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
-            ) from error
+            raise OSError(error.errno, error.strerror or str(error), str(target)) from error
         shutil.rmtree(old, ignore_errors=True)
         return target
 
@@ -98,44 +92,32 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | st
 
 
 def read_state(path: Path | str) -> dict[str, Any]:
-    """The `state` of a checkpoint, and its "step"; reads no tensors. Raises UserError: damaged, or another version."""
+    """The `state` of a checkpoint, and its "step"; reads no tensors. Raises Damaged."""
     content = read_content(Path(path))
     return {**content["state"], "step": content["step"]}
 
 
-def read_content(path: Path) -> dict[str, Any]:
-    """state.json, checked against its own sum and the files' sizes. Raises UserError: damaged, or another version."""
+def read_content(path: Path, verify: bool = False) -> dict[str, Any]:
+    """state.json, checked against its own sum and the sizes of the files; `verify`: also against their sums.
+
+    Raises Damaged.
+    """
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
-        ours = content["format"] == FORMAT
-    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        own = content.pop("sha256")
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise Damaged(path, f"{STATE} is missing or cannot be read ({type(error).__name__})") from None
-    if ours and content.get("version") != VERSION:
-        raise UserError(
-            f"The checkpoint {path} has format {content.get('version')!r}, and this program reads {VERSION}.",
-            "Resume with the version of probemb that wrote it.",
-        )
-    if not ours or content.pop("sha256", None) != _sum_of(content):
+    if own != _sum_of(content):
         raise Damaged(path, f"{STATE} has been changed since it was written")
-    for name in (WEIGHTS, OPTIMIZER, RANDOM):
+    for name, about in content["files"].items():
         try:
-            size, expected = (path / name).stat().st_size, content["files"][name]["bytes"]
-        except (OSError, KeyError):
-            raise Damaged(path, f"{name} is missing") from None
-        if size != expected:
-            raise Damaged(path, f"{name} has {size} bytes instead of {expected}")
-    return content
-
-
-def verify_files(path: Path, content: dict[str, Any]) -> None:
-    """Compare every file with its sum. Raises Damaged."""
-    for name in (WEIGHTS, OPTIMIZER, RANDOM):
-        try:
-            is_whole = _sha256(path / name) == content["files"][name]["sha256"]
+            if (size := (path / name).stat().st_size) != about["bytes"]:
+                raise Damaged(path, f"{name} has {size} bytes instead of {about['bytes']}")
+            if verify and _sha256(path / name) != about["sha256"]:
+                raise Damaged(path, f"the contents of {name} are not what was written")
         except OSError as error:
-            raise Damaged(path, f"{name} cannot be read ({error.strerror})") from None
-        if not is_whole:
-            raise Damaged(path, f"the contents of {name} are not what was written")
+            raise Damaged(path, f"{name} is missing or cannot be read ({error.strerror})") from None
+    return content
 
 
 def _sha256(path: Path) -> str:
@@ -148,32 +130,27 @@ def _sum_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def find_checkpoint(
-    run_dir: Path | str, verify: bool = False, tell: Callable[[str], object] | None = None
-) -> Path | None:
-    """The newest complete checkpoint of a run, or None if none was ever finished; not collective.
+def find_checkpoint(run_dir: Path | str, tell: Callable[[str], object] = logger.warning) -> Path | None:
+    """The newest checkpoint of a run whose files have their sums, or None if none was ever finished; not collective.
 
-    `verify`: also compare every file with its sum, not its size alone; `tell`: gets a sentence for every newer one that
-    is skipped. Raises UserError: all checkpoints are damaged, or one has another version.
+    `tell` gets a sentence for every newer one, which is damaged. Raises UserError: all are.
     """
     found = _finished(run_dir)
-    for path in found:
+    for path in found.values():
         try:
-            content = read_content(path)
-            if verify:
-                verify_files(path, content)
+            read_content(path, verify=True)
             return path
         except Damaged as error:
-            (tell or logger.warning)(f"{error.what} It is skipped.")
+            tell(f"{error.what} It is skipped.")
     if found:
-        raise UserError(f"Every checkpoint in {found[0].parent} is damaged.", "Restore one, or start a new run.")
+        raise UserError(f"Every checkpoint in {run_dir}/checkpoints is damaged.", "Restore one, or start a new run.")
     return None
 
 
 def restore_replaced(run_dir: Path | str) -> None:
     """Give a checkpoint its name back whose replacement was killed between the two renames; no job writes the run."""
     for old in (Path(run_dir) / "checkpoints").glob(".step-*.old"):
-        target = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+        target = old.with_name(old.stem.removeprefix("."))
         if not target.exists():
             with suppress(OSError):  # another rank was quicker
                 old.rename(target)
@@ -183,8 +160,8 @@ def set_aside_after(run_dir: Path | str, step: int) -> None:
     """Hide the checkpoints after the step that a run resumes from: they are damaged, and `prune`, which compares no
     sums, would keep them in place of new ones. The next write deletes them. Raises OSError.
     """
-    for path in _finished(run_dir):
-        if _step(path) > step:
+    for number, path in _finished(run_dir).items():
+        if number > step:
             gone = path.with_name(f".{path.name}.damaged")
             shutil.rmtree(gone, ignore_errors=True)
             path.rename(gone)
@@ -196,7 +173,7 @@ def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[
 
     One that cannot be deleted is logged and does not stop training.
     """
-    found = {_step(path): path for path in _finished(run_dir)}
+    found = _finished(run_dir)
     for step in superfluous(found, complete_steps(run_dir), keep, keep_every, also):
         gone = found[step].with_name(f".step-{step}.deleted")  # a half-deleted one must not look like a checkpoint
         try:
@@ -217,32 +194,17 @@ def superfluous(
 def complete_steps(run_dir: Path | str) -> list[int]:
     """Steps of the complete checkpoints, newest first; sizes are checked, sums are not."""
     found = []
-    for path in _finished(run_dir):
-        with suppress(UserError):
+    for step, path in _finished(run_dir).items():
+        with suppress(Damaged):
             read_content(path)
-            found.append(_step(path))
+            found.append(step)
     return found
 
 
-def _finished(run_dir: Path | str) -> list[Path]:
-    """All step-N, newest first."""
-    found = [p for p in (Path(run_dir) / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-    return sorted(found, key=_step, reverse=True)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def free_bytes(folder: Path) -> int:
-    """Free space on the disk of a folder, which need not exist yet."""
-    folder = folder.absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-# -------------------------------------------------------------------------------------------------------- best
+def _finished(run_dir: Path | str) -> dict[int, Path]:
+    """Every checkpoints/step-N by its step, newest first."""
+    paths = {path.name.removeprefix("step-"): path for path in (Path(run_dir) / "checkpoints").glob("step-*")}
+    return {int(step): paths[step] for step in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
 
 
 @dataclass

@@ -3,8 +3,7 @@
     ADDRESS/checkpoints/step-N/…    as in the run folder; a step with a state.json, written last, is complete
     ADDRESS/config.yaml, metrics.jsonl, best.json
 
-A thread of rank 0 keeps it up to date. Every operation has a deadline and a thread of its own, which is abandoned when
-a server hangs: the run neither waits for the copy nor fails with it.
+A thread of rank 0 keeps it up to date: the run neither waits for the copy nor fails with it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
@@ -32,22 +32,16 @@ from probemb.runs.checkpoints import (
     read_best,
     read_content,
     superfluous,
-    verify_files,
 )
 
 SMALL = ("config.yaml", "metrics.jsonl", "best.json")
-PATIENCE, SLOWEST = 120.0, 1e6  # deadline of an operation: seconds, and bytes a second
-PAUSES = (10.0, 60.0, 600.0)  # seconds after the first failure in a row, the second, and all others
+PAUSE = 60.0  # seconds after a failure
 ATTEMPTS_AT_END = 3
 LOCK = ".fetching"
 
 
-class CopyFailed(Exception):
-    """An operation on a copy failed; the text is the reason."""
-
-
 class Copy:
-    """The copy at an address that fsspec knows, or in a folder. Its methods raise CopyFailed."""
+    """The copy at an address that fsspec knows, or in a folder. Its methods raise whatever the file system raises."""
 
     def __init__(self, address: str):
         self.address = address
@@ -55,16 +49,34 @@ class Copy:
     def __str__(self) -> str:
         return re.sub(r"(?<=://)[^/@]*@|\?.*", "", self.address)  # without secrets
 
+    def reason(self, error: Exception) -> str:
+        """An error of the file system in a few words, without secrets."""
+        return f"{type(error).__name__}: {' '.join(str(error).split()).replace(self.address, str(self))[:300]}"
+
+    def unusable(self, error: Exception) -> UserError:
+        return UserError(
+            f"The remote copy {self} cannot be reached or written ({self.reason(error)}).",
+            "Check the address and the credentials (s3:// needs `pip install 'probemb[s3]'`), or try again.",
+        )
+
+    @cached_property
+    def _place(self) -> tuple[fsspec.AbstractFileSystem, str]:
+        return fsspec.url_to_fs(self.address, skip_instance_cache=True, use_listings_cache=False)
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first."""
-        found = [re.search(rf"/step-(\d+)/{STATE}$", name) for name in self._do("find", "checkpoints", missing=[])]
+        files, root = self._place
+        found = []
+        with suppress(FileNotFoundError):
+            found = [re.search(rf"/step-(\d+)/{STATE}$", name) for name in files.find(f"{root}/checkpoints")]
         return sorted((int(one[1]) for one in found if one), reverse=True)
 
     def try_writing(self) -> None:
         """Write a small file and remove it again."""
-        self._do("makedirs", "", exist_ok=True)
-        self._do("touch", ".writable")
-        self._do("rm_file", ".writable")
+        files, root = self._place
+        files.makedirs(root, exist_ok=True)
+        files.touch(f"{root}/.writable")
+        files.rm_file(f"{root}/.writable")
 
     def put(self, folder: Path) -> None:
         """Copy a checkpoint; one of the same step is replaced."""
@@ -73,47 +85,25 @@ class Copy:
             self.put_file(file, f"checkpoints/{folder.name}/{file.name}")
 
     def put_file(self, file: Path, name: str) -> None:
-        """Copy a file, which gets its name when it is complete; of a checkpoint only the last one needs to."""
-        aside = name if name.endswith(".safetensors") else f"{name}.partial"
-        self._do("makedirs", os.path.dirname(name), exist_ok=True)
-        self._do("put_file", file, aside, bytes=file.stat().st_size)
-        if aside != name:
-            self._do("mv", aside, name)
+        """Copy a file."""
+        files, root = self._place
+        files.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
+        files.put_file(str(file), f"{root}/{name}")
 
     def get(self, name: str, file: Path) -> None:
         """Fetch a file, if it exists."""
-        if size := self._do("size", name, missing=0):
-            self._do("get_file", name, file, bytes=size)
+        files, root = self._place
+        if files.exists(f"{root}/{name}"):
+            files.get_file(f"{root}/{name}", str(file))
 
     def remove(self, steps: Collection[int]) -> None:
         """Remove checkpoints, what makes them complete first."""
-        for folder in (f"checkpoints/step-{step}" for step in steps):
-            self._do("rm_file", f"{folder}/{STATE}", missing=True)
-            self._do("rm", folder, recursive=True, missing=True)
-
-    def _do(self, method: str, *places: str | Path, missing: Any = None, bytes: int = 0, **options) -> Any:
-        """The result of a file system's method for files of the copy (str) and here (Path); `missing` if it raises
-        FileNotFoundError.
-        """
-        found: dict[str, Any] = {"error": TimeoutError("no answer")}
-
-        def run() -> None:
-            try:
-                files, root = fsspec.url_to_fs(self.address, skip_instance_cache=True, use_listings_cache=False)
-                paths = [str(one) if isinstance(one, Path) else f"{root.rstrip('/')}/{one}" for one in places]
-                found.update(result=getattr(files, method)(*paths, **options), error=None)
-            except FileNotFoundError as error:
-                found.update(result=missing, error=None if missing is not None else error)
-            except Exception as error:  # any, of any package
-                found["error"] = error
-
-        thread = threading.Thread(target=run, daemon=True, name="remote-copy-operation")
-        thread.start()
-        thread.join(PATIENCE + bytes / SLOWEST)
-        if (error := found["error"]) is None:
-            return found["result"]
-        reason = " ".join(str(error).split()).replace(self.address, str(self))[:300]
-        raise CopyFailed(f"{type(error).__name__}: {reason}")
+        files, root = self._place
+        for folder in (f"{root}/checkpoints/step-{step}" for step in steps):
+            with suppress(FileNotFoundError):
+                files.rm_file(f"{folder}/{STATE}")
+            with suppress(FileNotFoundError):
+                files.rm(folder, recursive=True)
 
 
 class Copier:
@@ -134,7 +124,7 @@ class Copier:
         self.in_use: frozenset[int] = frozenset()  # the step that is being copied; its checkpoint must stay
         self._step, self._copied = step, set[int]()
         self._due, self._closing = threading.Event(), threading.Event()
-        # A daemon: what is not copied when a run fails is copied by the next start.
+        # A daemon: what is not copied when a run fails, or while a server hangs, is copied by the next start.
         self._thread = threading.Thread(target=self._work, daemon=True, name="remote-copy")
         self._thread.start()
 
@@ -151,21 +141,17 @@ class Copier:
             print(f"remote copy {self.copy}: not up to date after {seconds:.0f} s; --resume completes it", flush=True)
 
     def _work(self) -> None:
-        failures = last_attempts = 0
-        while True:
-            pause = PAUSES[0 if last_attempts else min(failures, len(PAUSES)) - 1]
-            self._due.wait(pause if failures else None)
+        reason, attempts = None, 0
+        while attempts < ATTEMPTS_AT_END:
+            self._due.wait(PAUSE if reason else None)
             self._due.clear()
-            closing = self._closing.is_set()
+            attempts += self._closing.is_set()
             reason = self._bring_up_to_date()
-            failures = failures + 1 if reason else 0
-            last_attempts += closing
-            if closing and (not reason or last_attempts == ATTEMPTS_AT_END):
-                if reason:
-                    print(f"remote copy {self.copy}: not up to date ({reason}); --resume completes it", flush=True)
-                return
             if reason:
-                print(f"remote copy {self.copy}: failed ({reason}); it is tried again", flush=True)
+                then = "it is tried again" if attempts < ATTEMPTS_AT_END else "--resume completes it"
+                print(f"remote copy {self.copy}: failed ({reason}); {then}", flush=True)
+            elif attempts:
+                return
 
     def _bring_up_to_date(self) -> str | None:
         """The reason of a failure, or None."""
@@ -181,8 +167,8 @@ class Copier:
                 if (self.run / name).exists():
                     self.copy.put_file(self.run / name, name)
             self.copy.remove(superfluous(there, there, self.keep, self.keep_every, self.protected()))
-        except (CopyFailed, OSError) as error:
-            return str(error)
+        except Exception as error:  # any, of any package
+            return self.copy.reason(error)
         finally:
             self.in_use = frozenset()
         return None
@@ -204,16 +190,16 @@ def check_copy(copy: Copy, out: str | Path, step: int | None, tell: Callable[[st
     try:
         there = copy.steps()
         copy.try_writing()
-    except CopyFailed as error:
+    except Exception as error:  # any, of any package
         if step is None:
-            raise _unreachable(copy, error) from None
-        tell(f"The remote copy {copy} cannot be reached or written ({error}); the run tries again.")
+            raise copy.unusable(error) from None
+        tell(f"{copy.unusable(error).what} The run tries again.")
         return
     if there and step is None:
         raise UserError(
             f"The remote copy {copy} already holds a run.", "Add --resume to continue it, or name another place."
         )
-    if step is not None and there and there[0] > step:
+    if there and there[0] > step:
         raise UserError(
             f"The remote copy {copy} has step {there[0]}, and the run would resume from step {step}.",
             "Resume in an empty --out to continue from the copy, or name another place for this one.",
@@ -238,22 +224,20 @@ def fetch_newest(copy: Copy, run: Path, tell: Callable[[str], object]) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not complete_steps(run):
                 _fetch(copy, run, steps, tell)
-    except CopyFailed as error:
-        raise _unreachable(copy, error) from None
-    except OSError as error:
-        raise UserError(f"{run} cannot be written ({error.strerror or error}).", "Choose another --out.") from None
+    except UserError:
+        raise
+    except Exception as error:  # any, of any package
+        raise copy.unusable(error) from None
 
 
 def _fetch(copy: Copy, run: Path, steps: list[int], tell: Callable[[str], object]) -> None:
     newest = next((step for step in steps if _fetch_step(copy, run, step, tell)), None)
     if newest is None:
         raise UserError(f"Every checkpoint in {copy} is damaged.", "Restore one, or start a new run elsewhere.")
-    for name in SMALL:  # the configuration first: with it the folder is a run's for other ranks
-        copy.get(name, hidden := run / "checkpoints" / f".{name}.fetched")
-        if hidden.exists():
-            hidden.replace(run / name)
+    for name in SMALL:
+        copy.get(name, run / name)
     marked = read_best(run)
-    best = [marked.step] if marked and marked.step in steps and marked.step < newest else []
+    best = [step for step in steps if marked and step == marked.step and step < newest]
     for step in [step for step in best if _fetch_step(copy, run, step, tell)] + [newest]:
         _fetched(run, step).rename(run / "checkpoints" / f"step-{step}")
         flush(run / "checkpoints")
@@ -268,7 +252,7 @@ def _fetch_step(copy: Copy, run: Path, step: int, tell: Callable[[str], object])
     try:
         for name in (WEIGHTS, OPTIMIZER, RANDOM, STATE):
             copy.get(f"checkpoints/step-{step}/{name}", folder / name)
-        verify_files(folder, read_content(folder))
+        read_content(folder, verify=True)
     except Damaged as error:
         tell(f"{error.what} It is skipped.")
         shutil.rmtree(folder)
@@ -280,10 +264,3 @@ def _fetch_step(copy: Copy, run: Path, step: int, tell: Callable[[str], object])
 
 def _fetched(run: Path, step: int) -> Path:
     return run / "checkpoints" / f".step-{step}.fetched"
-
-
-def _unreachable(copy: Copy, error: CopyFailed) -> UserError:
-    return UserError(
-        f"The remote copy {copy} cannot be reached or written ({error}).",
-        "Check the address and the credentials (s3:// needs `pip install 'probemb[s3]'`), or try again.",
-    )

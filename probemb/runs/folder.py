@@ -1,30 +1,30 @@
-"""Checks of a run folder before a run starts (checkpoint to resume from, files in the way, free space), and a limit on
-starts without a step.
-"""
+"""A run folder: what it may hold when a run starts, and what every run writes to it."""
 
-import re
+import shutil
+import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from probemb.distributed import all_of, is_main
+from probemb.distributed import agree, all_of, is_main, on_main
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.options import to_dict, with_absolute_paths
-from probemb.runs.checkpoints import find_checkpoint, free_bytes, restore_replaced
-from probemb.runs.lock import NAME as LOCK
-from probemb.runs.lock import refuse_locked
+from probemb.options import to_dict, to_yaml, with_absolute_paths
+from probemb.runs.checkpoints import Snapshot, find_checkpoint, prune, restore_replaced, set_aside_after
+from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
+from probemb.runs.log import RunLog, start_wandb, step_of, train_line
 
 BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
-MAX_STARTS = 3
 
 
+# ------------------------------------------------------------------------------------------------ before a run starts
 def newest_checkpoint(
     out: str | Path,
     resume: bool,
-    tell: Callable[[str], object] | None = None,
+    tell: Callable[[str], object] = print,
     minutes: float = 0.0,
     trains: bool = True,
     fetch: Callable[[], object] = lambda: None,
@@ -40,39 +40,22 @@ def newest_checkpoint(
     run = Path(out)
     refuse_locked(run, minutes if resume else 0.0, tell)
     restore_replaced(run)
-    names = _names(run)
-    saved, configured = find_checkpoint(run, tell=lambda line: None), _is_configured(run)
-    begun = names <= {"checkpoints"} and all(path.name.startswith(".") for path in (run / "checkpoints").glob("*"))
-    if not resume and (saved or configured):
-        raise UserError(f"{run} already holds a run.", "Add --resume to continue it, or choose another --out.")
-    if names and not (resume and (saved or configured or begun)):
-        raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
+    is_run = (run / "checkpoints").is_dir()  # the first that a run writes
+    other = UserError(
+        f"{run} holds something else than a run, or a run without its checkpoints, which a new run would overwrite.",
+        "Choose another --out, or put checkpoints/ back and add --resume.",
+    )
+    if not is_run and any(path.name != "wandb" for path in run.glob("[!.]*")):
+        raise other
     if not resume:
+        if is_run:
+            raise UserError(f"{run} already holds a run.", "Add --resume to continue it, or choose another --out.")
         return None
     fetch()
-    earlier = find_checkpoint(run, verify=True, tell=tell)
-    logged = (run / "metrics.jsonl").exists() and not (run / "checkpoints").exists()
-    if not earlier and trains and (logged or any(run.glob("model*/*"))):
-        raise UserError(
-            f"{run} holds a run without its checkpoints: starting again would overwrite its model and metrics.",
-            "Put checkpoints/ back to continue it, or choose another --out.",
-        )
+    earlier = find_checkpoint(run, tell)
+    if not earlier and trains and any(run.glob("model*/*")):
+        raise other
     return earlier
-
-
-def _names(run: Path) -> set[str]:
-    """The names in a folder, without those left by an attempt that was killed before it started."""
-    if not run.is_dir():
-        return {run.name} if run.exists() else set()
-    return {p.name for p in run.iterdir() if p.name not in (LOCK, "wandb") and not p.name.startswith(".config.yaml.")}
-
-
-def _is_configured(run: Path) -> bool:
-    """True if a folder has the config.yaml of a run."""
-    try:
-        return re.search(r"^out:", (run / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE) is not None
-    except (OSError, ValueError):
-        return False
 
 
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average: bool = False) -> None:
@@ -82,74 +65,49 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average
     `model`: all that is trained; several networks count as one model. `average`: checkpoints have one of its weights.
     """
     n = sum(p.numel() for p in model.parameters())
-    needed, free = n * (BYTES_OF_CHECKPOINT + (models + average) * BYTES_OF_MODEL), free_bytes(Path(out))
+    needed = n * (BYTES_OF_CHECKPOINT + (models + average) * BYTES_OF_MODEL)
+    path = Path(out).absolute()
+    free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
     if free < needed:
-        what = "one model" if models == 1 else f"{models} models"
         raise UserError(
-            f"The disk of {out} has {_size(free)} free, and one checkpoint and {what} of {n:,} parameters need "
-            f"{_size(needed)}.",
+            f"The disk of {out} has {free / 1e6:,.1f} MB free; a checkpoint of {n:,} parameters and the exported "
+            f"weights need {needed / 1e6:,.1f} MB.",
             "Make room, or choose an --out on another disk.",
         )
 
 
-def _size(n: int) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
-
-
-def _changes(before: dict, now: dict, free: tuple[str, ...] = (), prefix: str = "") -> list[tuple[str, object, object]]:
-    """(dotted key, before, now) of the differences of nested dictionaries, without `free` keys and groups."""
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return [(prefix, before, now)] if before != now else []
-    keys = {name: f"{prefix}.{name}" if prefix else name for name in sorted({*before, *now})}
-    pairs = [(key, before.get(name), now.get(name)) for name, key in keys.items() if key not in free]
-    return [change for key, a, b in pairs for change in _changes(a, b, free, key)]
-
-
-def refuse_another_run(
-    config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...], digest: tuple[str, str, str]
-) -> list[str]:
+def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...]) -> list[str]:
     """Refuse to resume with other data, another model or another recipe, unless `config.allow_changes` is set.
 
     Args:
         state: of the checkpoint `earlier`: its "config", and "data", the identity of its data.
         identity: settings and data that the batches depend on.
         free: keys of the configuration, and groups of them, that may change.
-        digest: key of the data sum in `identity`, its name in messages, and the key of the paths in `config.data`.
 
     Returns the changes, "KEY: BEFORE -> NOW" each. Raises UserError, which names them.
     """
-    before, now = (with_absolute_paths(one, config) for one in (state["config"], to_dict(config)))
-    changed = _changes(before, now, free)
-    known = {key for key, _, _ in changed}
-    sum_key, called, path_key = digest
-    for key, old, new in _changes(state["data"], identity):
-        if key == sum_key:  # two sums say little: name the paths too
-            paths = [one["data"][path_key] for one in (before, now)]
-            paths = [path if isinstance(path, str) else " ".join(path) for path in paths]
-            old, new = (f"{value} ({path})" for value, path in zip((old, new), paths))
-        if key not in known:
-            changed.append((called if key == sum_key else f"data.{key}", old, new))
-    found = [f"{key}: {old} -> {new}" for key, old, new in changed]
-    may_allow = hasattr(config, "allow_changes")
-    if found and not (may_allow and config.allow_changes):
+    before, now = (_flat(with_absolute_paths(one, config)) for one in (state["config"], to_dict(config)))
+    keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
+    changes = {key: (before.get(key), now.get(key)) for key in keys}
+    before, now = _flat(state["data"], "data."), _flat(identity, "data.")
+    changes = {key: (before.get(key), now.get(key)) for key in {**before, **now}} | changes
+    found = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if old != new]
+    allowed = getattr(config, "allow_changes", None)  # None: such runs have no such option
+    if found and not allowed:
         raise UserError(
             f"The run is not the one that {earlier} belongs to: {'; '.join(found)}.",
             "Resume with the settings in the run folder's config.yaml (--config) and the same data, "
-            f"{'pass --allow-changes, ' if may_allow else ''}or start a new run with another --out.",
+            f"{'' if allowed is None else 'pass --allow-changes, '}or start a new run with another --out.",
         )
     return found
 
 
-def remove_leftovers(run: Path) -> None:
-    """Remove files that a killed attempt was writing, under our temporary names and under safetensors' own."""
-    models = ("model", "model-best", "model-second", "model-swa", "model-swa-second")
-    for pattern in (
-        ".config.yaml.*",
-        ".metrics.jsonl.*",
-        *(f"{name}/{mark}" for name in models for mark in (".*.*", ".tmp*")),
-    ):
-        for left in run.glob(pattern):
-            left.unlink(missing_ok=True)
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as dotted ones."""
+    found = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def refuse_endless_starts(run: Path, first: int, step: int) -> None:
@@ -168,19 +126,145 @@ def refuse_endless_starts(run: Path, first: int, step: int) -> None:
         )
 
 
-def count_start(file: Path, first: int, now: int) -> int:
-    """Starts in a row, this one included, that ended where they had begun; kept in `file`, "POSITION COUNT", whose
-    errors do not decide anything. After `MAX_STARTS` the count begins again.
+def take_lock(run: Path | str) -> RunLock | None:
+    """The lock of a run folder, on rank 0, and None on the others; collective.
+
+    Raises UserError on all ranks: another job holds it, or the folder cannot be written.
     """
-    count = 0
-    if now == first:
-        with suppress(OSError, ValueError):
-            at, before = map(int, file.read_text().split())
-            count = before if at == now else 0
-        count += 1
-    with suppress(OSError):
-        if 0 < count < MAX_STARTS:
-            replace_text(file, f"{now} {count}\n")
-        else:
-            file.unlink(missing_ok=True)
-    return count
+    return on_main(lambda: RunLock(Path(run)), run, "Choose another --out.")
+
+
+# ------------------------------------------------------------------------------------------------------ what it writes
+class RunOutput:
+    """config.yaml, metrics.jsonl, tensorboard/ and checkpoints/. Every rank holds one, as saving is collective; rank 0
+    writes.
+
+    Checkpoints are written in a thread during training. A step waits for the copy to rank 0's memory, and for the
+    previous write if that is still in progress. An error of the thread is kept until `check`, which raises it on every
+    rank.
+
+    Args:
+        config: resolved; has out, wandb, keep_checkpoints and perhaps keep_every.
+        step: the step that the run resumes from.
+        steps: length of the whole run.
+        lock: of the folder, on rank 0; a folder that is deleted meanwhile ends the run.
+
+    Raises UserError on all ranks: the folder cannot be written.
+    """
+
+    def __init__(self, config, step: int, steps: int, lock: RunLock | None = None):
+        self.path, self.config, self.steps, self.lock = Path(config.out), config, steps, lock
+        self.is_main = is_main()
+        self.protected: frozenset[int] = frozenset()  # steps whose checkpoints stay
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self.log: RunLog | None = on_main(lambda: self._begin(step), self.path, "Choose another --out.")
+
+    def _begin(self, step: int) -> RunLog:
+        self.path.mkdir(parents=True, exist_ok=True)
+        wandb = start_wandb(self.config.wandb, self.path, to_dict(self.config))  # first: the login may fail
+        (self.path / "checkpoints").mkdir(exist_ok=True)
+        for pattern in (".*.*", "model*/.*.*", "model*/.tmp*"):  # of a killed attempt: ours, and safetensors' own
+            for left in self.path.glob(pattern):
+                left.unlink(missing_ok=True)
+        set_aside_after(self.path, step)
+        replace_text(self.path / "config.yaml", to_yaml(self.config))
+        return RunLog(self.path, step, wandb)
+
+    def line(self, step: int, values: dict[str, float]) -> str:
+        """The progress line; `values` as in metrics.jsonl."""
+        return train_line(step, self.steps, values)
+
+    def report(self, step: int, values: dict[str, float]) -> None:
+        """Log a step and print its progress line."""
+        if self.log:
+            self.log.write(step, values)
+            print(self.line(step, values), flush=True)
+            self._failure = self._failure or self._explained(None)
+
+    @property
+    def failed(self) -> bool:
+        """True if a checkpoint could not be written, or the folder is gone, on this rank."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise the error of any rank on all of them; collective."""
+        failure, self._failure = self._failure, None
+        agree(failure)
+
+    def write(self, take: Callable[[], Snapshot | None], then: Callable[[], None] = lambda: None) -> None:
+        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective.
+
+        Raises UserError on all ranks: the previous one could not be written.
+        """
+        began = time.perf_counter()
+        self.finish()
+        if snapshot := take():
+            paused = time.perf_counter() - began
+            self.start(lambda: (self._write(snapshot, paused), then()))
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Run a job in the thread, when nothing is being written.
+
+        The thread is not a daemon: a process that ends, also with Ctrl-C, finishes its writes.
+        """
+
+        def run() -> None:
+            self._failure = self._failure or self._explained(None)
+            try:
+                if not self._failure:  # or a deleted folder would be recreated without the rest of the run
+                    job()
+            except Exception as error:
+                self._failure = self._explained(error)
+
+        self._wait()
+        self._thread = threading.Thread(target=run, name="checkpoint-writer")
+        self._thread.start()
+
+    def _explained(self, error: Exception | None) -> Exception | None:
+        """The error for the person who started the run; also without one, if the folder is gone."""
+        if self.lock and not self.lock.is_current():
+            return UserError(
+                f"The run folder is gone: {self.path} was deleted or replaced while the run was writing it.",
+                "Start the run again, or put the folder back and continue with --resume.",
+            )
+        if not isinstance(error, OSError):
+            return error
+        return UserError(
+            f"{error.filename or self.path} could not be written: {error.strerror or error}.",
+            "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
+        )
+
+    def _write(self, snapshot: Snapshot, paused: float) -> None:
+        began = time.perf_counter()
+        where = snapshot.write(self.path)
+        self.prune()
+        more = self.write_more(snapshot)
+        print(
+            f"{step_of(snapshot.content['step'], self.steps)} | saved {where}{more} "
+            f"(training paused for {paused:.1f} s, written in {time.perf_counter() - began:.1f} s)",
+            flush=True,
+        )
+
+    def prune(self) -> None:
+        """Delete checkpoints that are not to be kept."""
+        prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0), self.protected)
+
+    def write_more(self, snapshot: Snapshot) -> str:
+        """Hook, called in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""
+        return ""
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Wait until everything is written; collective. Raises UserError on all ranks: a write failed."""
+        self._wait()
+        self.check()
+
+    def close(self) -> None:
+        """Finish writes and close the log; not collective, never raises."""
+        self._wait()
+        if self.log:
+            self.log.close()

@@ -1,4 +1,4 @@
-"""The lock of a run folder: rank 0 holds it for the life of the run, and it ends with the process."""
+"""One job at a time, and none that starts forever: the lock of a run folder, and a limit on starts without progress."""
 
 import errno
 import fcntl
@@ -7,29 +7,30 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from probemb.errors import UserError
+from probemb.files import replace_text
 
 NAME = ".lock"
 PATIENCE = 2.0  # seconds in which a process that was just killed, or only checks, releases the lock
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # such a file system, like Lustre without -o flock
+MAX_STARTS = 3
 
 
 class RunLock:
     """The lock of a run folder, which is made if it is missing; the lock file names the host and process that hold it.
 
-    It is flock's: it also holds between machines where the file system supports that (NFS does, Lustre with `-o
-    flock`). Without locks, a warning is printed and the run continues. Raises UserError: another job holds it.
+    It is flock's, ends with the process, and also holds between machines where the file system supports that (NFS does,
+    Lustre with `-o flock`). Without locks, a warning is printed and the run continues. Raises UserError: another job
+    holds it.
     """
 
     def __init__(self, run: Path):
         run.mkdir(parents=True, exist_ok=True)
         self._file = open(run / NAME, "a+", encoding="utf-8")  # noqa: SIM115  held open for the life of the run
-        if not _take(self._file, fcntl.LOCK_EX, run):
-            holder = _holder(self._file)
-            self._file.close()
-            raise _in_use(run, holder)
+        _take(self._file, fcntl.LOCK_EX, run)
         self._file.truncate(0)
         self._file.write(f"{socket.gethostname()} {os.getpid()}\n")
         self._file.flush()
@@ -38,16 +39,14 @@ class RunLock:
         """True if the lock is still the folder's; somebody may have removed or replaced the folder."""
         try:
             return os.path.samestat(os.stat(self._file.name), os.fstat(self._file.fileno()))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:  # says nothing about the folder
-            return True
+        except OSError as error:  # others say nothing about the folder
+            return not isinstance(error, (FileNotFoundError, NotADirectoryError))
 
     def release(self) -> None:
         self._file.close()
 
 
-def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object] | None = None) -> None:
+def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object] = print) -> None:
     """Refuse a folder that another job writes; writes nothing.
 
     Where Slurm has started this job again, the other one may be its earlier start, on a machine that Slurm has lost but
@@ -55,51 +54,49 @@ def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object]
 
     Raises UserError, which names the host and process.
     """
-    try:
-        file = open(run / NAME, encoding="utf-8")  # noqa: SIM115
-    except OSError:
-        return
-    with file:
-        if _take(file, fcntl.LOCK_SH, run):
-            return
-        holder = _holder(file)
-        if minutes and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-            (tell or print)(
-                f"{run} is in use: {holder} is writing it. If it is an earlier start of this job, on a machine that "
-                f"was lost, it ends by itself; waiting up to {minutes:g} minutes (engine.timeout)"
-            )
-            if _take(file, fcntl.LOCK_SH, run, 60 * minutes):
-                return
-        raise _in_use(run, holder)
+    with suppress(FileNotFoundError, NotADirectoryError), open(run / NAME, encoding="utf-8") as file:
+        _take(file, fcntl.LOCK_SH, run, minutes if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 0.0, tell)
 
 
-def _take(file, kind: int, run: Path, patience: float | None = None) -> bool:
-    until = time.monotonic() + (PATIENCE if patience is None else patience)
+def _take(file, kind: int, run: Path, minutes: float = 0.0, tell: Callable[[str], object] = print) -> None:
+    until = time.monotonic() + PATIENCE
     while True:
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return True
+            return fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                return False
+                file.seek(0)
+                words = file.read(300).split()
+                holder = f"process {words[1]} on {words[0]}" if len(words) == 2 else "another process"
+                used = f"{run} is in use: {holder} is writing it."
+                if not minutes:
+                    raise UserError(used, "Wait until that job has ended, or choose another --out.") from None
+                tell(
+                    f"{used} If it is an earlier start of this job, on a machine that was lost, it ends by itself; "
+                    f"waiting up to {minutes:g} minutes (engine.timeout)"
+                )
+                until, minutes = time.monotonic() + 60 * minutes, 0.0
             time.sleep(0.05)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            print(
-                f"warning: the file system of {run} has no locks; make sure that only one job writes it",
-                file=sys.stderr,
-            )
-            return True
+            without = f"warning: the file system of {run} has no locks; make sure that only one job writes it"
+            return print(without, file=sys.stderr)
 
 
-def _holder(file) -> str:
-    file.seek(0)
-    words = file.read(300).split()
-    return f"process {words[1]} on {words[0]}" if len(words) == 2 else "another process"
-
-
-def _in_use(run: Path, holder: str) -> UserError:
-    return UserError(
-        f"{run} is in use: {holder} is writing it.", "Wait until that job has ended, or choose another --out."
-    )
+def count_start(file: Path, first: int, now: int) -> int:
+    """Starts in a row, this one included, that ended where they had begun; kept in `file`, "POSITION COUNT", whose
+    errors do not decide anything. After `MAX_STARTS` the count begins again.
+    """
+    count = 0
+    if now == first:
+        with suppress(OSError, ValueError):
+            at, before = map(int, file.read_text().split())
+            count = before if at == now else 0
+        count += 1
+    with suppress(OSError):
+        if 0 < count < MAX_STARTS:
+            replace_text(file, f"{now} {count}\n")
+        else:
+            file.unlink(missing_ok=True)
+    return count

@@ -1,8 +1,8 @@
-"""The log of a run: metrics.jsonl, TensorBoard, optionally Weights & Biases, and the lines that are printed."""
+"""The log of a run: means over steps, metrics.jsonl, TensorBoard, Weights & Biases, and the lines that are printed."""
 
 import json
+import resource
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -10,13 +10,87 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from probemb import distributed
 from probemb.errors import UserError
 from probemb.files import replace_text
 
+
+class Window:
+    """Means and speed over the steps between two log lines; scalars stay on the device until then.
+
+    Args:
+        unit: the items of a batch, for the name of the speed: "images" gives images_per_second.
+        waited: seconds spent waiting for data so far.
+        device: of the scalars.
+        state: from `state`, of the run that this one resumes.
+    """
+
+    def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu", state=None):
+        self.unit, self.waited, self.device = unit, waited, torch.device(device)
+        self.restart()
+        if state:
+            self.sums = {name: value.to(device) for name, value in state["sums"].items()}
+            self.counts = dict(state["counts"])
+
+    def restart(self) -> None:
+        """Drop all sums and restart the clock."""
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out the time so far, and the steps in it, from the speed."""
+        self.n, self.began, self.waited_before = 0, time.perf_counter(), self.waited()
+
+    def add(self, terms: dict[str, Tensor | float] | None) -> None:
+        """Add one step's detached scalars, which may differ between steps; None for a skipped step."""
+        self.n += 1
+        for name, value in (terms or {}).items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else torch.as_tensor(value)
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def state(self) -> dict:
+        """{"sums": CPU tensors by name, "counts": numbers of steps}, for a checkpoint between two log lines.
+
+        Copies: after one step a loss and its only term may be one tensor, which a file cannot hold under two names.
+        """
+        sums = {name: value.detach().to("cpu", copy=True) for name, value in self.sums.items()}
+        return {"sums": sums, "counts": dict(self.counts)}
+
+    def read(self, batch_size: int, steps_left: int) -> dict[str, float]:
+        """Means over steps and ranks; samples/s over all ranks, share of time waiting for data, ETA in s; memory: the
+        bytes that a rank has used at most so far (on a GPU its own, on a CPU the process'). tokens/s over all ranks,
+        if the terms have "text_tokens", the tokens of each text that a step computes.
+
+        Has no means if every step was skipped. Collective.
+        """
+        sums = [self.sums[name].to(self.device).double().reshape(()) / n for name, n in self.counts.items()]
+        means = dict(zip(self.counts, torch.stack(sums).tolist() if sums else []))
+        seconds = time.perf_counter() - self.began
+        waited = (self.waited() - self.waited_before) / seconds
+        values = distributed.mean_over_ranks(means | {"data_wait": waited}, self.device)
+        values["memory"] = distributed.max_over_ranks(_peak_memory(self.device), self.device)
+        values |= {f"{self.unit}_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
+        if "text_tokens" in values:
+            values["tokens_per_second"] = values["text_tokens"] * self.n * batch_size / seconds
+        return values
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# -------------------------------------------------------------------------------------------------------------- files
 _told: set[str] = set()  # write errors that were reported already: a failing log does not end a run
 
 
-def or_tell(what: object, write: Callable[[], object]) -> None:
+def _or_tell(what: object, write: Callable[[], object]) -> None:
     """Call `write`; an error is told once, and the run continues."""
     try:
         write()
@@ -35,7 +109,7 @@ def append_line(path: Path, values: dict) -> None:
             # A disk that was full may have cut the line before.
             file.write(f"{chr(10) * (str(path) in _told)}{json.dumps(values)}\n")
 
-    or_tell(path, append)
+    _or_tell(path, append)
 
 
 class RunLog:
@@ -47,8 +121,6 @@ class RunLog:
     """
 
     def __init__(self, run: Path, step: int, wandb=None):
-        from torch.utils.tensorboard import SummaryWriter
-
         drop_lines_after(run / "metrics.jsonl", step)
         self.run, self.wandb = run, wandb
         # Its thread never flushes, as it would die of a full disk.
@@ -63,15 +135,15 @@ class RunLog:
             self.board.flush()
 
         append_line(self.run / "metrics.jsonl", {"step": step, "time": round(time.time(), 3), **values})
-        or_tell(self.run / "tensorboard", draw)
+        _or_tell(self.run / "tensorboard", draw)
         if self.wandb:
-            or_tell("wandb", lambda: self.wandb.log(values, step=step))
+            _or_tell("wandb", lambda: self.wandb.log(values, step=step))
 
     def close(self) -> None:
         """Close the files; never raises."""
-        or_tell(self.run / "tensorboard", self.board.close)
+        _or_tell(self.run / "tensorboard", self.board.close)
         if self.wandb:
-            or_tell("wandb", self.wandb.finish)
+            _or_tell("wandb", self.wandb.finish)
 
 
 def drop_lines_after(path: Path, step: int) -> None:
@@ -92,13 +164,13 @@ def logged_lines(path: Path) -> list[tuple[str, dict]]:
 
 
 def start_wandb(project: str | None, run: Path, config: dict):
-    """A run of the Weights & Biases project, if one is named, with an id that stays when it resumes.
+    """A run of the Weights & Biases project, if one is named, with an id that stays when it resumes. Raises UserError.
 
-    Raises UserError, and has written nothing then.
+    Until it has started, only the folder's wandb/ is written.
     """
     if not project:
         return None
-    file, is_new = run / "wandb" / "id", not (run / "wandb").exists()
+    file = run / "wandb" / "id"
     try:
         import wandb
 
@@ -107,18 +179,18 @@ def start_wandb(project: str | None, run: Path, config: dict):
         about = {"name": run.name, "dir": str(run), "config": config, "resume": "allow"}
         return wandb.init(project=project, id=file.read_text(encoding="utf-8").strip(), **about)
     except Exception as error:  # not installed, not logged in, no network
-        if is_new:
-            shutil.rmtree(run / "wandb", ignore_errors=True)
         raise UserError(
             f"Weights & Biases does not start ({' '.join(str(error).split())[:200]}).",
             "Run `pip install wandb` and `wandb login`, or leave --wandb out.",
         ) from error
 
 
+# ------------------------------------------------------------------------------------------------------ printed lines
 SILENT = (  # logged values that no line shows
     "samples", "lr", "eta", "loss", "skipped", "first_step", "data_wait", "n_pseudo", "text_tokens", "clipped",
-    "is_best",
+    "is_best", "gradient_norm",
 )  # fmt: skip
+HEADS = {"network": "network {}", "epoch": "epoch {:.2f}"}
 AFTER_THE_LOSS = {  # other terms of the loss come beside it
     "scale": "a {:.2f}",
     "shift": "b {:.2f}",
@@ -130,6 +202,7 @@ AFTER_THE_LOSS = {  # other terms of the loss come beside it
 }
 SPEED = {"tokens_per_second": "{:.0f} tokens/s", "mfu": "MFU {:.1%}", "memory": "{:.1f} GiB"}
 SHORT = {"pseudo_positive": "pp"}
+METRICS = {"rsum": "RSUM", "r_precision": "R-Precision"}  # that choose an epoch
 
 
 def step_of(step: int, steps: int) -> str:
@@ -141,14 +214,13 @@ def train_line(step: int, steps: int, values: dict[str, float]) -> str:
     """The progress line of a step; `values` as in metrics.jsonl."""
     v = {**values, "memory": values["memory"] / 2**30} if "memory" in values else values
     unit = next(name for name in v if name.endswith("_per_second")).removesuffix("_per_second")
-    heads = {"network": "network {}", "epoch": "epoch {:.2f}"}
-    shown = {*SILENT, "gradient_norm", *heads, *AFTER_THE_LOSS, *SPEED, f"{unit}_per_second"}
+    shown = {*SILENT, *HEADS, *AFTER_THE_LOSS, *SPEED, f"{unit}_per_second"}
     terms = ", ".join(f"{SHORT.get(name, name)} {value:.3f}" for name, value in v.items() if name not in shown)
     loss = f"loss {v['loss']:.3f}" + f" ({terms})" * bool(terms) if "loss" in v else "every step was skipped"
     gradient = "gradient {:.2f}" + (f" ({100 * v['clipped']:.0f} % clipped)" if "clipped" in v else "")
     fields = [
         step_of(step, steps),
-        *_said(heads, v),
+        *_said(HEADS, v),
         loss,
         *_said({**AFTER_THE_LOSS, "gradient_norm": gradient}, v),
         f"{v['skipped']} steps skipped (NaN or Inf)" if v.get("skipped") else "",
@@ -163,9 +235,6 @@ def train_line(step: int, steps: int, values: dict[str, float]) -> str:
 
 def _said(formats: dict[str, str], values: dict[str, float]) -> list[str]:
     return [text.format(values[name]) for name, text in formats.items() if name in values]
-
-
-METRICS = {"rsum": "RSUM", "r_precision": "R-Precision"}  # that choose an epoch
 
 
 def composed_words(values: dict[str, float]) -> str:

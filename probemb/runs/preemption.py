@@ -24,8 +24,8 @@ class Preemption:
 
     def __init__(self):
         self.name: str | None = None
-        self._interrupted: float | None = None
         self.interrupting: tuple[signal.Signals, ...] = ()
+        self._interrupted: float | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Preemption:
@@ -43,14 +43,12 @@ class Preemption:
         if number in self.interrupting:
             self.interrupting = ()
             raise KeyboardInterrupt
-        if number != signal.SIGINT:
-            return
-        if self._interrupted is None:
+        if number == signal.SIGINT and self._interrupted is None:
             self._interrupted = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 with suppress(OSError):  # the same Ctrl-C may have ended what reads stderr
                     os.write(2, b"\nstopping, and saving what is done; Ctrl-C again ends at once\n")
-        elif time.monotonic() > self._interrupted + SAME_SECONDS:
+        elif number == signal.SIGINT and time.monotonic() > self._interrupted + SAME_SECONDS:
             raise KeyboardInterrupt
 
     @property

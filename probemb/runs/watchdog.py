@@ -26,6 +26,7 @@ from probemb.errors import LostRank, UserError, report
 WARN_SECONDS = 60.0  # without a step
 START_SECONDS = 600.0  # the least limit of a phase before the first step, which may compile
 ENDING_SECONDS = 20.0  # for the last words of a process: its disk or network may hang
+BROKEN = ("gloo", "connection closed by peer", "connection reset by peer", "timed out waiting", "nccl")
 LOST = "no sign of life (stopped or killed, or its machine or network hangs)"
 SHOWN = 6  # groups of ranks in a message
 
@@ -74,37 +75,33 @@ class Watchdog:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        words = ("gloo", "connection closed by peer", "connection reset by peer", "timed out waiting", "nccl")
-        lost = isinstance(error, DistError) or any(word in str(error).lower() for word in words)
-        found = None
-        if self.store and isinstance(error, RuntimeError) and lost:
-            found = LostRank(
-                f"The connection to another rank broke in step {self.progress.step + 1}: {self.states()}.",
-                "It failed, was killed, or its machine or network did; look at its output, and continue with --resume.",
-            )
+        lost = isinstance(error, DistError) or any(word in str(error).lower() for word in BROKEN)
+        lost = self.states() if self.store and isinstance(error, RuntimeError) and lost else ""
         self._closed.set()
         self._thread.join(self.beat)
         faulthandler.cancel_dump_traceback_later()
         if error:
             self._post("ended with an error")
-        if found:
-            raise found from error
+        if lost:
+            raise LostRank(
+                f"The connection to another rank broke in step {self.progress.step + 1}: {lost}.",
+                "It failed, was killed, or its machine or network did; look at its output, and continue with --resume.",
+            ) from error
 
     def _watch(self) -> None:
-        next_warning = WARN_SECONDS
+        warn_after = WARN_SECONDS
         while not self._closed.wait(self.beat / 2):
             limit = 60 * self.minutes if self.progress.made_one else max(60 * self.minutes, START_SECONDS)
-            faulthandler.dump_traceback_later(
-                limit, file=2, exit=True
-            )  # where a thread holds Python's lock for so long
+            # Where a thread holds Python's lock for so long, this one cannot end the process.
+            faulthandler.dump_traceback_later(limit, file=2, exit=True)
             self._post(self.progress.describe())
             stalled = time.monotonic() - self.progress.step_at
             if stalled < WARN_SECONDS:
-                next_warning = WARN_SECONDS
-            elif stalled > next_warning:
+                warn_after = WARN_SECONDS
+            elif stalled > warn_after:
+                warn_after *= 2
                 if self.rank == 0:
                     print(f"step {self.progress.step} | no step for {stalled:.0f} s: {self.states()}", flush=True)
-                next_warning *= 2
             if time.monotonic() - self.progress.phase[2] > limit:
                 self._end()
 
@@ -137,29 +134,25 @@ class Watchdog:
         """Every rank's state, the same ones together: "rank 0, 2: computing; rank 1: …"; waits a moment to see who is
         silent.
         """
-        states = self._others() | {self.rank: self.progress.describe()}
+        states: dict[int, str] = {}
+        keys = [f"rank{rank}" for rank in range(distributed.world_size())] if self.store else []
+        try:
+            posts = []
+            for wait in (0, 5) if keys else ():
+                for _ in range(wait):  # this rank's own signs of life must not end meanwhile
+                    time.sleep(self.beat / 2)
+                    self._post(self.progress.describe())
+                self.store.set_timeout(timedelta(seconds=5))
+                posts.append(self.store.multi_get(keys))
+            for rank, (old, new) in enumerate(zip(*posts)):
+                _, host, state = json.loads(new)
+                states[rank] = f"{LOST} on {host}" if old == new and not state.startswith("ended") else state
+        except RuntimeError:  # the store is gone, or its process hangs
+            states = {} if distributed.launcher_has_store() else {0: LOST}
+        states[self.rank] = self.progress.describe()
         ranks: dict[str, list[str]] = {}
         for rank, state in sorted(states.items()):
             ranks.setdefault(state, []).append(str(rank))
         groups = [f"rank {', '.join(who[:8])}{', …' * (len(who) > 8)}: {state}" for state, who in ranks.items()]
-        groups.sort(key=lambda group: "no sign of life" not in group)
+        groups.sort(key=lambda group: LOST not in group)
         return "; ".join(groups[:SHOWN]) + f"; and {len(groups) - SHOWN} more" * (len(groups) > SHOWN)
-
-    def _others(self) -> dict[int, str]:
-        if not self.store:
-            return {}
-        keys = [f"rank{rank}" for rank in range(distributed.world_size())]
-        try:
-            self.store.set_timeout(timedelta(seconds=5))
-            before = self.store.multi_get(keys)
-            for _ in range(5):  # this rank's own signs of life must not end meanwhile
-                time.sleep(self.beat / 2)
-                self._post(self.progress.describe())
-            after = self.store.multi_get(keys)
-        except RuntimeError:  # the store is gone, or its process hangs
-            return {} if distributed.launcher_has_store() else {0: LOST}
-        found = {}
-        for rank, (old, new) in enumerate(zip(before, after)):
-            _, host, state = json.loads(new)
-            found[rank] = f"{LOST} on {host}" if old == new and not state.startswith("ended") else state
-        return found

@@ -132,7 +132,7 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
         refused(here(monkeypatch, options, *words), capsys.readouterr().err, what, remedy)
 
     (out / "checkpoints").rename(tmp_path / "kept")
-    refused_here(options, "--resume", what="holds a run without its checkpoints", remedy="Put checkpoints/ back")
+    refused_here(options, "--resume", what="a run without its checkpoints", remedy="put checkpoints/ back")
     (tmp_path / "kept").rename(out / "checkpoints")
 
     longer = {**options, "samples": 64}

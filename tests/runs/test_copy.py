@@ -18,7 +18,7 @@ from tests.runs.test_folder import save
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(copy, "PAUSES", (0.1,))
+    monkeypatch.setattr(copy, "PAUSE", 0.1)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_copy_has_what_a_resumption_needs_and_an_empty_folder_gets_it(run, tmp
     fetch_newest(place, other, told.append)
     assert told == [f"fetched step 8 from {place}"]
     assert complete_steps(other) == [8, 4]
-    assert find_checkpoint(other, verify=True).name == "step-8"
+    assert find_checkpoint(other).name == "step-8"
     assert sorted(path.name for path in other.iterdir()) == ["best.json", "checkpoints", "config.yaml", "metrics.jsonl"]
 
 
@@ -129,16 +129,12 @@ class Hanging(LocalFileSystem):
         super().put_file(*args, **more)
 
 
-def test_a_server_that_hangs_holds_nobody_up(run, tmp_path, capfd, monkeypatch):
+def test_a_server_that_hangs_holds_nobody_up(run, tmp_path, capfd):
     fsspec.register_implementation("hanging", Hanging, clobber=True)
-    monkeypatch.setattr(copy, "PATIENCE", 0.2)
     place, began = Copy(f"hanging://{tmp_path}/copy"), time.monotonic()
     copier = Copier(run, place, 0, 2, 0, frozenset)
     copier.close(0.1)
     assert time.monotonic() - began < 5
     assert "not up to date after 0 s; --resume completes it" in capfd.readouterr().out
-    copier = Copier(run, place, 0, 2, 0, frozenset)
-    copier.close(60)
-    assert "not up to date (TimeoutError: no answer)" in capfd.readouterr().out
     Hanging.answers.set()
     assert copied(run, place) == [8]

@@ -20,10 +20,9 @@ from probemb.runs.checkpoints import (
     find_checkpoint,
     prune,
 )
-from probemb.runs.folder import MAX_STARTS, count_start, newest_checkpoint
-from probemb.runs.lock import RunLock, refuse_locked
-from probemb.runs.output import RunOutput
-from probemb.runs.window import Window
+from probemb.runs.folder import RunOutput, newest_checkpoint
+from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
+from probemb.runs.log import Window
 
 
 def save(run, step):
@@ -75,7 +74,7 @@ def test_damaged_newer_checkpoints_do_not_push_out_new_ones(tmp_path):
         save(tmp_path, step)
     damage(tmp_path, 4)
     damage(tmp_path, 5)
-    assert find_checkpoint(tmp_path, verify=True).name == "step-2"
+    assert find_checkpoint(tmp_path).name == "step-2"
     output = RunOutput(Config(data=Data(train="x"), out=str(tmp_path), keep_checkpoints=1), 2, 9)
     try:
         assert complete_steps(tmp_path) == [2]
@@ -86,7 +85,7 @@ def test_damaged_newer_checkpoints_do_not_push_out_new_ones(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
     damage(tmp_path, 3)
     with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged"):
-        find_checkpoint(tmp_path, verify=True)
+        find_checkpoint(tmp_path)
 
 
 def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
@@ -149,7 +148,8 @@ def test_means_over_the_steps_between_two_log_lines():
     again = Window("pairs", lambda: 0.0, state=window.state())
     for one in (window, again):
         one.add({"loss": torch.tensor(4.0)})
-        values = one.close(batch_size=8, steps_left=3)
+        values = one.read(batch_size=8, steps_left=3)
+        one.restart()
         assert (values["loss"], values["clean"]) == (3.0, 0.5)
         assert one.state() == {"sums": {}, "counts": {}}
         assert values["pairs_per_second"] > 0
@@ -160,8 +160,9 @@ def test_skipped_steps_count_for_the_speed_and_not_for_the_means():
     window = Window("images", lambda: 0.0)
     window.add({"loss": torch.tensor(2.0)})
     window.add(None)
-    values = window.close(batch_size=8, steps_left=2)
+    values = window.read(batch_size=8, steps_left=2)
+    window.restart()
     assert values["loss"] == 2.0
     assert values["images_per_second"] > 0
     window.add(None)
-    assert set(window.close(batch_size=8, steps_left=1)) == {"data_wait", "images_per_second", "eta", "memory"}
+    assert set(window.read(batch_size=8, steps_left=1)) == {"data_wait", "images_per_second", "eta", "memory"}

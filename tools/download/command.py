@@ -39,8 +39,7 @@ from probemb.errors import UserError, nearest
 from probemb.files import replace_file
 from probemb.machine import WAITING, cores, refuse_crowd
 from probemb.progress import progress
-from probemb.runs.folder import MAX_STARTS, count_start
-from probemb.runs.lock import RunLock, refuse_locked
+from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
 from tools.download.archives import TITLES, fetch_archives
 from tools.download.lists import CORPORA, KEPT, Dropped, find_lists, read_list
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show

@@ -26,12 +26,12 @@ STATE = {"samples": 36, "config": {"lr": 1e-2}, "by_number": {9: "a", 10: "b"}}
 
 
 def save_checkpoint(engine, run_dir: Path, step: int, state: dict) -> Path:
-    """`take_snapshot` and `Snapshot.write` at once; collective. Raises UserError on all ranks."""
+    """`take_snapshot` and `Snapshot.write` at once; collective. Raises OSError on all ranks."""
     snapshot, failure = checkpoint.take_snapshot(engine, step, state), None
     if snapshot:
         try:
             snapshot.write(run_dir)
-        except UserError as error:
+        except OSError as error:
             failure = error
     agree(failure)
     return run_dir / "checkpoints" / f"step-{step}"
@@ -232,7 +232,7 @@ def refuse(rank, world, folder):
     return messages
 
 
-SPOILED = ("cut", "newer")
+SPOILED = ("cut", "changed")
 
 
 def spoil(good, folder):
@@ -240,7 +240,7 @@ def spoil(good, folder):
         shutil.copytree(good, folder / name)
     os.truncate(folder / "cut" / "weights.safetensors", 100)
     text = (good / "state.json").read_text()
-    (folder / "newer" / "state.json").write_text(text.replace('"version": 1', '"version": 2'))
+    (folder / "changed" / "state.json").write_text(text.replace('"step": 3', '"step": 4'))
 
 
 def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path):
@@ -249,4 +249,4 @@ def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path
     assert "another model: 'model.first.weight' is (6, 7) instead of (5, 7)" in first["step-3"]
     assert "and 2 more" in first["step-3"]
     assert "weights.safetensors has 100 bytes" in first["cut"]
-    assert "format 2" in first["newer"]
+    assert "state.json has been changed" in first["changed"]
