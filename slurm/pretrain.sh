@@ -23,6 +23,4 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 
-cd "${SLURM_SUBMIT_DIR:-.}" && . slurm/common.sh && command -v "$PYTHON" >&2 && exec "$PYTHON" -m slurm.rank pretrain.run "$@"
-printf 'error: %s holds no slurm/, or no Python at %s.\n       Submit from the project folder.\n' "$PWD" "${PYTHON:-}" >&2
-exit 2
+cd "${SLURM_SUBMIT_DIR:-.}" && . slurm/common.sh && exec "$PYTHON" -m slurm.rank pretrain.run "$@"

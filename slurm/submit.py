@@ -1,8 +1,7 @@
-"""Submit a stage to Slurm through submitit, or run it here.
+"""Submit a stage to Slurm through submitit.
 
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --time 24:00:00 -- --config pretrain/configs/x.yaml
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --dry-run -- --config …    # prints the sbatch file
-    python -m slurm.submit pretrain --local --cpu --tasks-per-node 2 -- --config …         # no Slurm needed
     python -m slurm.submit finetune --gpus-per-node 1 --methods pcmepp,vse -- --data.path … --out runs/coco
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --sweep sweep.txt -- --config …
     python -m slurm.submit embed --gpus-per-node 1 --parts 16 -- --model runs/x --data data/cc12m --out embeddings/x
@@ -15,9 +14,7 @@ Words after `--` go to the stage. Several methods, the lines of a sweep, or part
 from __future__ import annotations
 
 import os
-import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +26,7 @@ from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Folder
 from probemb.errors import UserError, nearest
-from slurm.rank import SRUN_OPTIONS, TRAINERS, ResumableStage, Stage, argument_lists
+from slurm.rank import GPU_BINDING, TRAINERS, ResumableStage, Stage, argument_lists
 
 PROG = "python -m slurm.submit"
 STAGES = {
@@ -70,7 +67,6 @@ class Submission:
         parallel: runs of a job array at a time.
         folder: for sbatch files and logs, on a file system that all nodes share.
         dry_run: print the sbatch file and submit nothing.
-        local: run here, without Slurm, and wait for the end.
     """
 
     nodes: PositiveInt = 1
@@ -89,7 +85,6 @@ class Submission:
     parallel: PositiveInt = 256
     folder: Folder = "runs/slurm"
     dry_run: bool = False
-    local: bool = False
 
     @property
     def ranks_per_node(self) -> int:
@@ -101,23 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     own, arguments = words[:end], words[end + 1 :]
-    stage = own.pop(0) if own and not own[0].startswith("-") else None
-    if stage is not None and stage not in STAGES:
-        raise UserError(f"There is no stage {stage}.{nearest(stage, STAGES)}", f"Choose one of {', '.join(STAGES)}.")
+    stage = own.pop(0) if own and not own[0].startswith("-") else ""
     description = f"Submit a stage to Slurm: {PROG} {{{','.join(STAGES)}}} OPTIONS -- ARGUMENTS OF THE STAGE."
     given = parse_config(Submission, PROG, description, own)
-    if stage is None:
-        raise UserError("No stage was named.", f"Write it first: {PROG} pretrain --nodes 4 --gpus-per-node 8 -- ….")
     check(stage, given)
-    module = STAGES[stage]
     if given.parts:
         runs = [[*arguments, "--part", f"{i}/{given.parts}"] for i in range(1, given.parts + 1)]
     else:
-        runs = argument_lists(module, arguments, given.methods, given.sweep)
-    if module in TRAINERS:
+        runs = argument_lists(arguments, given.methods, given.sweep)
+    if STAGES[stage] in TRAINERS:
         runs = [["--resume", f"--engine.threads={given.cpus_per_task}", *run] for run in runs]
-    if given.local:
-        return max(run_here(stage, given, run) for run in runs)
     os.environ.pop("SUBMITIT_PREEMPT_SIGNAL", None)  # slurm.rank listens to submitit's own signal, USR2
     if given.dry_run:
         print(sbatch_file(stage, given, len(runs)))
@@ -128,36 +116,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(stage: str, given: Submission) -> None:
     """Refuse a submission that cannot run. Raises UserError."""
+    if stage not in STAGES:
+        raise UserError(f"There is no stage '{stage}'.{nearest(stage, STAGES)}", f"Choose from {', '.join(STAGES)}.")
     if given.cpu == bool(given.gpus_per_node) or (given.gpus_per_node and given.tasks_per_node):
         raise UserError(
             "A job runs on GPUs, with a task for each, or on CPUs.",
             "Give --gpus-per-node N, or --cpu and perhaps --tasks-per-node N.",
         )
-    if 60 * minutes(given.time) <= given.margin:
-        raise UserError(
-            f"--time {given.time} is not longer than the {given.margin} s kept for the last checkpoint.",
-            "Give a longer --time, or a shorter --margin if a step and a checkpoint fit into it.",
-        )
     if stage not in RESUMABLE and given.nodes * given.ranks_per_node != 1:
         raise UserError(f"The stage {stage} runs in one process.", "Ask for --nodes 1 and one GPU.")
-    if given.local and given.nodes != 1:
-        raise UserError(f"--local has one machine, not {given.nodes}.", "Leave --nodes out.")
-    if given.parts and (stage != "embed" or given.methods or given.sweep):
-        raise UserError("--parts is for the stage embed, without --methods and --sweep.", "Leave it out.")
-
-
-def minutes(text: str) -> int:
-    """Minutes, rounded up, of a time in one of Slurm's forms. Raises UserError."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text))
-    if not found:
-        raise UserError(f"--time {text} is not a time.", "Write it as 24:00:00, 2-00:00:00 or 90 (minutes).")
-    days, *parts = (found[i] and int(found[i]) for i in range(1, 5))
-    parts = [part for part in parts if part is not None]
-    if days is not None or len(parts) == 3:
-        hours, mins, secs = ([*parts, 0, 0])[:3]
-    else:  # MM or MM:SS
-        hours, mins, secs = 0, *([*parts, 0])[:2]
-    return -(-(((days or 0) * 24 + hours) * 3600 + mins * 60 + secs) // 60)
+    if sum(map(bool, (given.methods, given.sweep, given.parts))) > 1:
+        raise UserError("--methods, --sweep and --parts exclude each other.", "Give one of them.")
 
 
 def parameters(stage: str, given: Submission) -> dict:
@@ -171,20 +140,19 @@ def parameters(stage: str, given: Submission) -> dict:
         "ntasks_per_node": given.ranks_per_node,
         "gpus_per_node": given.gpus_per_node,
         "cpus_per_task": given.cpus_per_task,
-        "time": minutes(given.time),
         "signal_delay_s": given.margin,
         "partition": given.partition,
         "account": given.account,
         "array_parallelism": given.parallel,
         "stderr_to_stdout": True,
-        "additional_parameters": {"requeue": True} | {key: value or True for key, _, value in pairs},
+        "additional_parameters": {"requeue": True, "time": given.time} | {k: value or True for k, _, value in pairs},
         "setup": [
             f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
             f"export OMP_NUM_THREADS={threads} NCCL_DEBUG=${{NCCL_DEBUG:-WARN}}",
-            "unset SUBMITIT_PREEMPT_SIGNAL",
+            f"unset SUBMITIT_PREEMPT_SIGNAL; export PROBEMB_ALLOW_CPU={int(given.cpu)}",
         ],
         # srun does not inherit --cpus-per-task from sbatch.
-        "srun_args": [f"--cpus-per-task={given.cpus_per_task}", "--kill-on-bad-exit=1", *SRUN_OPTIONS],
+        "srun_args": [f"--cpus-per-task={given.cpus_per_task}", "--kill-on-bad-exit=1", GPU_BINDING],
     }
     return {key: value for key, value in wanted.items() if value is not None}
 
@@ -208,7 +176,7 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> None:
     try:
         executor = SlurmExecutor(Path(given.folder).absolute(), max_num_timeout=MAX_TIMEOUTS)
         executor.update_parameters(**parameters(stage, given))
-        jobs = executor.submit_array([kind(STAGES[stage], run, given.gpus_per_node or 0) for run in runs])
+        jobs = executor.submit_array([kind(STAGES[stage], run) for run in runs])
     except (FailedJobError, FailedSubmissionError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[-300:].rstrip(".")
         raise UserError(
@@ -221,14 +189,6 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> None:
         print(f"log {job.paths.stdout} (rank 0)")
     number = jobs[0].job_id.split("_")[0]
     print(f"see squeue --job {number}; end it with scancel {number}")
-
-
-def run_here(stage: str, given: Submission, arguments: list[str]) -> int:
-    """Run the stage on this machine, by torchrun if it has ranks; returns its exit code."""
-    launcher = ["torch.distributed.run", f"--nproc-per-node={given.ranks_per_node}", "--standalone", "-m"]
-    words = [*(launcher if stage in RESUMABLE else []), STAGES[stage], *arguments]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if given.cpu else {})}
-    return subprocess.call([sys.executable, "-m", *words], env=environment)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,4 @@
 #SBATCH --requeue
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-cd "${SLURM_SUBMIT_DIR:-.}" && . slurm/common.sh && command -v "$PYTHON" >&2 && exec "$PYTHON" -m slurm.rank zeroshot.imagenet "$@"
-printf 'error: %s holds no slurm/, or no Python at %s.\n       Submit from the project folder.\n' "$PWD" "${PYTHON:-}" >&2
-exit 2
+cd "${SLURM_SUBMIT_DIR:-.}" && . slurm/common.sh && exec "$PYTHON" -m slurm.rank zeroshot.imagenet "$@"

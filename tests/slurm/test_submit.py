@@ -6,17 +6,9 @@ import pytest
 
 from probemb.errors import UserError
 from slurm.rank import METHODS, argument_lists, arguments_here
-from slurm.submit import main, minutes
+from slurm.submit import main
 
 GPUS = ("--nodes", "4", "--gpus-per-node", "8")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("90", 90), ("10:30", 11), ("24:00:00", 1440), ("2-03", 3060), ("2-03:04", 3064), ("1-00:00:07", 1441)],
-)
-def test_times_as_slurm_writes_them(text, expected):
-    assert minutes(text) == expected
 
 
 def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, monkeypatch, capsys):
@@ -26,9 +18,7 @@ def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, mo
     more = ("--partition", "gpu", "--time", "1-12:00:00", "--sbatch", "exclusive", "reservation=course")
     assert main(("pretrain", *GPUS, *more, "--dry-run", "--", "--config", "x.yaml")) == 0
     lines = capsys.readouterr().out.splitlines()
-    wanted = (
-        "nodes=4 gpus-per-node=8 ntasks-per-node=8 partition=gpu time=2160 signal=USR2@300 open-mode=append requeue"
-    )
+    wanted = "nodes=4 gpus-per-node=8 ntasks-per-node=8 partition=gpu time=1-12:00:00 signal=USR2@300 requeue"
     for line in (*wanted.split(), "exclusive", "reservation=course"):
         assert f"#SBATCH --{line}" in lines
     assert any(line.startswith("srun ") and "--cpus-per-task=8" in line for line in lines)
@@ -39,15 +29,15 @@ def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, mo
 
 def test_methods_and_sweeps_become_an_array_of_argument_lists(tmp_path, monkeypatch):
     given = ["--data.path", "x", "--out=runs/a", "--out", "runs/b"]
-    assert argument_lists("finetune.run", given, methods="vse, pcme,vse") == [
+    assert argument_lists(given, methods="vse, pcme,vse") == [
         [*given, "--method", "vse", "--out", "runs/b/vse"],
         [*given, "--method", "pcme", "--out", "runs/b/pcme"],
     ]
     sweep = tmp_path / "sweep.txt"
     sweep.write_text("# two runs\n\n--optimizer.lr 1e-3 --out 'runs/lr 1'\n--method=vse --out=runs/2\n")
     lines = [["--optimizer.lr", "1e-3", "--out", "runs/lr 1"], ["--method=vse", "--out=runs/2"]]
-    assert argument_lists("pretrain.run", given, sweep=str(sweep)) == [[*given, *line] for line in lines]
-    assert argument_lists("zeroshot.imagenet", given) == [given]
+    assert argument_lists(given, sweep=str(sweep)) == [[*given, *line] for line in lines]
+    assert argument_lists(given) == [given]
 
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     always = ["--resume", "--engine.threads=1"]
@@ -59,7 +49,7 @@ def test_methods_and_sweeps_become_an_array_of_argument_lists(tmp_path, monkeypa
         arguments_here("pretrain.run", [f"--sweep={sweep}"])
     sweep.write_text("--out a\n--out a\n")
     with pytest.raises(UserError, match="has no --out of its own"):
-        argument_lists("pretrain.run", [], sweep=str(sweep))
+        argument_lists([], sweep=str(sweep))
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "4")
     with pytest.raises(UserError, match="The array counts from 1 to 1 in 4 tasks"):
         arguments_here("tools.download", ["cc3m"])

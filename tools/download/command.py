@@ -40,6 +40,7 @@ from probemb.files import replace_file
 from probemb.machine import WAITING, cores, refuse_crowd
 from probemb.progress import progress
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
+from probemb.runs.preemption import REQUEUE
 from tools.download.archives import TITLES, fetch_archives
 from tools.download.lists import CORPORA, KEPT, Dropped, find_lists, read_list
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
@@ -102,7 +103,7 @@ class Download:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM."""
+    """SIGTERM, or Slurm's SIGUSR1 before the time limit."""
 
 
 def _stop(*_) -> None:
@@ -133,12 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
         options = replace(options, **state.settings)
     state = state or State(corpus, {name: getattr(options, name) for name in STORED})
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop)
     try:
         if corpus in TITLES:
             fetch_archives(paths, state, sources, options)
         else:
             fetch_lists(paths, state, sources, options, part)
+    except Terminated:
+        return REQUEUE
     except (pa.ArrowException, OSError) as error:
         name = getattr(error, "filename", None) or options.out
         raise UserError(
