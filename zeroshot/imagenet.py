@@ -25,8 +25,7 @@ class ImagenetConfig(EvaluationConfig):
             CLIP_benchmark; several of them for one table: --data a b c, or NAME=PATH for a name of its own.
         out: folder for results.json and report.html, and one of each data set; by default zeroshot/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
-        filter: single, all, topk, best-topk, weighted, inverse-variance, class-deviation, threshold, quantile,
-            reweighted, reweighted-unlabelled, several of them separated by commas, or every.
+        filter: {zeroshot.evaluations.filters.FILTERS}, several of them separated by commas, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
         templates: a file, with {} in each line, or JSON {class name: [prompts]}; by default the data's, or CLIP's 80.
         labels: a file of "NAME LABEL" lines, for images without class folders.

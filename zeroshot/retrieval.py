@@ -42,9 +42,8 @@ class RetrievalConfig(CaptionConfig):
             network of the run that --model names, if it trained two; --no-second for none.
         benchmarks: coco, cxc, eccv, pmrp, separated by commas; by default all that the data allows.
         instances: COCO's instances_val2014.json, or a file of its form: which objects the images show, for pmrp.
-        rankings: csd, mean, wasserstein2, match-probability, tolerance, faiss-mean, faiss-rerank, faiss-csd,
-            log-likelihood, inclusion, kl, reverse-kl, min-kl, symmetric-kl, bhattacharyya, average-l2, multi-instance,
-            attention, order, separated by commas; by default the first eight, and the one it was trained for.
+        rankings: {probemb.evaluation.rankings.RANKINGS}, separated by commas; by default the first eight, and the one
+            it was trained for.
         tolerance: weights of the variances in the ranking tolerance; without them they are chosen on --select-data, or
             on these images, an oracle.
         select_data: other images with captions, to choose the weights of tolerance on.

@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -186,13 +187,23 @@ def _options(config: Any, prefix: str = "") -> dict[str, Option]:
 
 
 def docstring_texts(cls: type) -> dict[str, str]:
-    """Descriptions of the fields of a dataclass, from its docstring and those of its bases."""
+    """Descriptions of the fields of a dataclass, from its docstring and those of its bases.
+
+    "{package.module.TABLE}" in them becomes the keys of that table.
+    """
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         arguments = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2]
         for key, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", arguments, re.MULTILINE):
-            texts[key] = " ".join(text.split())
+            texts[key] = re.sub(r"\{([\w.]+)\.(\w+)\}", _keys, " ".join(text.split()))
     return texts
+
+
+def _keys(named: re.Match) -> str:
+    """Keys of a table from the source of its module, which may take seconds to import."""
+    source = Path(find_spec(named[1]).origin).read_text(encoding="utf-8")
+    rows = re.search(rf"^{named[2]}\b.*?= {{\n(.*?)^}}", source, re.MULTILINE | re.DOTALL)[1]
+    return ", ".join(re.findall(r'^    "(.+?)": ', rows, re.MULTILINE))
 
 
 def _flat(content: dict, options: Mapping[str, Option], prefix: str = "") -> dict[str, Any]:

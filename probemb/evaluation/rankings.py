@@ -10,6 +10,7 @@ Letters: N images, M captions, D dimensions, E = D + 2, J samples.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ INSTANCE_ELEMENTS = 1 << 24  # dot products of single embeddings computed at a t
 WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
 IMAGES, TEXTS = 64, 512  # whose tokens are read from disk at a time
 LARGE_U = 512.0  # float32 resolves 6e-5 there; squared distances of means of unit length are 4 at most
+ALL = slice(None)
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 
 
@@ -86,37 +88,31 @@ class RankingOptions:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of N rows with M columns; `scores(rows)` gives (rows, M).
+    """Scores of N rows with M columns: `scores(rows)` gives `block(left[rows], right)`, (rows, M).
 
-    left, right: tensors, Gaussians, samples or tokens; block: (left, right, rows, columns) -> scores of these slices;
-    flipped: rows are `right`'s items.
+    left, right: tensors, Gaussians, samples or tokens.
     """
 
     left: Any
     right: Any
-    block: Callable[[Any, Any, slice, slice], Tensor]
-    flipped: bool = False
+    block: Callable[[Any, Any], Tensor]
 
     @torch.no_grad()
     def __call__(self, rows: slice) -> Tensor:
-        if self.flipped:
-            return self.block(self.left, self.right, slice(None), rows).T
-        return self.block(self.left, self.right, rows, slice(None))
+        return self.block(self.left[rows], self.right)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, M)."""
-        sides = len(self.left), len(self.right)
-        return sides[::-1] if self.flipped else sides
+        return len(self.left), len(self.right)
 
     def only(self, rows: Tensor, columns: Tensor) -> Scores:
-        """The scores of these rows and columns of what is not flipped; with new samples, unless these are all."""
+        """The scores of these rows and columns; with new samples, unless these are all."""
         return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
 
     def both_ways(self, most: int = WHOLE_ELEMENTS) -> tuple[Callable[[slice], Tensor], Callable[[slice], Tensor]]:
         """Scores and their transpose for repeated reading: computed once if at most `most`, else at every read."""
-        if len(self.left) * len(self.right) > most:
-            return self, replace(self, flipped=True)
+        if math.prod(self.shape) > most:
+            return self, Scores(self.right, self.left, lambda right, left: self.block(left, right).T)
         whole = self(slice(None))
         return whole.__getitem__, whole.T.__getitem__
 
@@ -128,7 +124,7 @@ def _take(x, index: Tensor):
 
 def dots(left_NE: Tensor, right_ME: Tensor) -> Scores:
     """left_NE @ right_ME.T."""
-    return Scores(left_NE, right_ME, lambda left, right, rows, columns: left[rows] @ right[columns].T)
+    return Scores(left_NE, right_ME, lambda left, right: left @ right.T)
 
 
 def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: Tensor | float = 0.0) -> Scores:
@@ -158,12 +154,9 @@ def _wasserstein2(a: Gaussian, b: Gaussian) -> Scores:
 
 def _kl_sides(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor]:
     """Both sides of -KL(a || b) as a dot product."""
-    left, right, row, column = kl_factors(a.float(), b.float())
-    one_a, one_b = torch.ones_like(row), torch.ones_like(column)
-    return (
-        -0.5 * torch.cat([left, row[:, None], one_a[:, None]], 1),
-        torch.cat([right, one_b[:, None], column[:, None]], 1),
-    )
+    left, right, row, column = (x if x.ndim == 2 else x[:, None] for x in kl_factors(a.float(), b.float()))
+    left = torch.cat([left, row, torch.ones_like(row)], 1)
+    return -0.5 * left, torch.cat([right, torch.ones_like(column), column], 1)
 
 
 def _both_kl_sides(a: Gaussian, b: Gaussian, weight: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -172,59 +165,61 @@ def _both_kl_sides(a: Gaussian, b: Gaussian, weight: float = 1.0) -> tuple[Tenso
     return weight * torch.cat([left, back_left], 1), torch.cat([right, back_right], 1)
 
 
-def _min_kl(a: Gaussian, b: Gaussian) -> Scores:
-    def larger(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Tensor:
-        both = zip(left[rows].chunk(2, 1), right[columns].chunk(2, 1))
-        return torch.maximum(*(x @ y.T for x, y in both))
-
-    return Scores(*_both_kl_sides(a, b), larger)
+def _larger(left: Tensor, right: Tensor) -> Tensor:
+    return torch.maximum(*(x @ y.T for x, y in zip(left.chunk(2, 1), right.chunk(2, 1))))
 
 
-def pairwise(a: Gaussian, b: Gaussian, score: Callable[[Gaussian, Gaussian], Tensor]) -> Scores:
-    """Scores that do not separate; some hundred times the work of CSD."""
+def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int | None = None, each: int = 1) -> Scores:
+    """Scores that do not separate, of some rows at a time: `each` numbers of a pair, and at most `elements`."""
 
-    def block(left: Gaussian, right: Gaussian, rows: slice, columns: slice) -> Tensor:
-        left, right = left[rows], right[columns]
-        step = max(1, PAIR_ELEMENTS // max(1, len(right)))
+    def block(left: Any, right: Any) -> Tensor:
+        step = max(1, (elements or PAIR_ELEMENTS) // max(1, len(right) * each))
         return torch.cat([score(left[first : first + step], right) for first in range(0, len(left), step)])
 
-    return Scores(a.float(), b.float(), block)
+    return Scores(a, b, block)
 
 
-class _Samples(NamedTuple):
+def _closed_form(score: Callable[[Gaussian, Gaussian], Tensor]) -> Callable[[Gaussian, Gaussian, Any], Scores]:
+    """Some hundred times the work of CSD."""
+    return lambda a, b, _: pairwise(a.float(), b.float(), score)
+
+
+@dataclass(frozen=True, eq=False)
+class _Samples:
     """Samples of N items, the same at every read, drawn anew each time: all of 25,000 captions take a gigabyte."""
 
     gaussian: Gaussian
     seed: int
+    rows: slice  # that are read
 
     def draw(self, number: int) -> Tensor:
         mean = self.gaussian.mean
         generator = torch.Generator(mean.device).manual_seed(self.seed + 2 * number)
         noise = torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-        return noise.mul_(self.gaussian.std).add_(mean)
+        return noise.mul_(self.gaussian.std).add_(mean)[self.rows]
 
     def __len__(self) -> int:
-        return len(self.gaussian)
+        return len(range(len(self.gaussian))[self.rows])
 
-    def __getitem__(self, index: Tensor) -> _Samples:
-        return _Samples(self.gaussian[index], self.seed)
+    def __getitem__(self, index: slice | Tensor) -> _Samples:
+        """Of a slice the same samples; of other rows new ones."""
+        return replace(self, rows=index) if isinstance(index, slice) else _Samples(self.gaussian[index], self.seed, ALL)
 
 
 def sampled(a: Gaussian, b: Gaussian, score: Callable[[Tensor, Tensor], Tensor], n_samples: int) -> Scores:
     """A mean over pairs of samples: `score` of samples (N, J, D) and (M, 1, D). One set of samples for all pairs."""
 
-    def block(left: _Samples, right: _Samples, rows: slice, columns: slice) -> Tensor:
-        z_NJD = torch.stack([left.draw(j)[rows] for j in range(n_samples)], 1)
-        width = len(range(len(right))[columns])
-        total, step = z_NJD.new_zeros(len(z_NJD), width), max(1, SAMPLE_ELEMENTS // max(1, width))
+    def block(left: _Samples, right: _Samples) -> Tensor:
+        z_NJD = torch.stack([left.draw(j) for j in range(n_samples)], 1)
+        total, step = z_NJD.new_zeros(len(left), len(right)), max(1, SAMPLE_ELEMENTS // max(1, len(right)))
         for k in range(n_samples):
-            z_M1D = right.draw(k)[columns, None]
+            z_M1D = right.draw(k)[:, None]
             for some, part in zip(total.split(step), z_NJD.split(step)):
                 some += score(part, z_M1D)
             del z_M1D  # before the next one is drawn
         return total.div_(n_samples)
 
-    return Scores(_Samples(a.float(), 1), _Samples(b.float(), 2), block)
+    return Scores(_Samples(a.float(), 1, ALL), _Samples(b.float(), 2, ALL), block)
 
 
 def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: float, n_samples: int = 8) -> Scores:
@@ -233,23 +228,20 @@ def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: floa
 
 def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
     """The largest dot product of any of a row's K embeddings with any of a column's. Source: PVSE."""
+    left, right = (at_least_float32(g.mean if g.mean.ndim == 3 else g.mean[:, None]) for g in (a, b))
 
-    def block(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Tensor:
-        left, right = left[rows], right[columns]
-        m, k, d = right.shape
-        flat, step, found = right.reshape(m * k, d).T, max(1, INSTANCE_ELEMENTS // max(1, m * k * k)), []
-        for part in left.split(step):
-            found.append((part.reshape(-1, d) @ flat).view(len(part), part.shape[1], m, k).amax((1, 3)))
-        return torch.cat(found)
+    def score(x_NKD: Tensor, y_MKD: Tensor) -> Tensor:
+        products = x_NKD.flatten(0, 1) @ y_MKD.flatten(0, 1).T
+        return products.view(*x_NKD.shape[:2], *y_MKD.shape[:2]).amax((1, 3))
 
-    return Scores(*(at_least_float32(g.mean if g.mean.ndim == 3 else g.mean[:, None]) for g in (a, b)), block)
+    return pairwise(left, right, score, INSTANCE_ELEMENTS, right.shape[1] ** 2)
 
 
 def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
     """Stacked cross attention of tokens, read from disk; the Gaussians have no part in it. Source: SCAN."""
 
-    def block(images: KeptTokens, texts: KeptTokens, rows: slice, columns: slice) -> Tensor:
-        images, texts, device = images[rows], texts[columns], options.device
+    def block(images: KeptTokens, texts: KeptTokens) -> Tensor:
+        device = options.device
         found = torch.empty(len(images), len(texts), device=device)
         for first in range(0, len(texts), TEXTS):
             some = slice(first, first + TEXTS)
@@ -276,7 +268,7 @@ NUMBERS: dict[str, Callable[[Gaussian, RankingOptions], int]] = {
 
 
 class Ranking(NamedTuple):
-    """A ranking.
+    """A ranking; its name in RANKINGS is that of --rankings, whose help lists them all.
 
     Attributes:
         title: for tables; how: it is computed, with fields of RankingOptions; keeps: one of NUMBERS.
@@ -296,75 +288,45 @@ class Ranking(NamedTuple):
     several: bool = False
 
 
-_VARIANCES, _USUAL = {"variances": True}, {"usual": True}
-_SAMPLES = "sampled, {samples} x {samples} samples a pair"
+_USUAL, _SAMPLES = {"variances": True, "usual": True}, "sampled, {samples} x {samples} samples a pair"
 
 RANKINGS: dict[str, Ranking] = {
-    "csd": Ranking("CSD", "closed form", "mean and u", lambda a, b, o: tolerance_scores(a, b), **_USUAL),
-    "mean": Ranking(
-        "mean only", "cosine of the means", "mean",
-        lambda a, b, o: dots(at_least_float32(a.mean), at_least_float32(b.mean)), **_USUAL,
-    ),
-    "wasserstein2": Ranking(
-        "2-Wasserstein", "closed form", "both", lambda a, b, o: _wasserstein2(a, b), **_VARIANCES, **_USUAL
-    ),
-    "match-probability": Ranking(
-        "match probability", _SAMPLES, "samples",
-        lambda a, b, o: match_probability_scores(a, b, o.scale, o.shift, o.samples), **_VARIANCES, **_USUAL,
-    ),
+    "csd": Ranking("CSD", "closed form", "mean and u", lambda a, b, o: tolerance_scores(a, b), usual=True),
+    "mean": Ranking("mean only", "cosine of the means", "mean",
+                    lambda a, b, o: dots(at_least_float32(a.mean), at_least_float32(b.mean)), usual=True),
+    "wasserstein2": Ranking("2-Wasserstein", "closed form", "both", lambda a, b, o: _wasserstein2(a, b), **_USUAL),
+    "match-probability": Ranking("match probability", _SAMPLES, "samples",
+                                 lambda a, b, o: match_probability_scores(a, b, o.scale, o.shift, o.samples), **_USUAL),
     "tolerance": Ranking(
         "tolerance", "CSD with the captions' u times {tolerance.i2t:g} and the images' u times {tolerance.t2i:g}",
-        "mean and u", lambda a, b, o: tolerance_scores(a, b, o.tolerance.i2t, o.tolerance.t2i), **_VARIANCES, **_USUAL,
-    ),
-    "faiss-mean": Ranking("FAISS on the means", "{factory}, no re-ranking", "mean", **_USUAL),
-    "faiss-rerank": Ranking(
-        "FAISS, re-ranked", "{factory}, {candidates} candidates re-ranked by adding their uncertainty", "mean and u",
-        **_USUAL,
-    ),
-    "faiss-csd": Ranking(
-        "FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself", "mean and u", index="csd", **_USUAL
-    ),
-    "log-likelihood": Ranking(
-        "log-likelihood", "log of the expected likelihood kernel, closed form", "both",
-        lambda a, b, o: pairwise(a, b, lambda x, y: -elk(x, y)), **_VARIANCES,
-    ),
-    "inclusion": Ranking(
-        "inclusion", "of the image in the caption, closed form", "both", lambda a, b, o: pairwise(a, b, inclusion),
-        **_VARIANCES,
-    ),
-    "kl": Ranking(
-        "KL(image || caption)", "closed form, from the image to the caption", "both",
-        lambda a, b, o: dots(*_kl_sides(a, b)), **_VARIANCES,
-    ),
-    "reverse-kl": Ranking(
-        "KL(caption || image)", "closed form, from the caption to the image", "both",
-        lambda a, b, o: dots(*_kl_sides(b, a)[::-1]), **_VARIANCES,
-    ),
-    "min-kl": Ranking(
-        "smaller KL", "closed form, the smaller one of both directions", "both", lambda a, b, o: _min_kl(a, b),
-        **_VARIANCES,
-    ),
-    "symmetric-kl": Ranking(
-        "symmetric KL", "closed form, the mean of both directions", "both",
-        lambda a, b, o: dots(*_both_kl_sides(a, b, 0.5)), **_VARIANCES,
-    ),
-    "bhattacharyya": Ranking(
-        "Bhattacharyya", "closed form", "both", lambda a, b, o: pairwise(a, b, lambda x, y: -bhattacharyya(x, y)),
-        **_VARIANCES,
-    ),
-    "average-l2": Ranking(
-        "average L2", _SAMPLES, "samples",
-        lambda a, b, o: sampled(a, b, lambda x, y: -mean_distance_of_samples(x, y), o.samples), **_VARIANCES,
-    ),
+        "mean and u", lambda a, b, o: tolerance_scores(a, b, o.tolerance.i2t, o.tolerance.t2i), **_USUAL),
+    "faiss-mean": Ranking("FAISS on the means", "{factory}, no re-ranking", "mean", usual=True),
+    "faiss-rerank": Ranking("FAISS, re-ranked", "{factory}, {candidates} candidates re-ranked by adding their "
+                            "uncertainty", "mean and u", usual=True),
+    "faiss-csd": Ranking("FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself", "mean and u",
+                         index="csd", usual=True),
+    "log-likelihood": Ranking("log-likelihood", "log of the expected likelihood kernel, closed form", "both",
+                              _closed_form(lambda x, y: -elk(x, y)), variances=True),
+    "inclusion": Ranking("inclusion", "of the image in the caption, closed form", "both", _closed_form(inclusion),
+                         variances=True),
+    "kl": Ranking("KL(image || caption)", "closed form, from the image to the caption", "both",
+                  lambda a, b, o: dots(*_kl_sides(a, b)), variances=True),
+    "reverse-kl": Ranking("KL(caption || image)", "closed form, from the caption to the image", "both",
+                          lambda a, b, o: dots(*_kl_sides(b, a)[::-1]), variances=True),
+    "min-kl": Ranking("smaller KL", "closed form, the smaller one of both directions", "both",
+                      lambda a, b, o: Scores(*_both_kl_sides(a, b), _larger), variances=True),
+    "symmetric-kl": Ranking("symmetric KL", "closed form, the mean of both directions", "both",
+                            lambda a, b, o: dots(*_both_kl_sides(a, b, 0.5)), variances=True),
+    "bhattacharyya": Ranking("Bhattacharyya", "closed form", "both", _closed_form(lambda x, y: -bhattacharyya(x, y)),
+                             variances=True),
+    "average-l2": Ranking("average L2", _SAMPLES, "samples", variances=True, scores=lambda a, b, o: sampled(
+        a, b, lambda x, y: -mean_distance_of_samples(x, y), o.samples)),
     "multi-instance": Ranking(
         "closest of the embeddings", "largest cosine of any of the image's embeddings with any of the caption's",
-        "mean", lambda a, b, o: _multi_instance(a, b), several=True,
-    ),
+        "mean", lambda a, b, o: _multi_instance(a, b), several=True),
     "attention": Ranking("cross attention", "tokens attend to tokens, {attention.direction}", "tokens", _attention),
-    "order": Ranking(
-        "order", "what the caption exceeds the image by, squared", "mean",
-        lambda a, b, o: pairwise(a, b, lambda x, y: order_similarity(x.mean, y.mean)),
-    ),
+    "order": Ranking("order", "what the caption exceeds the image by, squared", "mean",
+                     _closed_form(lambda x, y: order_similarity(x.mean, y.mean))),
 }  # fmt: skip
 
 
@@ -372,11 +334,10 @@ def ranking_names(text: str | None) -> list[str]:
     """Names separated by commas; for None the usual ones, see `fitting`. Raises UserError."""
     if text is None:
         return [name for name, ranking in RANKINGS.items() if ranking.usual]
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names or [text]:
-        if name not in RANKINGS:
-            what = f"There is no ranking '{name}'.{nearest(name, RANKINGS)}"
-            raise UserError(what, f"Choose from {', '.join(RANKINGS)}.")
+    names = list(dict.fromkeys(map(str.strip, text.strip(", ").split(","))))
+    if wrong := [name for name in names if name not in RANKINGS]:
+        what = f"There is no ranking '{wrong[0]}'.{nearest(wrong[0], RANKINGS)}"
+        raise UserError(what, f"Choose from {', '.join(RANKINGS)}.")
     return names
 
 
@@ -402,8 +363,7 @@ def _unfit(name: str, model) -> str | None:
     if name == "attention" and model.attention is None:
         return "that was not trained for it"
     if ranking.several != (model.n_embeddings > 1):
-        several = f"{model.n_embeddings} embeddings" if model.n_embeddings > 1 else "one embedding"
-        return f"with {several} of an item"
+        return f"with {model.n_embeddings} embedding{'s' * (model.n_embeddings > 1)} of an item"
     if ranking.variances and not model.probabilistic:
         return "without uncertainty, a point model: it reads variances"
     if name == "match-probability" and not model.predicts_matches:
@@ -433,31 +393,28 @@ class Ranker:
     """Ranks Gaussians (N, D) and (M, D) in both directions, or some rows alone; depth: of either direction's lists."""
 
     def __init__(self, name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()):
-        self.name, self.images, self.captions, self.options = name, images, captions, options
+        self.name, self.sides, self.options = name, (images, captions), options
         self.scores = None if RANKINGS[name].scores is None else scores_of(name, images, captions, options)
 
-    def __call__(self, depth: tuple[int, int], images: Tensor | None = None, captions: Tensor | None = None) -> Ranked:
+    def __call__(self, depth: tuple[int, int], rows: tuple[Tensor, Tensor] | None = None) -> Ranked:
         start, build = time.perf_counter(), None
         if self.scores is not None:
-            part = self.scores if images is None else self.scores.only(images, captions)
-            lists, (n, m) = rank_both(part, *part.shape, depth), part.shape
+            part = self.scores if rows is None else self.scores.only(*rows)
+            lists, n = rank_both(part, *part.shape, depth), sum(part.shape)
         else:
-            left = self.images if images is None else self.images[images]
-            right = self.captions if captions is None else self.captions[captions]
-            n, m = len(left), len(right)
+            left, right = self.sides if rows is None else (side[some] for side, some in zip(self.sides, rows))
+            n = len(left) + len(right)
             (i2t, first), (t2i, second) = self._search(left, right, depth[0]), self._search(right, left, depth[1])
             lists, build = (i2t, t2i), first + second
-        seconds = time.perf_counter() - start - (build or 0)
-        return Ranked(*lists, 1000 * seconds / (n + m), build)
+        return Ranked(*lists, 1000 * (time.perf_counter() - start - (build or 0)) / n, build)
 
     def _search(self, queries: Gaussian, gallery: Gaussian, depth: int) -> tuple[Tensor, float]:
         """(Q, depth) and the seconds to build the index."""
         depth, start = min(depth, len(gallery)), time.perf_counter()
         index = build_index(gallery, self.options.factory, RANKINGS[self.name].index)
-        seconds = time.perf_counter() - start
+        seconds, candidates = time.perf_counter() - start, min(self.options.candidates, len(gallery))
         if self.name != "faiss-rerank":
             return search(index, queries, depth)[1], seconds
-        candidates = min(self.options.candidates, len(gallery))
         top = rerank(index, queries, min(depth, candidates), candidates)[1]
         if depth > candidates:  # keep the order of the means
             top = torch.cat([top, search(index, queries, depth)[1][:, candidates:]], 1)

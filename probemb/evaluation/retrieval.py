@@ -74,6 +74,11 @@ class Kind(NamedTuple):
     metrics: tuple[str, ...] = (*TITLES, "rsum")
 
 
+def _whole(positives: Positives) -> Kind:
+    """A kind of positives among all images, (N, M)."""
+    return Kind([Fold(ALL, None, (positives, positives.transposed()))])
+
+
 def own_captions(owner: Tensor, n_images: int) -> Positives:
     """Every image matches its own captions; (N, M)."""
     return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
@@ -97,12 +102,10 @@ def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str,
 
 def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequence[str]) -> dict[str, Kind]:
     """By title."""
-    known = known_positives(pairs, captions).items()
-    kinds = {title: Kind([Fold(ALL, None, (one, one.transposed()))]) for title, one in known}
+    kinds = {title: _whole(one) for title, one in known_positives(pairs, captions).items()}
     if set(benchmarks) & set(COCO):
-        test = _test_split(pairs, captions)
-        everything = zip(test, (len(pairs.images), len(pairs.texts)))
-        is_all = all(torch.equal(rows, torch.arange(n)) for rows, n in everything)
+        test = _test_split(captions, pairs.kept)
+        is_all = all(torch.equal(rows, torch.arange(n)) for rows, n in zip(test, (len(pairs.images), len(pairs.texts))))
         split = (ALL, None) if is_all else ("test split", test)
         folds = [(f"fold {i}", rows) for i, rows in enumerate(zip(*(side.chunk(FOLDS) for side in test)))]
         chosen = [one for name in COCO if name in benchmarks for one in COCO[name]]
@@ -112,44 +115,33 @@ def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequen
     return kinds
 
 
-def _test_split(pairs: EmbeddedPairs, captions: CaptionDataset) -> tuple[Tensor, Tensor]:
-    kept = pairs.kept
-    ids = [captions.image_ids[i] for i in kept], [number for i in kept for number in captions.caption_ids[i]]
-    return coco_rows(*ids)
+def _test_split(captions: CaptionDataset, kept: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Rows of COCO's test split among the images `kept` and their captions. Raises UserError: some are missing."""
+    ids = captions.caption_ids and [number for i in kept for number in captions.caption_ids[i]]
+    return coco_rows(captions.image_ids and [captions.image_ids[i] for i in kept], ids)
 
 
 def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects: bool) -> list[str]:
     """--benchmarks, names separated by commas, as a list, or by default the benchmarks that the data allows.
 
-    Raises UserError: an unknown name; COCO's benchmarks without COCO's ids; pmrp without objects (--instances), or the
-    reverse.
+    Raises UserError: an unknown name; COCO's benchmarks without COCO's ids; pmrp without objects (--instances).
     """
-
-    def check_ids() -> None:
-        ids = captions.caption_ids
-        coco_rows(captions.image_ids, None if ids is None else [number for row in ids for number in row])
-
     if wanted is None:
         objects = ["pmrp"] if has_objects else []
         try:
-            check_ids()
+            _test_split(captions, range(len(captions)))
         except UserError:
             return objects
         return [*COCO, *objects]
     names = list(dict.fromkeys(name.strip() for name in wanted.split(",") if name.strip()))
-    for name in names:
-        if name not in BENCHMARKS:
-            what = f"There is no benchmark '{name}'.{nearest(name, BENCHMARKS)}"
-            raise UserError(what, f"Choose from {', '.join(BENCHMARKS)}, separated by commas.")
+    if wrong := [name for name in names if name not in BENCHMARKS]:
+        what = f"There is no benchmark '{wrong[0]}'.{nearest(wrong[0], BENCHMARKS)}"
+        raise UserError(what, f"Choose from {', '.join(BENCHMARKS)}, separated by commas.")
     if set(names) & set(COCO):
-        check_ids()
+        _test_split(captions, range(len(captions)))
     if "pmrp" in names and not has_objects:
-        raise UserError(
-            "Plausible matches need the objects that the images show.",
-            "Name COCO's instances_val2014.json with --instances.",
-        )
-    if has_objects and "pmrp" not in names:
-        raise UserError("--instances is given, but pmrp is not among --benchmarks.", "Add pmrp, or leave it out.")
+        remedy = "Name COCO's instances_val2014.json with --instances."
+        raise UserError("Plausible matches need the objects that the images show.", remedy)
     return names
 
 
@@ -157,11 +149,7 @@ def refuse_too_many_exact_pairs(captions: CaptionDataset) -> None:
     """Raise UserError if the scenes' exact positives, a byte for each pair, are too many."""
     n_pairs = len(captions) * captions.n_captions
     if captions.scenes is not None and n_pairs > MAX_EXACT_PAIRS:
-        raise UserError(
-            f"{len(captions):,} images and {captions.n_captions:,} captions are {n_pairs:,} pairs, more than fit into "
-            "memory at once.",
-            "Evaluate fewer shards.",
-        )
+        raise UserError(f"{n_pairs:,} pairs of images and captions do not fit into memory.", "Evaluate fewer shards.")
 
 
 # --------------------------------------------------------------------------------------------------------- measurements
@@ -181,32 +169,27 @@ def evaluate_rankings(
             positives lacks a query.
         tops: side -> (N, 3) or (M, 3) int64, the closest rows of the other side under the first ranking.
     """
-    kinds, rows, tops = all_kinds(pairs, captions, benchmarks), [], {}
-    per_query: PerQuery = {side: {} for side in SIDES.values()}
+    kinds, rows, first = all_kinds(pairs, captions, benchmarks), [], None
     objects = None if objects is None else objects[pairs.kept]
-    test = _test_split(pairs, captions) if set(benchmarks) & set(COCO) else None
+    test = _test_split(captions, pairs.kept) if set(benchmarks) & set(COCO) else None
     with show("rankings", len(rankings)) as advance:
         for name in rankings:
-            ranker = Ranker(name, pairs.images, pairs.texts, options)
+            ranking, ranker = RANKINGS[name], Ranker(name, pairs.images, pairs.texts, options)
             ranked, found, values = measure(ranker, kinds)
             if objects is not None and ranker.scores is not None:
                 plausible, more = measure_plausible(ranker, pairs.owner, objects, test)
                 found |= plausible
                 values = {side: values[side] | more[side] for side in values}
-            about = {
-                "ranking": name, "how": RANKINGS[name].how.format(**vars(options)), "ms_per_query": ranked.ms_per_query,
-                "index_seconds": ranked.build_seconds,
-                "numbers_per_item": NUMBERS[RANKINGS[name].keeps](pairs.texts, options),
-            }  # fmt: skip
+            about = {"ranking": name, "how": ranking.how.format(**vars(options)), "ms_per_query": ranked.ms_per_query}
+            about |= {"index_seconds": ranked.build_seconds}
+            about |= {"numbers_per_item": NUMBERS[ranking.keeps](pairs.texts, options)}
             about |= {"chosen": options.tolerance.chosen} if name == "tolerance" else {}
-            if not rows:
-                per_query = values
-                tops = {"images": ranked.i2t[:, :SHOWN], "captions": ranked.t2i[:, :SHOWN]}
+            first = first or (values, {"images": ranked.i2t[:, :SHOWN], "captions": ranked.t2i[:, :SHOWN]})
             rows += [{"positives": title, **about, **metrics} for title, metrics in found.items()]
             if advance:
                 advance(1)
     order = list(dict.fromkeys(row["positives"] for row in rows))
-    return sorted(rows, key=lambda row: order.index(row["positives"])), per_query, tops
+    return sorted(rows, key=lambda row: order.index(row["positives"])), *first
 
 
 def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
@@ -214,26 +197,25 @@ def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
 
     Returns the lists of the whole data; title -> {"i2t": metrics, "t2i": metrics, "rsum": in percent}; `per_query`.
     """
-    folds = [fold for kind in kinds.values() for fold in kind.folds]
     depths: dict[str, tuple[int, int]] = {}
-    for fold in folds:
+    folds = {fold.name: fold for kind in kinds.values() for fold in kind.folds}
+    for fold in (fold for kind in kinds.values() for fold in kind.folds):
         before = depths.get(fold.name, (max(KS), max(KS)))
         depths[fold.name] = tuple(max(depth, int(one.counts.max())) for depth, one in zip(before, fold.positives))
-    lists = {name: ranker(depths[name], *(rows or ())) for name, rows in dict(fold[:2] for fold in folds).items()}
-    sizes = len(lists[ALL].i2t), len(lists[ALL].t2i)
+    lists = {name: ranker(depths[name], fold.rows) for name, fold in folds.items()}
     found: dict[str, dict] = {}
     per_query: PerQuery = {side: {} for side in SIDES.values()}
     for title, kind in kinds.items():
         means: dict = {}
-        for place, way in enumerate(SIDES):
+        for place, (way, side) in enumerate(SIDES.items()):
             queries = [query_metrics(lists[fold.name][place], fold.positives[place]) for fold in kind.folds]
             each = [mean_metrics(values) for values in queries]
             means[way] = {name: sum(one[name] for one in each) / len(each) for name in TITLES}
             for name in TITLES:
-                spread = torch.full((sizes[place],), torch.nan, dtype=torch.float64)
+                spread = torch.full((len(lists[ALL][place]),), torch.nan, dtype=torch.float64)
                 for fold, values in zip(kind.folds, queries):
                     spread[slice(None) if fold.rows is None else fold.rows[place]] = values[name]
-                per_query[SIDES[way]][f"{title}: {TITLES[name]}"] = spread
+                per_query[side][f"{title}: {TITLES[name]}"] = spread
         found[title] = {way: {name: one[name] for name in kind.metrics if name in one} for way, one in means.items()}
         if "rsum" in kind.metrics:
             found[title]["rsum"] = rsum(means["i2t"], means["t2i"])
@@ -247,9 +229,6 @@ def measure_plausible(
 
     objects: (N, L) multi-hot object categories; test: rows of COCO's test split, if the data are COCO's.
     """
-    found: dict[str, dict] = {}
-    per_query: PerQuery = {side: {} for side in SIDES.values()}
-    folds = list(zip(*(side.chunk(FOLDS) for side in test))) if test else []
 
     def variants(scores: Scores, images: Tensor, texts: Tensor) -> dict[str, dict]:
         i2t, t2i = scores.both_ways()
@@ -259,14 +238,17 @@ def measure_plausible(
             for variant in VARIANTS
         }
 
+    found: dict[str, dict] = {}
+    per_query: PerQuery = {side: {} for side in SIDES.values()}
     for variant, ways in variants(ranker.scores, objects, objects[owner]).items():
         title = f"plausible matches, {variant}"
         for way, side in SIDES.items():
             values = ways[way].pop("per_query")
             per_query[side] |= {f"{title}: {TITLES[m]}": values[of] for m, of in PLAUSIBLE.items()}
         found[title] = {way: {m: one[of] for m, of in PLAUSIBLE.items()} | one for way, one in ways.items()}
+    folds = zip(*(side.chunk(FOLDS) for side in test)) if test else ()
     each = [variants(ranker.scores.only(i, c), objects[i], objects[owner[c]]) for i, c in folds]
-    for variant in VARIANTS if folds else ():
+    for variant in VARIANTS if each else ():
         found[f"plausible matches 1K, {variant}"] = {
             way: {m: sum(one[variant][way][of] for one in each) / FOLDS for m, of in PLAUSIBLE.items()} for way in SIDES
         }
@@ -278,8 +260,7 @@ def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: 
 
     positives: of the images, (N, M).
     """
-    kind = Kind([Fold(ALL, None, (positives, positives.transposed()))])
-    return measure(Ranker(ranking, images, texts, options), {"": kind})[1][""]
+    return measure(Ranker(ranking, images, texts, options), {"": _whole(positives)})[1][""]
 
 
 def evaluate_retrieval(
@@ -299,9 +280,9 @@ def evaluate_retrieval(
     options = RankingOptions(
         *model.match_numbers(), device=embedder.device.name, attention=model.attention, tokens=pairs.tokens
     )
-    positives = own = own_captions(pairs.owner, len(pairs.images))
+    positives = own_captions(pairs.owner, len(pairs.images))
     if ranking == "tolerance":
-        chosen = choose_tolerance(pairs, own, "recall")
+        chosen = choose_tolerance(pairs, positives, "recall")
         options, found["tolerance"] = replace(options, tolerance=chosen), {"i2t": chosen.i2t, "t2i": chosen.t2i}
     if by_class:
         positives = class_captions(captions, pairs.owner, pairs.kept)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from probemb.gaussian import at_least_float32
 
-SORT_ELEMENTS = 1 << 23  # scores sorted at a time
+SORT_ELEMENTS = 1 << 22  # scores sorted at a time
 VARIANTS = ("pcme", "eccv-caption")
 
 

@@ -1,11 +1,10 @@
 """Scores by blocks of rows against the distances; the ranking by cross attention; which rankings fit a model."""
 
-import re
-
 import pytest
 import torch
 
 from probemb import Gaussian
+from probemb.cli.configuration import docstring_texts
 from probemb.cross_attention import CrossAttention, Tokens, attention_scores
 from probemb.distances import (
     bhattacharyya,
@@ -33,6 +32,8 @@ from probemb.evaluation.rankings import (
     tolerance_scores,
 )
 from probemb.models import create_model
+from zeroshot.evaluations.filters import FILTERS
+from zeroshot.imagenet import ImagenetConfig
 from zeroshot.retrieval import RetrievalConfig
 
 SCORED = [name for name, ranking in RANKINGS.items() if ranking.scores]
@@ -140,8 +141,9 @@ def test_multi_instance_is_the_largest_of_all_pairs_of_embeddings(monkeypatch):
     assert torch.equal(Ranker("multi-instance", a, b)((4, 4)).i2t, expected.topk(4).indices)
 
 
-def test_help_names_every_ranking():
-    assert all(re.search(rf"[ :]{name}[, ]", " ".join(RetrievalConfig.__doc__.split())) for name in RANKINGS)
+def test_help_names_every_ranking_and_filter():
+    for config, option, table in ((RetrievalConfig, "rankings", RANKINGS), (ImagenetConfig, "filter", FILTERS)):
+        assert docstring_texts(config)[option].startswith(f"{', '.join(table)}, ")
 
 
 def test_a_models_own_ranking_comes_first_and_others_must_fit():

@@ -42,7 +42,7 @@ def test_equal_the_authors_numbers(parity):
 
     class Given(Ranker):
         def __init__(self, scores):
-            self.scores = Scores(torch.arange(5000), torch.arange(25000), lambda i, c, rows, _: scores[i[rows]][:, c])
+            self.scores = Scores(torch.arange(5000), torch.arange(25000), lambda i, c: scores[i][:, c])
 
     few = Gaussian(*torch.zeros(2, 1, 2))
     data = CaptionDataset([["x"] * 5] * 5000, image_ids, [caption_ids[i : i + 5] for i in range(0, 25000, 5)])
