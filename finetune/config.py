@@ -257,7 +257,7 @@ class Config:
     wandb: str | None = None
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    loss: Any = field(**chosen_options("method", METHODS, "pcmepp"))
+    loss: Any = field(**chosen_options("method", {name: cls.Options for name, cls in METHODS.items()}, "pcmepp"))
     mix: Mix = field(default_factory=Mix)
     augment: Augment = field(default_factory=Augment)
     compose: Compose = field(default_factory=Compose)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from functools import reduce
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -12,20 +13,9 @@ from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
-from probemb.cli.ranges import (
-    BelowOne,
-    Count,
-    Folder,
-    Gibibytes,
-    Passes,
-    Resize,
-    Seed,
-    Share,
-    Workers,
-)
-from probemb.errors import UserError, nearest
+from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Passes, Resize, Seed, Share, Workers
+from probemb.errors import UserError
 from probemb.models.options import Augmentation, TrainedTowers
-from probemb.options import named_paths
 
 if TYPE_CHECKING:
     from probemb.models import DualEncoder
@@ -135,27 +125,6 @@ class Ema:
     rampup: ClosedUnitInterval = 0.05
 
 
-RETRIEVAL = ("validation_loss", "rsum", *(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)))
-ZERO_SHOT = ("zeroshot_top1", "zeroshot_top5")
-
-
-class EvaluationSet(NamedTuple):
-    """A set that is evaluated while training; its values are logged as NAME/METRIC, or as METRIC without a name.
-
-    metrics   RETRIEVAL for images with captions, of a `split` or all; ZERO_SHOT for labelled images
-    """
-
-    name: str
-    path: str
-    metrics: tuple[str, ...]
-    split: str | None = None
-
-    @property
-    def keys(self) -> list[str]:
-        """The metrics as they are logged."""
-        return [f"{self.name}/{metric}" if self.name else metric for metric in self.metrics]
-
-
 @dataclass(frozen=True)
 class Evaluate:
     """Evaluation while training: zero-shot classification, and loss and retrieval on held-out pairs.
@@ -185,34 +154,15 @@ class Evaluate:
     batch_size: Count = 256
     max_bad: ClosedUnitInterval = 0.05
 
-    @property
-    def sets(self) -> list[EvaluationSet]:
-        """All sets, in the order in which they are evaluated. Raises UserError: names or splits do not fit."""
-        pairs, splits = named_paths(self.pairs, "evaluate.pairs"), self.pairs_split
-        splits = [splits] * len(pairs) if splits is None or isinstance(splits, str) else splits
-        if len(splits) != len(pairs):
-            raise UserError(
-                f"There are {len(pairs)} evaluate.pairs and {len(splits)} evaluate.pairs_split.",
-                "Give one split for all of them, or one for each.",
-            )
-        classes = named_paths(self.classes, "evaluate.classes")
-        return [EvaluationSet(*one, RETRIEVAL, split) for one, split in zip(pairs, splits)] + [
-            EvaluationSet(*one, ZERO_SHOT) for one in classes
-        ]
 
-    def check(self) -> None:
-        """Raise UserError: the sets do not fit, or the best is by something that is not measured."""
-        known, best = [key for one in self.sets for key in one.keys], self.best
-        if best is not None and not known:
-            raise UserError(f"evaluate.best is {best}, and nothing is evaluated.", "Name evaluate.pairs or classes.")
-        if best is not None and best not in known:
-            what = f"evaluate.best is {best}, which no evaluation logs.{nearest(best, known)}"
-            raise UserError(what, f"Choose {', '.join(known)}.")
-        if best is not None and not self.every_samples:
-            what = f"evaluate.best is {best}, and the run is evaluated at its end only."
-            raise UserError(what, "Set evaluate.every_samples.")
-
-
+NEEDS = (  # an option, and those of which it needs one
+    ("model.lock_image", "model.pretrained", "model.image_weights"),  # else it would freeze random weights
+    ("model.lock_text", "model.pretrained", "model.word_vectors"),
+    ("model.unlocked_image_groups", "model.lock_image"),
+    ("model.unlocked_text_groups", "model.lock_text"),
+    ("evaluate.best", "evaluate.pairs", "evaluate.classes"),
+    ("evaluate.best", "evaluate.every_samples"),
+)
 MOST_PROFILED = 20  # steps: the profiler holds every operation of them in memory
 
 
@@ -250,17 +200,8 @@ class Config:
         *("data.workers", "evaluate.pairs", "evaluate.classes", "evaluate.every_samples", "save_every", "wandb"),
     )
     PATHS: ClassVar = (
-        "out",
-        "data.train",
-        "data.cache",
-        "data.filter.columns",
-        "data.filter.drop",
-        "data.filter.keep",
-        "evaluate.classes",
-        "evaluate.pairs",
-        "model.pretrained",
-        "model.vocabulary",
-        "remote_copy",
+        *("out", "data.train", "data.cache", "data.filter.columns", "data.filter.drop", "data.filter.keep"),
+        *("evaluate.classes", "evaluate.pairs", "model.pretrained", "model.vocabulary", "remote_copy"),
     )
     NAMED_PATHS: ClassVar = ("evaluate.classes", "evaluate.pairs")  # those of PATHS that may be NAME=PATH
 
@@ -296,34 +237,32 @@ class Config:
         return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
 
     def create_model(self, **more) -> DualEncoder:
-        """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
+        """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`.
+
+        Raises UserError: it cannot be built, or not trained as configured.
+        """
         # After parsing: models take seconds to import.
         from pretrain.masking import check_masks
         from probemb.models.architectures import read_architecture, reads_regions
         from probemb.models.dual_encoder import check_frozen, freeze_backbones
 
-        m, objective = self.model, OBJECTIVES[self.objective]
+        m, loss = self.model, self.loss
         if reads_regions(read_architecture(m.name)):
-            raise UserError(
-                f"{m.name} reads precomputed regions, and pretraining gives a model the pixels of images.",
-                "Name an architecture that reads pixels, such as scenes-cnn-gru or ViT-B-16, or train this one with "
-                "`python -m finetune.run`.",
-            )
-        if not objective.probabilistic:
+            what = f"{m.name} reads precomputed regions, and pretraining gives a model the pixels of images."
+            raise UserError(what, "Name an architecture such as ViT-B-16, or train this one with finetune.run.")
+        if not loss.probabilistic:
             m = replace(m, n_unc_layers=None, uncertainty="branch")
-        about = {"objective": self.objective, **objective.model_options(self.loss)}
-        if objective.probabilistic and m.uncertainty == "branch" and m.n_unc_layers is None:
+        about = {"objective": self.objective, "probabilistic": loss.probabilistic, **loss.model_options}
+        if loss.probabilistic and m.uncertainty == "branch" and m.n_unc_layers is None:
             about["n_unc_layers"] = 2  # as the published weights
-        model = m.create(self.train_paths, self.loss, **about, **more)
+        model = m.create(self.train_paths, loss, **about, **more)
         locks = m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups
         freeze_backbones(model, *locks)
         check_frozen(model, *locks)
         check_masks(self, model)
         if model.batch_statistics and (self.engine.accumulation > 1 or self.ema.half_life_samples):
             raise UserError(
-                f"The batch norms of {m.name} normalise by the whole batch in training: it cannot be cut into "
-                f"engine.accumulation {self.engine.accumulation} parts, and their statistics are not those of averaged "
-                "weights (ema).",
+                f"The batch norms of {m.name} need the whole batch, and statistics of the weights that are evaluated.",
                 "Set engine.accumulation to 1 and ema.half_life_samples to 0, or model.batch_norm to frozen.",
             )
         return model
@@ -334,67 +273,35 @@ class Config:
         Raises:
             UserError: names the key and a valid value.
         """
-        if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
-            raise UserError(
-                f"keep_every {self.keep_every} is not a multiple of save_every {self.save_every}.",
-                "Only a step that is saved can be kept: choose a multiple.",
-            )
         if not self.train_paths:
             raise UserError(
-                "There is no training data.",
-                "Pass --data.train FOLDER with a folder of webdataset shards, or a configuration that names one.",
+                "There is no training data.", "Pass --data.train FOLDER with a folder of webdataset shards."
             )
         if self.data.weights and len(self.data.weights) != len(self.train_paths):
-            raise UserError(
-                f"There are {len(self.train_paths)} training paths and {len(self.data.weights)} weights.",
-                "Give data.weights one number for each path.",
-            )
+            what = f"There are {len(self.train_paths)} training paths and {len(self.data.weights)} weights."
+            raise UserError(what, "Give data.weights one number for each path.")
         check_schedule(self.optimizer)
         self.data.augmentation.check()
-        self.evaluate.check()
-        OBJECTIVES[self.objective].check(self.loss)
-        self._check_locks()
+        for key, *needed in NEEDS:
+            value, *others = (reduce(getattr, name.split("."), self) for name in (key, *needed))
+            if value and not any(others):
+                raise UserError(f"{key} needs {' or '.join(needed)}.", f"Set it, or leave {key} out.")
         first, last = self.profile or (0, 0)
-        if self.profile and not (
-            0 <= last - first < MOST_PROFILED and last <= (self.stop_at_step or self.samples // self.batch_size or last)
-        ):
+        if not 0 <= last - first < MOST_PROFILED:
             raise UserError(
                 f"profile is {first} {last}.",
-                f"Name a first and a last step of the run, {MOST_PROFILED} steps at most: --profile 10 12.",
+                f"Name a first and a last step, {MOST_PROFILED} steps at most: --profile 10 12.",
             )
-        parts = world_size * self.engine.accumulation
-        if getattr(self.loss, "masked_inclusion", 0) and self.batch_size % (parts * MASKED_EVERY):
-            raise UserError(
-                f"loss.masked_inclusion masks every {MASKED_EVERY}th item of a part, and {parts} parts of batch_size "
-                f"{self.batch_size} are no multiple of that.",
-                f"Set batch_size to a multiple of {parts * MASKED_EVERY}, or loss.masked_inclusion to 0.",
-            )
-        if self.batch_size % parts:
-            lower = self.batch_size // parts * parts
-            remedy = (
-                f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + parts}, or change the ranks or parts."
-            )
+        parts, masked = world_size * self.engine.accumulation, getattr(self.loss, "masked_inclusion", 0)
+        multiple = parts * (MASKED_EVERY if masked else 1)
+        if self.batch_size % multiple:
+            copies = f", of each of which every {MASKED_EVERY}th item is masked" if masked else ""
+            lower = self.batch_size // multiple * multiple
             raise UserError(
                 f"batch_size {self.batch_size} cannot be shared evenly by {world_size} ranks x "
-                f"{self.engine.accumulation} accumulation parts.",
-                remedy,
+                f"{self.engine.accumulation} accumulation parts{copies}.",
+                f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + multiple}, or change the ranks or parts.",
             )
-
-    def _check_locks(self) -> None:
-        """Refuse locks of random weights, and unlocked groups without a lock."""
-        m = self.model
-        for tower, weights in (("image", m.pretrained or m.image_weights), ("text", m.pretrained or m.word_vectors)):
-            locked, groups = getattr(m, f"lock_{tower}"), getattr(m, f"unlocked_{tower}_groups")
-            if locked and not weights:
-                raise UserError(
-                    f"model.lock_{tower} would freeze random weights.",
-                    "Name weights in model.pretrained (an open_clip tag, a file or a run), or leave the lock out.",
-                )
-            if groups and not locked:
-                raise UserError(
-                    f"model.unlocked_{tower}_groups is {groups}, and the {tower} tower is not locked.",
-                    f"Set model.lock_{tower}, or leave unlocked_{tower}_groups out.",
-                )
 
 
 def whole_steps(config: Config, steps_per_epoch: int) -> int:

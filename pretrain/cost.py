@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config import Config
 from pretrain.engine.engine import BUCKET, Towers
-from pretrain.masking import has_copies, masks_of
+from pretrain.masking import draw_masks
 from pretrain.objectives import MASKED_EVERY
 from probemb.errors import UserError
 from probemb.models.dual_encoder import DualEncoder
@@ -70,8 +70,7 @@ class StepCost:
 
     def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0):
         self.config, self.world, self.parts = config, world, config.engine.accumulation
-        copies = has_copies(config.loss)
-        shares = self.parts * (MASKED_EVERY if copies else 1)
+        shares = self.parts * (MASKED_EVERY if getattr(config.loss, "masked_inclusion", 0) else 1)
         self.rows = -(-config.batch_size // (world * shares)) * shares
         self.model, mode = fake_model(config)
         self.model.set_grad_checkpointing(config.engine.grad_checkpointing)
@@ -85,7 +84,7 @@ class StepCost:
             with mode:
                 images = torch.empty(rows, 3, size, size, dtype=torch.uint8)
                 tokens = torch.empty(rows, self.text_tokens, dtype=torch.int64)
-                masks = masks_of(self.model, images, tokens, config.model.patch_dropout, copies)
+                masks = draw_masks(config, self.model, images, tokens, samples=0)
                 given = [images, tokens, *(mask for mask in masks if mask is not None)]
                 self._measure(lambda: towers(images, tokens, *masks), given)
         except RuntimeError as error:  # the model reads the values of a fake tensor

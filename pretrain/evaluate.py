@@ -1,8 +1,7 @@
 """Evaluation while training: every rank encodes its share of the images and of the texts with the engine.
 
 Labelled images give zero-shot accuracy, images with captions the validation loss, and retrieval by CSD.
-An evaluator is called with the engine, and with a function that all ranks call between batches, equally often, and
-whose exceptions end the evaluation. Letters: N images, M texts, C classes, P prompts, L tokens.
+Letters: N images, M texts, C classes, P prompts, L tokens, D dimensions.
 """
 
 from __future__ import annotations
@@ -11,43 +10,67 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pretrain.config import ZERO_SHOT, Config, EvaluationSet
-from pretrain.objectives import OBJECTIVES, Pairs
+from pretrain.config import Config
+from pretrain.objectives import Pairs
 from probemb import distributed
 from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import ImageBatches, Images, refuse_too_many
 from probemb.data.labelled.classes import SINGLE_TEMPLATE, imagenet_templates, prompt_texts
 from probemb.data.labelled.images import find_images, remarks, resolve_classes
 from probemb.distances import csd
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 from probemb.evaluation.classification import class_vectors, true_ranks
 from probemb.gaussian import Gaussian
 from probemb.metrics.retrieval import Positives, mean_metrics, query_metrics, rank_both, rsum
+from probemb.options import NamedPath, named_paths
 
 KS = (1, 5, 10)
 
 
-def make_evaluator(config: Config, of: EvaluationSet, *args) -> Evaluator:
-    """The evaluator of a set; `args` as `Evaluator` says. Raises UserError: the data is missing or unfit."""
-    return (ZeroShot if of.metrics == ZERO_SHOT else Validator)(config, of, *args)
+def make_evaluators(
+    config: Config, transform: Callable, tokenizer: Callable, rank: int = 0, world: int = 1
+) -> list[Evaluator]:
+    """Those of `config.evaluate`, in the order in which they are called; the ranks need not have met yet.
+
+    Args:
+        transform: PIL image -> (3, H, W); tokenizer: n texts -> (n, L).
+
+    Raises:
+        UserError: data is missing or unfit, or the best is by something that is not measured.
+    """
+    pairs, splits = named_paths(config.evaluate.pairs, "evaluate.pairs"), config.evaluate.pairs_split
+    splits = splits if isinstance(splits, list) else [splits] * len(pairs)
+    if len(splits) != len(pairs):
+        what = f"There are {len(pairs)} evaluate.pairs and {len(splits)} evaluate.pairs_split."
+        raise UserError(what, "Give one split for all of them, or one for each.")
+    given = config, transform, tokenizer, rank, world
+    found = [Validator(of, split, *given) for of, split in zip(pairs, splits)]
+    found += [ZeroShot(of, *given) for of in named_paths(config.evaluate.classes, "evaluate.classes")]
+    known, best = [key for evaluator in found for key in evaluator.keys], config.evaluate.best
+    if best is not None and best not in known:
+        what = f"evaluate.best is {best}, which no evaluation logs.{nearest(best, known)}"
+        raise UserError(what, f"Choose {', '.join(known)}.")
+    return found
 
 
 class Evaluator:
-    """Common part of both kinds: this rank's images, and encoding with the engine.
+    """This rank's images of a set, and encoding with the engine; the subclasses measure.
 
-    Both are made from (config, set, transform: PIL image -> (3, H, W), tokenizer: n texts -> (n, L), rank, world), by a
-    process that has not joined the others yet.
+    `own` are its numbers of those that are `taken`: `evaluate.max_images`, spread evenly over the data, which is often
+    sorted by class. `keys` are the names in the log: NAME/METRIC, or METRIC for a set without a name.
     """
 
-    def share(self, config: Config, of: EvaluationSet, images: Images, transform: Callable, rank: int, world: int):
-        """Choose this rank's images, `own`, of those that are `taken`: `evaluate.max_images`, spread evenly over the
-        data, which is often sorted by class."""
+    metrics: ClassVar[tuple[str, ...]]
+
+    def __init__(self, of: NamedPath, images: Images, config: Config, transform: Callable, rank: int, world: int):
         given = config.evaluate
-        self.set, self.batch_size, self.max_bad = of, given.batch_size, given.max_bad
+        self.keys = [f"{of.name}/{metric}" if of.name else metric for metric in self.metrics]
+        self.batch_size, self.max_bad = given.batch_size, given.max_bad
         n = min(len(images), given.max_images or len(images))
         if n < world:
             raise UserError(
@@ -62,27 +85,22 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, engine, meet: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """The values, by the names of the log, the same on every rank; collective."""
+        """The values by `keys`, the same on every rank; collective. All ranks call `meet` between batches, equally
+        often; its exceptions end the evaluation."""
         engine.eval()
         values = self.measure(engine, meet)
         engine.train()
-        return dict(zip(self.set.keys, (values[metric] for metric in self.set.metrics), strict=True))
-
-    def measure(self, engine, meet: Callable[[], object]) -> dict[str, float]:
-        raise NotImplementedError
+        return dict(zip(self.keys, (values[metric] for metric in self.metrics)))
 
     def encode_images(self, engine, meet: Callable[[], object]) -> Gaussian:
         """This rank's readable ones, numbered by `self.batches.kept`, on the CPU; collective.
 
         All ranks call the engine equally often, also without images: ZeRO-3 gathers its parameters in every call.
-
-        Raises:
-            UserError: too many of all ranks' images are unreadable.
+        Raises UserError: too many of all ranks' images are unreadable.
         """
         parts, side = [], engine.module.model.image_size
-        calls = -(-len(self.taken) // (distributed.world_size() * self.batch_size))
         with closing(iter(self.batches)) as batches:
-            for _ in range(calls):
+            for _ in range(-(-len(self.taken) // (distributed.world_size() * self.batch_size))):
                 meet()
                 batch = next(batches, None)  # other ranks may have more
                 pixels = torch.zeros(1, 3, side, side) if batch is None else batch
@@ -97,10 +115,8 @@ class Evaluator:
     def encode_texts(self, engine, tokens: Tensor, meet: Callable[[], object]) -> Gaussian:
         """All texts (M, L), on the CPU; each rank encodes an equal share; collective."""
         share = -(-len(tokens) // distributed.world_size())
-        first = distributed.rank() * share
-        index = torch.arange(first, first + share).clamp(max=len(tokens) - 1)
-        parts = []
-        for i in index.split(self.batch_size):
+        first, parts = distributed.rank() * share, []
+        for i in torch.arange(first, first + share).clamp(max=len(tokens) - 1).split(self.batch_size):
             meet()
             parts.append(engine(None, tokens[i].to(engine.device)))
         return Gaussian(*(distributed.gather(torch.cat(part))[: len(tokens)].cpu() for part in zip(*parts)))
@@ -109,9 +125,9 @@ class Evaluator:
 class ZeroShot(Evaluator):
     """Top-1 and top-5 accuracy, in [0, 1], on class folders or shards with labels."""
 
-    def __init__(
-        self, config: Config, of: EvaluationSet, transform: Callable, tokenizer: Callable, rank: int = 0, world: int = 1
-    ):
+    metrics = ("zeroshot_top1", "zeroshot_top5")
+
+    def __init__(self, of: NamedPath, config: Config, transform: Callable, tokenizer: Callable, rank: int, world: int):
         try:
             images = find_images(of.path, exif=config.data.exif)
             classes, labels = resolve_classes(images, None)
@@ -121,7 +137,7 @@ class ZeroShot(Evaluator):
                 "Name images in class folders, or shards with KEY.cls, with --evaluate.classes, or leave them out with "
                 "--no-evaluate.classes. docs/data.md (Labelled images) says how to sort ImageNet's.",
             ) from error
-        self.share(config, of, images, transform, rank, world)
+        super().__init__(of, images, config, transform, rank, world)
         for line in remarks(labels, classes) if rank == 0 else ():
             print(f"classes {line}", flush=True)
         templates = [SINGLE_TEMPLATE] if config.evaluate.templates == "single" else imagenet_templates()
@@ -134,9 +150,8 @@ class ZeroShot(Evaluator):
         image = self.encode_images(engine, meet)
         vectors = class_vectors(prompts.mean.view(*self.shape, -1), torch.ones(self.shape))
         ranks = true_ranks(image.mean, vectors, self.labels[self.batches.kept])
-        counts = {"n": float(len(ranks)), "top1": float((ranks < 1).sum()), "top5": float((ranks < 5).sum())}
-        mean = distributed.mean_over_ranks(counts, engine.device)
-        return {f"zeroshot_{k}": mean[k] / mean["n"] for k in ("top1", "top5")}
+        n, *hits = distributed.sum_over_ranks([len(ranks), (ranks < 1).sum(), (ranks < 5).sum()], engine.device)
+        return dict(zip(self.metrics, (float(hit / n) for hit in hits)))
 
 
 class Validator(Evaluator):
@@ -146,14 +161,17 @@ class Validator(Evaluator):
     first captions, in the data's order; the rest, smaller than a batch, is left out.
     """
 
+    metrics = ("validation_loss", "rsum", *(f"{way}_r{k}" for way in ("i2t", "t2i") for k in KS))
+
     def __init__(
-        self, config: Config, of: EvaluationSet, transform: Callable, tokenizer: Callable, rank: int = 0, world: int = 1
-    ):
-        captions = find_captions(of.path, of.split, exif=config.data.exif)
-        self.share(config, of, captions.images, transform, rank, world)
+        self, of: NamedPath, split: str | None, config: Config, transform: Callable, tokenizer: Callable, rank: int,
+        world: int,
+    ):  # fmt: skip
+        captions = find_captions(of.path, split, exif=config.data.exif)
+        super().__init__(of, captions.images, config, transform, rank, world)
         captions = captions.only(self.taken)
-        self.objective, self.loss_batch = OBJECTIVES[config.objective](config.loss), config.batch_size
-        self.captions, self.tokens = captions.captions, tokenizer(captions.flat())  # (M, L)
+        self.objective, self.loss_batch = config.loss, config.batch_size
+        self.owner, self.tokens = torch.tensor(captions.owner()), tokenizer(captions.flat())  # (M,), (M, L)
 
     def measure(self, engine, meet: Callable[[], object]) -> dict[str, float]:
         tokens, side = engine.module.model.cut_padding(self.tokens), engine.module.model.image_size
@@ -161,22 +179,24 @@ class Validator(Evaluator):
         # The scalars come with a pair.
         *_, scalars = engine(torch.zeros(1, 3, side, side, device=engine.device), tokens[:1].to(engine.device))
         image = self.encode_images(engine, meet)
-        rank, world = distributed.rank(), distributed.world_size()
-        shares = distributed.all_of(([rank + world * row for row in self.batches.kept], image.mean, image.log_var))
-        values = self._measure(shares, texts, scalars.cpu(), engine.device) if distributed.is_main() else None
+        numbers = distributed.rank() + distributed.world_size() * torch.tensor(self.batches.kept, dtype=torch.int64)
+        shares, values = distributed.all_of((numbers, image.mean, image.log_var)), None
+        if distributed.is_main():
+            numbers, *image = map(torch.cat, zip(*shares))
+            order = numbers.argsort()
+            with distributed.pretend(1):
+                values = self._measure(numbers[order], Gaussian(*image)[order], texts, scalars.cpu(), engine.device)
         return distributed.all_of(values)[0]
 
-    def _measure(self, shares: list[tuple], texts: Gaussian, scalars: Tensor, device: torch.device) -> dict[str, float]:
-        """On rank 0, from every rank's (numbers of its readable images, means, log-variances)."""
-        numbers = torch.tensor([number for share in shares for number in share[0]])
-        order = numbers.argsort()
-        images = Gaussian(*(torch.cat([share[part] for share in shares])[order] for part in (1, 2)))  # (N, D)
-        starts = [0, *torch.tensor([len(captions) for captions in self.captions]).cumsum(0).tolist()]
-        own = [list(range(starts[i], starts[i + 1])) for i in numbers[order].tolist()]
-        firsts = texts[[captions[0] for captions in own]]
-        loss = self._loss(images, firsts, scalars)
-        texts = texts[[caption for captions in own for caption in captions]]  # (M, D) of readable images
-        owner = torch.tensor([row for row, captions in enumerate(own) for _ in captions])
+    def _measure(
+        self, numbers: Tensor, images: Gaussian, texts: Gaussian, scalars: Tensor, device: torch.device
+    ) -> dict[str, float]:
+        """Of all texts (M, D) and the readable images (N, D), with their ascending numbers (N,)."""
+        readable = torch.isin(self.owner, numbers)
+        texts, owner = texts[readable], torch.searchsorted(numbers, self.owner[readable])
+        firsts, batch = texts[torch.searchsorted(owner, torch.arange(len(images)))], min(self.loss_batch, len(images))
+        batches = [slice(start, start + batch) for start in range(0, len(images) - batch + 1, batch)]
+        losses = [self.objective(Pairs(images[rows], firsts[rows], *scalars.unbind())).loss for rows in batches]
         positives = Positives.from_pairs(owner, torch.arange(len(owner)), len(images), len(texts))
         images, texts = images.to(device), texts.to(device)
         depth = max(*KS, int(positives.counts.max())), max(KS)
@@ -184,13 +204,4 @@ class Validator(Evaluator):
         found = {"i2t": mean_metrics(query_metrics(i2t, positives, KS))}
         found["t2i"] = mean_metrics(query_metrics(t2i, positives.transposed(), KS))
         recalls = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in found for k in KS}
-        return {"validation_loss": loss, "rsum": rsum(**found), **recalls}
-
-    def _loss(self, images: Gaussian, texts: Gaussian, scalars: Tensor) -> float:
-        """The mean over whole batches; item i of one belongs to item i of the other."""
-        n, losses = min(self.loss_batch, len(images)), []
-        for start in range(0, len(images) - n + 1, n):
-            image, text = images[start : start + n], texts[start : start + n]
-            with distributed.pretend(1):
-                losses.append(self.objective(Pairs(image, text, *scalars.unbind())).loss)
-        return float(torch.stack(losses).mean())
+        return {"validation_loss": float(torch.stack(losses).mean()), "rsum": rsum(**found), **recalls}

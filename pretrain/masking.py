@@ -9,7 +9,7 @@ ProLIP §3.3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,30 +45,17 @@ class Masks(NamedTuple):
 
 
 def draw_masks(config: Config, model: DualEncoder, images: Tensor, tokens: Tensor, samples: int) -> Masks:
-    """The masks of this rank's B items of the step that follows `samples` samples seen."""
-    first = samples + distributed.rank() * len(images)
-    return masks_of(model, images, tokens, config.model.patch_dropout, has_copies(config.loss), config.seed, first)
-
-
-def has_copies(loss: Any) -> bool:
-    """True if an objective with these options gets masked copies."""
-    return getattr(loss, "masked_inclusion", 0) > 0
-
-
-def masks_of(
-    model: DualEncoder, images: Tensor, tokens: Tensor, dropout: float, copies: bool, seed: int = 0, first: int = 0
-) -> Masks:
-    """The masks of B items with the numbers `first`, `first` + 1, …; the shapes follow from those of the inputs."""
-    rows = torch.arange(len(images), device=images.device) + first
+    """The masks of this rank's B items of the step that follows `samples` samples seen; their shapes follow from those
+    of the inputs."""
+    rows = torch.arange(len(images), device=images.device) + samples + distributed.rank() * len(images)
 
     def draw(what: str, tower, inputs: Tensor, share: float, every: int = 1) -> Tensor:
-        draws = chances(number_of(seed, what), rows[::every])
-        return draw_parts(tower, inputs[::every], share, chance=draws)
+        return draw_parts(tower, inputs[::every], share, chance=chances(number_of(config.seed, what), rows[::every]))
 
     kept = masked_image = masked_text = None
-    if dropout:
+    if dropout := config.model.patch_dropout:
         kept = draw("patches", model.image_tower, images, 1 - dropout)
-    if copies:
+    if getattr(config.loss, "masked_inclusion", 0):
         masked_image = draw("masked image", model.image_tower, images, MASKED_SHARE, MASKED_EVERY)
         masked_text = draw("masked text", model.text_tower, tokens, MASKED_SHARE, MASKED_EVERY)
     return Masks(kept, masked_image, masked_text)
@@ -76,7 +63,7 @@ def masks_of(
 
 def check_masks(config: Config, model: DualEncoder) -> None:
     """Raise UserError where a tower reads its inputs as a whole, and parts of them are asked for."""
-    masked = has_copies(config.loss)
+    masked = getattr(config.loss, "masked_inclusion", 0)
     if config.model.patch_dropout or masked:
         model.image_tower.parts(torch.zeros(1, 3, model.image_size, model.image_size))
     if masked:

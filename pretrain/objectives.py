@@ -1,7 +1,12 @@
-"""Pretraining objectives by name; each has its own frozen `Options`, which are `loss` in the configuration.
+"""Pretraining objectives: each is a dataclass of its options, `loss` in the configuration, and a function of `Pairs`.
 
-An objective gets this rank's pairs and exchanges what it needs itself: texts in a ring, with memory that does not grow
-with the ranks, or (CLIP, PCME++) all embeddings in one collective.
+An objective exchanges between the ranks what it needs itself and returns this rank's part: the mean over the ranks is
+the loss of one process on the whole batch, in value and gradient. It also has
+
+    probabilistic   False if log-variances are not trained; the model then is a point model
+    scalars         those of `Pairs` that it reads, for the log
+    model_options   options of `create_model`: the kind of model, its scalars
+
 Letters: B items of this rank's share of the batch, W ranks, D dimensions.
 """
 
@@ -27,6 +32,7 @@ from probemb.models.match import OF_DISTANCE
 Exchange = Literal["ring", "gather"]
 RING_RANKS = 64  # up to this many ranks the ring's sequential hops are worth the memory they save
 MASKED_EVERY = 8  # one item in this many has masked copies
+SCALARS = ("logit_scale", "scale", "shift")
 
 
 class Pairs(NamedTuple):
@@ -45,230 +51,173 @@ class Pairs(NamedTuple):
     shift: Tensor
     masked: tuple[Gaussian, Gaussian] | None = None
 
+    @property
+    def sigmoid(self) -> tuple[Tensor, Tensor]:
+        """The factor s and the bias of a sigmoid loss's logits, of which a = s / 2 and b = s + bias follow."""
+        return 2 * self.scale, self.shift - 2 * self.scale
 
-class Objective:
-    """A pretraining loss: called with `Pairs`, it gives this rank's part; collective.
 
-    The mean of the parts over the ranks is the loss of one process on the whole batch, in value and gradient.
+def in_ring(exchange: Exchange | None) -> bool:
+    """True if the texts are passed around a ring of ranks; otherwise all ranks' items are gathered."""
+    return exchange == "ring" if exchange else distributed.world_size() <= RING_RANKS
 
-    Attributes:
-        probabilistic: whether log-variances are trained; otherwise the model is a point model.
-        scalars: those of `Pairs` that the loss reads, for the log.
+
+@dataclass(frozen=True)
+class PCMEPlusPlus:
+    """clip * L_clip + match * (L_match + pseudo_positive * L_pp + vib * L_vib).
+
+    Args:
+        clip: weight of the CLIP loss.
+        match: weight of the PCME++ loss.
+        distance: between image and text.
+        scale: initial a of the match probability sigmoid(-a d + b).
+        shift: initial b.
+        pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
+        vib: weight beta of the information bottleneck, inside the PCME++ loss.
+        log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
+        exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
+            more than 64 ranks, and for pseudo-positives and match-probability.
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        """No options."""
+    clip: NonNegativeFloat = 1.0
+    match: NonNegativeFloat = 1.0
+    distance: Distance = "csd"
+    scale: float = 1.0
+    shift: float = 1.0
+    pseudo_positive: NonNegativeFloat = 0.0
+    vib: NonNegativeFloat = 1e-4
+    log_var: float | None = None
+    exchange: Exchange | None = None
 
-    probabilistic: ClassVar[bool] = True
-    scalars: ClassVar[tuple[str, ...]] = ()
+    probabilistic: ClassVar = True
+    scalars: ClassVar = SCALARS
 
-    def __init__(self, options: Any):
-        self.options = options
+    def __post_init__(self):
+        if self.exchange == "ring" and self._needs_rows:
+            what = "loss.exchange ring does not go with pseudo-positives or match-probability."
+            raise UserError(what, "They need all pairs of an item at once: set loss.exchange to gather.")
 
-    def ring(self, world: int) -> bool:
-        """True if the texts are passed around a ring of `world` ranks; otherwise all ranks' items are gathered."""
-        exchange = getattr(self.options, "exchange", "ring")
-        return world <= RING_RANKS if exchange is None else exchange == "ring"
+    @property
+    def _needs_rows(self) -> bool:
+        return bool(self.pseudo_positive) or self.distance == "match-probability"
 
-    def __call__(self, pairs: Pairs) -> LossOutput:
-        raise NotImplementedError
-
-    @classmethod
-    def model_options(cls, options: Any) -> dict[str, Any]:
-        """Further options of `create_model`: the kind of model, its scalars."""
-        return {"probabilistic": cls.probabilistic}
-
-    @classmethod
-    def check(cls, options: Any) -> None:
-        """Refuse options that do not go together. Raises UserError."""
-
-
-class PCMEPlusPlus(Objective):
-    """The CLIP loss of the means plus the PCME++ match loss."""
-
-    @dataclass(frozen=True)
-    class Options:
-        """clip * L_clip + match * (L_match + pseudo_positive * L_pp + vib * L_vib).
-
-        Args:
-            clip: weight of the CLIP loss.
-            match: weight of the PCME++ loss.
-            distance: between image and text.
-            scale: initial a of the match probability sigmoid(-a d + b).
-            shift: initial b.
-            pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
-            vib: weight beta of the information bottleneck, inside the PCME++ loss.
-            log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
-            exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
-                more than 64 ranks, and for pseudo-positives and match-probability.
-        """
-
-        clip: NonNegativeFloat = 1.0
-        match: NonNegativeFloat = 1.0
-        distance: Distance = "csd"
-        scale: float = 1.0
-        shift: float = 1.0
-        pseudo_positive: NonNegativeFloat = 0.0
-        vib: NonNegativeFloat = 1e-4
-        log_var: float | None = None
-        exchange: Exchange | None = None
-
-    scalars = ("logit_scale", "scale", "shift")
-
-    @classmethod
-    def model_options(cls, options: Options) -> dict[str, Any]:
-        own = {"log_var_start": options.log_var, "temperature_trained": bool(options.clip)}
-        return super().model_options(options) | own | {"match": OF_DISTANCE.get(options.distance, "none")}
-
-    @classmethod
-    def check(cls, options: Options) -> None:
-        if not (options.clip or options.match):
-            raise UserError("Both losses have weight 0.", "Set loss.clip or loss.match to more than zero.")
-        if options.exchange == "ring" and cls._needs_rows(options):
-            what = "Pseudo-positives need" if options.pseudo_positive else "The match-probability's samples need"
-            raise UserError(f"{what} all pairs of an item at once.", "Set loss.exchange to gather.")
-
-    @staticmethod
-    def _needs_rows(options: Options) -> bool:
-        return bool(options.pseudo_positive) or options.distance == "match-probability"
-
-    def ring(self, world: int) -> bool:
-        return not self._needs_rows(self.options) and super().ring(world)
+    @property
+    def model_options(self) -> dict[str, Any]:
+        match = OF_DISTANCE.get(self.distance, "none")
+        return {"log_var_start": self.log_var, "temperature_trained": bool(self.clip), "match": match}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        o, (image, text, tau, scale, shift, _) = self.options, pairs
-        match_options = {"scale": scale, "shift": shift, "distance": o.distance, "vib": o.vib}
-        if self.ring(distributed.world_size()):
+        image, text, tau, scale, shift, _ = pairs
+        options = {"scale": scale, "shift": shift, "distance": self.distance, "vib": self.vib}
+        if in_ring(self.exchange) and not self._needs_rows:
             clip = ring_clip_loss(image.mean, text.mean, tau)
-            match = ring_match_loss(image, text, **match_options)
+            match = ring_match_loss(image, text, **options)
         else:
             all_image, all_text = distributed.gather_pairs(image, text)
             offset = distributed.rank() * len(image)
             clip = clip_loss(image.mean, text.mean, tau, all_image.mean, all_text.mean, offset)
-            everything = {"all_image": all_image, "all_text": all_text, "offset": offset}
-            match = pairwise_match_loss(image, text, **match_options, pseudo_positive=o.pseudo_positive, **everything)
-        return LossOutput(o.clip * clip.loss + o.match * match.loss, {**clip.terms, **match.terms})
+            options |= {"all_image": all_image, "all_text": all_text, "offset": offset}
+            match = pairwise_match_loss(image, text, **options, pseudo_positive=self.pseudo_positive)
+        return LossOutput(self.clip * clip.loss + self.match * match.loss, {**clip.terms, **match.terms})
 
 
-class CLIP(Objective):
-    """The CLIP loss of points: open_clip's InfoNCE over the whole batch, with its gradient through all embeddings."""
+@dataclass(frozen=True)
+class CLIP:
+    """L_clip of points, open_clip's InfoNCE. Source: Radford et al., Learning Transferable Visual Models (ICML 2021).
 
-    @dataclass(frozen=True)
-    class Options:
-        """L_clip. Source: Radford et al., Learning Transferable Visual Models (ICML 2021).
+    Args:
+        logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained, or of the
+            architecture (1 / 0.07).
+        exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
+            more than 64 ranks.
+    """
 
-        Args:
-            logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained, or of the
-                architecture (1 / 0.07).
-            exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
-                more than 64 ranks.
-        """
+    logit_scale: PositiveFloat | None = None
+    exchange: Exchange | None = None
 
-        logit_scale: PositiveFloat | None = None
-        exchange: Exchange | None = None
+    probabilistic: ClassVar = False
+    scalars: ClassVar = ("logit_scale",)
 
-    probabilistic = False
-    scalars = ("logit_scale",)
-
-    @classmethod
-    def model_options(cls, options: Any) -> dict[str, Any]:
-        return super().model_options(options) | {"init_logit_scale": options.logit_scale}
+    @property
+    def model_options(self) -> dict[str, Any]:
+        return {"init_logit_scale": self.logit_scale}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         means = pairs.image.mean, pairs.text.mean
-        if self.ring(distributed.world_size()):
+        if in_ring(self.exchange):
             return ring_clip_loss(*means, pairs.logit_scale)
         offset = distributed.rank() * len(pairs.image)
         return clip_loss(*means, pairs.logit_scale, *distributed.gather_together(means), offset)
 
 
-class _Sigmoid(Objective):
-    """A sigmoid loss of every pair's logit s (cosine - u / 2) + bias; s is the inverse temperature.
+@dataclass(frozen=True)
+class SigLIP:
+    """L_siglip of points. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
 
-    The model has logit_scale = log s and logit_bias as parameters, of which a = s / 2 and b = s + bias follow.
+    Args:
+        logit_scale: initial inverse temperature, without a ceiling; null for that of model.pretrained.
+        logit_bias: initial bias of the logits; null for that of model.pretrained.
     """
 
-    scalars = ("logit_scale", "scale", "shift")
-    max_logit_scale: ClassVar[float | None] = None
+    logit_scale: PositiveFloat | None = 10.0
+    logit_bias: float | None = -10.0
 
-    @classmethod
-    def model_options(cls, options: Any) -> dict[str, Any]:
-        own = {"init_logit_scale": options.logit_scale, "init_logit_bias": options.logit_bias}
-        return super().model_options(options) | own | {"match": "cosine", "max_logit_scale": cls.max_logit_scale}
+    probabilistic: ClassVar = False
+    scalars: ClassVar = SCALARS
 
-    @staticmethod
-    def scale_and_bias(pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """s and bias."""
-        return 2 * pairs.scale, pairs.shift - 2 * pairs.scale
-
-
-class SigLIP(_Sigmoid):
-    """SigLIP's sigmoid loss of points."""
-
-    @dataclass(frozen=True)
-    class Options:
-        """L_siglip. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
-
-        Args:
-            logit_scale: initial inverse temperature, without a ceiling; null for that of model.pretrained.
-            logit_bias: initial bias of the logits; null for that of model.pretrained.
-        """
-
-        logit_scale: PositiveFloat | None = 10.0
-        logit_bias: float | None = -10.0
-
-    probabilistic = False
+    @property
+    def model_options(self) -> dict[str, Any]:
+        ends = {"init_logit_scale": self.logit_scale, "init_logit_bias": self.logit_bias, "max_logit_scale": None}
+        return ends | {"match": "cosine"}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        return siglip_loss(pairs.image.mean, pairs.text.mean, *self.scale_and_bias(pairs))
+        return siglip_loss(pairs.image.mean, pairs.text.mean, *pairs.sigmoid)
 
 
-class ProLIP(_Sigmoid):
-    """ProLIP: the sigmoid loss with CSD, information bottleneck, and inclusion: of images in their texts, and of items
-    in their masked copies."""
+@dataclass(frozen=True)
+class ProLIP:
+    """L_ppcl + vib * L_vib + inclusion * L_inclusion + masked_inclusion * L_masked. Source: ProLIP §3.2, §3.3.
 
-    @dataclass(frozen=True)
-    class Options:
-        """L_ppcl + vib * L_vib + inclusion * L_inclusion + masked_inclusion * L_masked. Source: ProLIP §3.2, §3.3.
+    Args:
+        vib: weight of the information bottleneck.
+        inclusion: weight of an image's inclusion in its text.
+        masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens, of
+            every eighth item; 1e-3 as published, for towers that can read parts.
+        inclusion_scale: c of -log sigmoid(c H).
+        form: exact, or code, the formulas of the authors' public code.
+        logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained.
+        logit_bias: initial bias of the logits; null for that of model.pretrained.
+        log_var: initial log-variance; null for -log D.
+    """
 
-        Args:
-            vib: weight of the information bottleneck.
-            inclusion: weight of an image's inclusion in its text.
-            masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens, of
-                every eighth item; 1e-3 as published, for towers that can read parts.
-            inclusion_scale: c of -log sigmoid(c H).
-            form: exact, or code, the formulas of the authors' public code.
-            logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained.
-            logit_bias: initial bias of the logits; null for that of model.pretrained.
-            log_var: initial log-variance; null for -log D.
-        """
+    vib: NonNegativeFloat = 1e-4
+    inclusion: NonNegativeFloat = 1e-7
+    masked_inclusion: NonNegativeFloat = 0.0
+    inclusion_scale: PositiveFloat = 1000.0
+    form: Literal["exact", "code"] = "exact"
+    logit_scale: PositiveFloat | None = 10.0
+    logit_bias: float | None = -10.0
+    log_var: float | None = -10.0
 
-        vib: NonNegativeFloat = 1e-4
-        inclusion: NonNegativeFloat = 1e-7
-        masked_inclusion: NonNegativeFloat = 0.0
-        inclusion_scale: PositiveFloat = 1000.0
-        form: Literal["exact", "code"] = "exact"
-        logit_scale: PositiveFloat | None = 10.0
-        logit_bias: float | None = -10.0
-        log_var: float | None = -10.0
+    probabilistic: ClassVar = True
+    scalars: ClassVar = SCALARS
 
-    max_logit_scale = 100.0  # as in open_clip's trainer, which the authors' is
-
-    @classmethod
-    def model_options(cls, options: Any) -> dict[str, Any]:
-        return {**super().model_options(options), "log_var_start": options.log_var}
+    @property
+    def model_options(self) -> dict[str, Any]:
+        # The ceiling is that of open_clip's trainer, which the authors' is.
+        ends = {"init_logit_scale": self.logit_scale, "init_logit_bias": self.logit_bias, "max_logit_scale": 100.0}
+        return ends | {"match": "cosine", "log_var_start": self.log_var}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
-        image, text, o = pairs.image, pairs.text, self.options
-        weights = {"vib": o.vib, "inclusion": o.inclusion, "masked_inclusion": o.masked_inclusion}
-        options = {**weights, "inclusion_scale": o.inclusion_scale, "form": o.form}
-        if pairs.masked is None:
-            return prolip_loss(image, text, *self.scale_and_bias(pairs), **options)
-        # The loss is one of a set of pairs; those that have copies come first.
-        rows = torch.arange(len(image), device=image.mean.device)
-        order = (rows % (len(image) // len(pairs.masked[0])) != 0).int().argsort(stable=True)
-        return prolip_loss(image[order], text[order], *self.scale_and_bias(pairs), pairs.masked, **options)
+        image, text, masked = pairs.image, pairs.text, pairs.masked
+        if masked is not None:  # the loss is one of a set of pairs; those that have copies come first
+            rows = torch.arange(len(image), device=image.mean.device)
+            order = (rows % (len(image) // len(masked[0])) != 0).int().argsort(stable=True)
+            image, text = image[order], text[order]
+        return prolip_loss(
+            image, text, *pairs.sigmoid, masked, vib=self.vib, inclusion=self.inclusion,
+            masked_inclusion=self.masked_inclusion, inclusion_scale=self.inclusion_scale, form=self.form,
+        )  # fmt: skip
 
 
-OBJECTIVES: dict[str, type[Objective]] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": SigLIP, "prolip": ProLIP}
+OBJECTIVES: dict[str, type] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": SigLIP, "prolip": ProLIP}

@@ -13,20 +13,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerAction
+from torch.profiler import profile, record_function
 
-from pretrain.config import RETRIEVAL, ZERO_SHOT, Config, Evaluate
+from pretrain.config import Config
 from pretrain.engine.checkpoint import read_exported, take_snapshot
 from pretrain.engine.state import Average
 from probemb import distributed
-from probemb.files import replace_file, replace_text
+from probemb.files import replace_file
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.hub import save_model
 from probemb.options import to_dict, with_absolute_paths
@@ -34,13 +34,12 @@ from probemb.runs.checkpoints import Best, Snapshot, best_until, prune
 from probemb.runs.copy import Copier, Copy
 from probemb.runs.folder import RunOutput
 from probemb.runs.lock import RunLock
-from probemb.runs.log import append_line, drop_lines_after, logged_lines, rsum_words, step_of, train_line
+from probemb.runs.log import append_line, drop_lines_after, logged_lines, or_tell, rsum_words, step_of, train_line
 
 if TYPE_CHECKING:
     from pretrain.trainer import Position
 
 MODEL, BEST_MODEL = "model", "model-best"
-STEP = ".step"  # of model/ and model-best/: whose weights they are, written when the folder is complete
 
 
 class RunFolder(RunOutput):
@@ -52,36 +51,35 @@ class RunFolder(RunOutput):
         lock: of the folder, on rank 0.
 
     Attributes:
-        left_out: numbers of the evaluations of `step` whose values are not in the log.
+        logged: values of `step` in the log.
     """
 
     def __init__(
         self, config: Config, model_config: dict, identity: dict, step: int, steps: int, lock: RunLock | None = None
     ):
         self.model_config, self.identity, self.saved = model_config, identity, step or None
+        self.copier, self.profiler, metric = None, None, config.evaluate.best
         super().__init__(config, step, steps, lock)
-        metric, self.copier = config.evaluate.best, None
-        best, rows = distributed.all_of((best_until(self.path, step), logged_evaluations(self.path, step)))[0]
-        self.left_out = left_out(config.evaluate, rows)
+        best, self.logged = distributed.all_of((best_until(self.path, step), values_of(self.path, step)))[0]
         self.protected = frozenset([best.step] if best else [])
         self.best = best if best and best.metric == metric else Best(metric) if metric else None
         distributed.on_main(lambda: self._restore(step, best), self.path / MODEL, "Make room for it, and start again.")
-        logged = [row[metric] for row in rows if metric in row]
-        if self.best and logged and step not in self.best.values:
-            self.best.add(step, logged[0])
-        self.samples = open_sample_log(self.path, step) if config.log_samples else None
+        if self.best and metric in self.logged and step not in self.best.values:
+            self.best.add(step, self.logged[metric])
 
     def _restore(self, step: int, best: Best | None) -> None:
         """On rank 0: make what a kill or a fetched copy has left out of model/ and model-best/, and copy again."""
         # Not built in the thread, as building draws random numbers.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             self.model = DualEncoder(self.model_config)
-        if step:
-            restore_model(self.model, self.path, step, MODEL)
-        if best:
-            restore_model(self.model, self.path, best.step, BEST_MODEL)
-        if best and self.best and best.metric != self.best.metric:
-            print(f"resume  best.json is by {best.metric}; the best by {self.best.metric} is chosen from here on")
+        for name, of in ((MODEL, step), (BEST_MODEL, best and best.step)):
+            if of:
+                export(self.model, read_exported(self.path / "checkpoints" / f"step-{of}"), self.path / name)
+        samples = self.path / "samples"
+        if self.config.log_samples:
+            samples.mkdir(exist_ok=True)
+        for path in samples.glob("*"):
+            path.unlink() if path.name.startswith(".") else drop_lines_after(path, step)  # hidden: of a killed attempt
         if self.config.remote_copy:
             kept = self.config.keep_checkpoints, self.config.keep_every
             self.copier = Copier(self.path, Copy(self.config.remote_copy), step, *kept, lambda: self.protected)
@@ -101,21 +99,22 @@ class RunFolder(RunOutput):
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl; of evaluations with the name of their set."""
-        name, own = split_set(values)
-        head = f"{step_of(step, self.steps)} | {f'{name}: ' if name else ''}"
+        name = next((f"{key.partition('/')[0]}: " for key in values if "/" in key), "")
+        own = {key.rpartition("/")[2]: value for key, value in values.items()}
         if "rsum" in own:
-            text = f"{head}validation loss {own['validation_loss']:.3f}, {rsum_words(own | {'is_best': False})}"
+            text = f"validation loss {own['validation_loss']:.3f}, {rsum_words(own | {'is_best': False})}"
         elif "zeroshot_top1" in own:
             top1, top5 = 100 * own["zeroshot_top1"], 100 * own["zeroshot_top5"]
-            text = f"{head}zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
+            text = f"zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
         else:
-            text = train_line(step, self.steps, values)
-        return text + (f" | best {self.best.metric} so far" if values.get("is_best") else "")
+            return train_line(step, self.steps, values)
+        best = f" | best {self.best.metric} so far" if "is_best" in values else ""
+        return f"{step_of(step, self.steps)} | {name}{text}{best}"
 
     def seen(self, step: int, keys: list[str]) -> None:
         """Log the samples that this rank has trained on in a step, if asked for."""
-        if self.samples:
-            append_line(self.samples, {"step": step, "keys": keys})
+        if self.config.log_samples:
+            append_line(self.path / "samples" / f"rank-{distributed.rank()}.jsonl", {"step": step, "keys": keys})
 
     def nonfinite(self, step: int, reports: list[dict]) -> Path:
         """Write every rank's report of a step with NaN or Inf; returns the file's name."""
@@ -144,12 +143,11 @@ class RunFolder(RunOutput):
             "data": self.identity,
             "model": self.model_config,
         }
-        self.write(lambda: take_snapshot(engine, position.step, state, average), then)
-        return None
+        return self.write(lambda: take_snapshot(engine, position.step, state, average), then)
 
     def write_more(self, snapshot: Snapshot) -> str:
         """The weights alone, in model/."""
-        export(self.model, snapshot.whole, self.path / MODEL, snapshot.content["step"])
+        export(self.model, snapshot.whole, self.path / MODEL)
         if self.copier:
             self.copier.wake()
         return f" and {self.path / MODEL}"
@@ -167,11 +165,8 @@ class RunFolder(RunOutput):
     def _mark(self, best: Best) -> None:
         """In the thread: model/ holds that step's weights."""
         best.write(self.path)
-        (self.path / BEST_MODEL / STEP).unlink(missing_ok=True)
         for file in sorted((self.path / MODEL).iterdir()):
-            if not file.name.startswith("."):
-                replace_file(self.path / BEST_MODEL / file.name, partial(shutil.copyfile, file))
-        replace_text(self.path / BEST_MODEL / STEP, f"{best.step}\n")
+            replace_file(self.path / BEST_MODEL / file.name, partial(shutil.copyfile, file))
         self.protected = frozenset([best.step])
         self.prune()
         if self.copier:
@@ -189,87 +184,39 @@ class RunFolder(RunOutput):
         if self.copier:
             self.copier.close(seconds)
 
+    @contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """Inside, a step is computed; those of `config.profile` are traced on rank 0 by torch's profiler.
 
-def export(model: DualEncoder, weights: dict[str, torch.Tensor], folder: Path, step: int) -> None:
-    """Write a step's weights (of the engine's module) to a folder of the run, as `model`."""
-    prefix = "model."
-    own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    model.load_state_dict(own, assign=True)
-    (folder / STEP).unlink(missing_ok=True)
+        The trace, profile/steps-FIRST-LAST.json.gz, has operators, kernels and copies; one that cannot be written costs
+        nothing else.
+        """
+        first, last = self.config.profile or (0, 0)
+        if self.is_main and first <= step <= last and not self.profiler:
+            if not torch.cuda.is_available():
+                os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or its own lines say that it found no driver
+            self.profiler = profile()
+            self.profiler.start()
+        with record_function(f"step {step}"):
+            yield
+        if self.profiler and step == last:
+            self.profiler.stop()
+            path = self.path / "profile" / f"steps-{first}-{last}.json.gz"
+            or_tell(path, lambda: self._write_trace(path))
+
+    def _write_trace(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self.profiler.export_chrome_trace(str(path))
+        print(f"profile {path}: open it in ui.perfetto.dev or chrome://tracing", flush=True)
+
+
+def export(model: DualEncoder, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write weights (of the engine's module) to a folder of the run, as `model`."""
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()}, assign=True)
     save_model(model, folder)
-    replace_text(folder / STEP, f"{step}\n")
 
 
-def restore_model(model: DualEncoder, run: Path, step: int, name: str) -> None:
-    """Export a step's weights again, unless the folder has them: copies elsewhere hold checkpoints alone, and a run
-    that was killed may have written a checkpoint and not yet its weights.
-    """
-    with suppress(OSError, ValueError):
-        if (run / name / STEP).read_text(encoding="utf-8").strip() == str(step):
-            return
-    export(model, read_exported(run / "checkpoints" / f"step-{step}"), run / name, step)
-
-
-def split_set(values: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """The name of the evaluated set, empty for none, and its values without it."""
-    name = next((key.partition("/")[0] for key in values if "/" in key), "")
-    return name, {key.removeprefix(f"{name}/"): value for key, value in values.items()}
-
-
-def logged_evaluations(run: Path, step: int) -> list[dict]:
-    """The lines of a run's log on the evaluations of a step."""
+def values_of(run: Path, step: int) -> dict[str, float]:
+    """All that a run's log says of a step."""
     rows = [values for _, values in logged_lines(run / "metrics.jsonl") if values["step"] == step]
-    return [values for values in rows if split_set(values)[1].keys() & {*RETRIEVAL, *ZERO_SHOT}]
-
-
-def left_out(config: Evaluate, rows: list[dict]) -> list[int]:
-    """The numbers of the evaluation sets whose values are not in these rows of the log."""
-    logged = {key for row in rows for key in row}
-    return [number for number, of in enumerate(config.sets) if not logged.intersection(of.keys)]
-
-
-def open_sample_log(run: Path, step: int) -> Path:
-    """This rank's file; rank 0 also cuts the files of ranks that no longer exist to the step that the run resumes
-    from."""
-    folder, rank = run / "samples", distributed.rank()
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f".rank-{rank}.jsonl.*"):  # of a killed attempt
-        left.unlink(missing_ok=True)
-    for path in folder.glob("rank-*.jsonl"):
-        of = int(path.stem.removeprefix("rank-"))
-        if of == rank or (rank == 0 and of >= distributed.world_size()):
-            drop_lines_after(path, step)
-    return folder / f"rank-{rank}.jsonl"
-
-
-@contextmanager
-def profiling(config: Config, done: int) -> Iterator[Callable[[], None]]:
-    """Trace rank 0's steps `config.profile` with torch's profiler; inside, call what is given after every step.
-
-    The trace, profile/steps-FIRST-LAST.json.gz, has operators, kernels and copies. A step that was not taken is
-    missing; a trace that cannot be written costs nothing else.
-    """
-    if not config.profile or not distributed.is_main():
-        yield lambda: None
-        return
-    first, last = config.profile
-    path = Path(config.out) / "profile" / f"steps-{first}-{last}.json.gz"
-    if not torch.cuda.is_available():
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's own lines say that it found no driver
-
-    def action(taken: int) -> ProfilerAction:
-        step = done + taken + 1
-        if step == last:
-            return ProfilerAction.RECORD_AND_SAVE
-        return ProfilerAction.RECORD if first <= step < last else ProfilerAction.NONE
-
-    def write(profile: torch.profiler.profile) -> None:
-        try:
-            path.parent.mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(path))
-            print(f"profile {path}: open it in ui.perfetto.dev or chrome://tracing", flush=True)
-        except (OSError, RuntimeError) as error:
-            print(f"warning: {path} cannot be written ({error}); the run continues.", flush=True)
-
-    with torch.profiler.profile(schedule=action, on_trace_ready=write) as profile:
-        yield profile.step
+    return {name: value for values in rows for name, value in values.items()}

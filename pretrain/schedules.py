@@ -73,35 +73,26 @@ def step_weight(o: Ema, before: int, after: int) -> float:
     return -math.expm1(-math.log(2) * (growing + (after - full) / o.half_life_samples))
 
 
-def check_schedule(o: Optimizer, total: int | None = None) -> None:
-    """Refuse options that contradict each other, or that do not fit into a run of `total` samples.
+USES = {  # by schedule, the options of its end that it has
+    "cosine": ("end_lr",),
+    "constant": (),
+    "constant-cooldown": ("cooldown_samples", "cooldown_power", "end_lr"),
+    "inverse-sqrt": ("cooldown_samples", "end_lr"),
+    "wsd": ("cooldown_samples", "end_lr"),
+}
+NEEDS = {"constant-cooldown": "cooldown_samples", "wsd": "cooldown_samples", "inverse-sqrt": "warmup_samples"}
 
-    Raises:
-        UserError: names the key and a valid value.
-    """
-    if o.schedule in ("constant-cooldown", "wsd") and not o.cooldown_samples:
-        raise UserError(
-            f"The schedule {o.schedule} has no cooldown.",
-            "Set optimizer.cooldown_samples to its length in samples, or optimizer.schedule to constant.",
-        )
-    if o.schedule == "inverse-sqrt" and not o.warmup_samples:
-        raise UserError(
-            "The schedule inverse-sqrt falls from the end of the warm-up, and optimizer.warmup_samples is 0.",
-            "Set warmup_samples to more than zero.",
-        )
-    unused = {
-        "cooldown_samples": o.cooldown_samples and o.schedule in ("cosine", "constant"),
-        "cooldown_power": o.cooldown_power != 1 and o.schedule != "constant-cooldown",
-        "end_lr": o.end_lr and o.schedule != "cosine" and not o.cooldown_samples,
-    }
-    if key := next((key for key, is_unused in unused.items() if is_unused), None):
-        what = f"optimizer.{key} has no use in the schedule {o.schedule}, as it is set."
-        raise UserError(what, "Leave it out, or choose another optimizer.schedule or cooldown_samples.")
-    if o.end_lr and o.end_lr > o.lr:
-        raise UserError(f"optimizer.end_lr {o.end_lr} is above optimizer.lr {o.lr}.", "Set it to less than lr.")
-    if total is None:
-        return
-    if o.warmup_samples + o.cooldown_samples > total:
+
+def check_schedule(o: Optimizer, total: int | None = None) -> None:
+    """Raise UserError for options that contradict each other, or do not fit into a run of `total` samples."""
+    if (needed := NEEDS.get(o.schedule)) and not getattr(o, needed):
+        what = f"The schedule {o.schedule} needs optimizer.{needed}."
+        raise UserError(what, "Set it to a number of samples, or choose another optimizer.schedule.")
+    for name, default in (("cooldown_samples", 0), ("cooldown_power", 1), ("end_lr", 0)):
+        if getattr(o, name) != default and name not in USES[o.schedule]:
+            what = f"The schedule {o.schedule} does not use optimizer.{name}."
+            raise UserError(what, "Leave it out, or choose another optimizer.schedule.")
+    if total is not None and o.warmup_samples + o.cooldown_samples > total:
         raise UserError(
             f"A warm-up of {o.warmup_samples:,} and a cooldown of {o.cooldown_samples:,} samples do not fit into a run "
             f"of {total:,}.",

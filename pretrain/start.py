@@ -9,8 +9,8 @@ import hashlib
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from pretrain.config import Config, whole_steps
 from pretrain.cost import images_at_peak
 from pretrain.engine.checkpoint import load_checkpoint
 from pretrain.engine.engine import make_engine, start_deepspeed
-from pretrain.engine.state import Average, count_parameters
-from pretrain.evaluate import Evaluator, make_evaluator
+from pretrain.engine.state import Average, EngineState
+from pretrain.evaluate import Evaluator, make_evaluators
 from pretrain.run_folder import RunFolder
 from pretrain.schedules import check_schedule
 from pretrain.stream.stream import Stream
@@ -33,6 +33,7 @@ from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models.create import fill_word_vectors
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import create_tokenizer, create_transforms
+from probemb.options import to_dict
 from probemb.runs.checkpoints import read_state
 from probemb.runs.copy import Copy, check_copy, fetch_newest
 from probemb.runs.folder import (
@@ -55,13 +56,9 @@ FREE_TO_CHANGE = (  # keys and groups of keys, when a run resumes
 )
 
 
-@dataclass
-class Prepared:
-    """A run of `steps` that can start at a position.
-
-    identity   of the data and of how it is read, for the checkpoints
-    earlier    the checkpoint to resume from
-    """
+class Prepared(NamedTuple):
+    """A run of `steps` that can start at a position; `identity` is that of the data and of how it is read, `earlier`
+    the checkpoint to resume from."""
 
     device: torch.device
     precision: str
@@ -76,17 +73,17 @@ class Prepared:
 
 def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     def say(line: str) -> None:
-        if rank == 0:
+        if rank == 0 and line:
             print(line, flush=True)
 
-    run = prepare(config, rank, world_size, say)
-    stream = run.stream
+    run = prepare(config, rank, world, say)
+    stream, start = run.stream, run.position.step
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     start_deepspeed(config.engine.timeout, run.device)
-    progress = Progress(run.position.step)
+    progress = Progress(start)
     with Watchdog(progress, Path(config.out), config.engine.timeout, clean_up=stream.close):
         same_everywhere("The checkpoint to resume from", str(run.earlier), "Choose an --out that all machines share.")
         lock = take_lock(config.out)
@@ -97,19 +94,19 @@ def train(config: Config, preemption: Preemption) -> int:
         if run.earlier:
             progress.doing("loading the checkpoint")
             load_checkpoint(engine, run.earlier, average)
-        folder = RunFolder(config, run.model.config, run.identity, run.position.step, run.steps, lock)
-        say(describe(config, engine, run))
+        folder = RunFolder(config, run.model.config, run.identity, start, run.steps, lock)
+        say(describe(config, engine, run, world))
+        peak = images_at_peak(config, run.precision, world, run.device)
         trainer = Trainer(
             config, engine, stream, folder, run.steps, run.position, average, run.evaluators, preemption.asked,
-            progress, images_at_peak(config, run.precision, world_size, run.device),
+            progress, peak,
         )  # fmt: skip
         try:
             stopped = trainer.fit()
             folder.finish()
-            if words := folder.best_words():
-                say(words)
+            say(folder.best_words())
             if stopped:
-                refuse_endless_starts(folder.path, run.position.step, trainer.step)
+                refuse_endless_starts(folder.path, start, trainer.step)
         finally:
             stream.close()
             folder.close()
@@ -117,8 +114,8 @@ def train(config: Config, preemption: Preemption) -> int:
             say(line)
     if stopped:
         say(f"{step_of(trainer.step, run.steps)} | stopped by {preemption.description}; continue with --resume")
-    elif run.position.step >= run.steps:
-        say(f"{config.out} is finished: {run.position.step} of {run.steps} steps were done.")
+    elif start >= run.steps:
+        say(f"{config.out} is finished: {start} of {run.steps} steps were done.")
     if config.remote_copy:  # all ranks wait: a launcher may end the others when one ends
         folder.finish_copy(seconds=30 * config.engine.timeout)  # half of what a collective may take
         sum_host([0])
@@ -129,23 +126,25 @@ def train(config: Config, preemption: Preemption) -> int:
     return preemption.exit_code if stopped else 0
 
 
-def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], object]) -> Prepared:
+def prepare(config: Config, rank: int, world: int, say: Callable[[str], object]) -> Prepared:
     """Make the model and open the data, of a new run or from its newest checkpoint.
 
     Raises:
         UserError: what was asked for cannot run.
     """
+    out, copy = Path(config.out), Copy(config.remote_copy) if config.remote_copy else None
 
     def tell(line: str) -> None:
         say(f"resume  {line}")
 
-    copy = Copy(config.remote_copy) if config.remote_copy else None
-
     def fetch() -> None:
         if copy:  # any rank may be the one that fetches, and says so
-            fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
+            fetch_newest(copy, out, lambda line: print(f"resume  {line}", flush=True))
 
-    earlier = newest_checkpoint(config.out, config.resume, tell, config.engine.timeout, fetch=fetch)
+    earlier = newest_checkpoint(out, config.resume, tell, config.engine.timeout, fetch=fetch)
+    state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
+    if copy and rank == 0:
+        check_copy(copy, out, state["step"] if earlier else None, tell)
     if config.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
@@ -160,9 +159,6 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
     transforms = create_transforms(model, config.data.augmentation, config.data.resize)
     tokenizer = create_tokenizer(model)
-    state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
-    if copy and rank == 0:
-        check_copy(copy, config.out, state["step"] if earlier else None, tell)
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     batches = state["samples"] // config.batch_size
     position = Position(state["step"], batches * config.batch_size, state["skipped"])
@@ -175,26 +171,20 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         seed=config.seed,
         pin_memory=device.type == "cuda",
         rank=rank,
-        world_size=world_size,
+        world_size=world,
         start_samples=position.samples,
     )
     steps = position.step + max(0, whole_steps(config, stream.order.steps) - batches)
     check_schedule(config.optimizer, position.samples + (steps - position.step) * config.batch_size)
-    identity = {**stream.identity, "resize": config.data.resize, "augmentation": _listed(config.data.augmentation)}
+    identity = {**stream.identity, "resize": config.data.resize, "augmentation": to_dict(config.data.augmentation)}
     if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
         identity["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
     if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE)):
         then = f"the data resumes after {position.samples:,} samples seen, in its present order"
-        say(f"resume  changed {'; '.join(changed)}; {then}")
-    refuse_full_disk(config.out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
-    given = transforms.evaluate, tokenizer, rank, world_size
-    evaluators = [make_evaluator(config, of, *given) for of in config.evaluate.sets]
+        tell(f"changed {'; '.join(changed)}; {then}")
+    refuse_full_disk(out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
+    evaluators = make_evaluators(config, transforms.evaluate, tokenizer, rank, world)
     return Prepared(device, precision, model, stream, evaluators, identity, position, steps, earlier)
-
-
-def _listed(options: object) -> dict:
-    """Options as JSON gives them back."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
 
 
 def pick_device(config: Config) -> torch.device:
@@ -210,12 +200,11 @@ def pick_device(config: Config) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def describe(config: Config, engine, run: Prepared) -> str:
+def describe(config: Config, engine, run: Prepared, world: int) -> str:
     """The summary printed before the first step."""
-    stream, order, parts = run.stream, run.stream.order, config.engine.accumulation
-    world = order.batch_size // stream.rows
-    n_parameters, n_trained = count_parameters(engine)
-    trained = "" if n_trained == n_parameters else f" ({n_trained / 1e6:.1f} M trained)"
+    stream, order, parts, chosen = run.stream, run.stream.order, config.engine.accumulation, run.stream.selection
+    every, trained = (f"{n / 1e6:.1f} M" for n in EngineState(engine).sizes())
+    samples = f"{sum(shard.samples for shard in stream.shards):,} samples in {len(stream.shards)} shards"
     average = {}
     if half_life := config.ema.half_life_samples:
         average["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"
@@ -224,13 +213,12 @@ def describe(config: Config, engine, run: Prepared) -> str:
         f"{run.steps} steps",
         run.position.step,
         run.earlier,
-        model=f"{config.model.name}, {n_parameters / 1e6:.1f} M parameters{trained}, head {config.model.head}",
-        data=f"{sum(s.samples for s in stream.shards):,} samples in {len(stream.shards)} shards, "
-        f"{order.lanes} lanes, {order.steps} steps an epoch"
-        + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),
-        **(stream.selection.describe_lists() if stream.selection else {}),
-        engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, "
-        f"{run.precision}, "
+        model=f"{config.model.name}, {every} parameters{f' ({trained} trained)' * (trained != every)}, head "
+        f"{config.model.head}",
+        data=f"{samples}, {order.lanes} lanes, {order.steps} steps an epoch"
+        + (f"; filter: {chosen.describe()}" if chosen else ""),
+        **(chosen.describe_lists() if chosen else {}),
+        engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {run.precision}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
         **average,
     )

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from pretrain.engine.checkpoint import random_state, set_random_state
 from pretrain.engine.state import Average, gradient_norm, optimizer_step
 from pretrain.masking import draw_masks
-from pretrain.objectives import OBJECTIVES, Objective, Pairs
-from pretrain.run_folder import RunFolder, profiling
+from pretrain.objectives import Pairs
+from pretrain.run_folder import RunFolder
 from pretrain.schedules import learning_rate, set_learning_rate, step_weight
 from probemb import distributed
 from probemb.distributed import all_of
@@ -38,11 +37,11 @@ from probemb.runs.watchdog import Progress
 
 if TYPE_CHECKING:
     from pretrain.config import Config, Optimizer
+    from pretrain.evaluate import Evaluator
     from pretrain.stream.stream import Batch, Stream
 
 MAX_SKIPPED = 100  # steps in a row; more come from the weights, not the samples
 SHOWN = 8  # sample keys in a message
-STAGES = ("embedding", "loss", "gradient of the embedding", "gradient")  # of a step, in order
 
 
 class Position(NamedTuple):
@@ -65,8 +64,6 @@ class Trainer:
         steps: length of the whole run.
         position: where it starts, when resumed.
         average: of the engine's weights; follows them, and takes their place in evaluations.
-        evaluators: called with the engine and a function that they call between batches, every
-            `evaluate.every_samples` and at the end; each one's values are reported.
         stop: whether this process was asked to stop; checked in every step and while waiting for data.
         progress: gets what is being done, for a `Watchdog`.
         images_at_peak: images/s at the devices' peak for a mean length of texts, for the MFU; None if unknown.
@@ -81,13 +78,12 @@ class Trainer:
         steps: int,
         position: Position = Position(),  # noqa: B008 (immutable)
         average: Average | None = None,
-        evaluators: Sequence[Callable[..., dict[str, float]]] = (),
+        evaluators: Sequence[Evaluator] = (),
         stop: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
         images_at_peak: Callable[[float], float] | None = None,
     ):
         self.config, self.engine, self.stream, self.folder, self.average = config, engine, stream, folder, average
-        self.objective = OBJECTIVES[config.objective](config.loss)
         self.step, self.samples, self.skipped = position
         self.steps, self.total = steps, self.samples + (steps - self.step) * config.batch_size
         self.last = max(self.step, min(steps, config.stop_at_step or steps))
@@ -110,14 +106,12 @@ class Trainer:
         """
         going = True
         if self.step and self._evaluation_is_due():
-            going = self.evaluate([self.evaluators[number] for number in self.folder.left_out])
+            going = self.evaluate([one for one in self.evaluators if one.keys[0] not in self.folder.logged])
         self.window.restart()
         self.began = time.perf_counter()
-        with profiling(self.config, self.step) as traced:
-            while going and self.step < self.last:
-                with record_function(f"step {self.step + 1}"):
-                    going = self.train_step()
-                traced()
+        while going and self.step < self.last:
+            with self.folder.traced(self.step + 1):
+                going = self.train_step()
         if self.stopping and self.step > self.saved:
             self.save()
         return self.stopping and (self.step < self.last or not going)
@@ -134,22 +128,18 @@ class Trainer:
         # ---- forward, loss, backward
         if parts == 1:
             outputs = engine(images, tokens, *masks)  # means and log-variances (B, D), scalars (3,)
-            for output in outputs:
-                if output.requires_grad:  # not the log-variances of a point model
-                    output.retain_grad()  # to trace a NaN to its sample
-            loss, terms = loss_and_terms(self.objective, outputs)
+            for output in (output for output in outputs if output.requires_grad):
+                output.retain_grad()  # to trace a NaN to its sample
+            loss, terms = loss_and_terms(config.loss, outputs)
             engine.backward(loss)
             gradients = [output.grad for output in outputs]
         else:  # the gradient cache
             chunks = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
-            states, cached = [], []
             with torch.no_grad():
-                for chunk in chunks:
-                    states.append(random_state())
-                    cached.append(engine(*chunk))
+                states, cached = zip(*((random_state(), engine(*chunk)) for chunk in chunks))
             *embeddings, scalars = zip(*cached)
             outputs = [t.requires_grad_() for t in (*map(torch.cat, embeddings), scalars[0].clone())]
-            loss, terms = loss_and_terms(self.objective, outputs)
+            loss, terms = loss_and_terms(config.loss, outputs)
             gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
             after = random_state()  # the loss may draw, too
             for part, (chunk, state) in enumerate(zip(chunks, states)):
@@ -162,37 +152,33 @@ class Trainer:
                     engine.step()  # only counts the part
             set_random_state(after)
         # ---- step, unless the loss or the gradient is NaN or Inf on any rank
-        own = gradient_norm(engine)
-        asked = torch.tensor([self.stop(), self.folder.failed], device=engine.device)
+        own, clip = gradient_norm(engine), config.optimizer.clip_grad_norm
         nonfinite = ~(loss.detach().isfinite() & own.isfinite())
-        bad, stops, failed, squares = distributed.sum_over_ranks([nonfinite, *asked, own.square()])
+        flags = nonfinite, self.stop(), self.folder.failed, own.square()
+        bad, stops, failed, squares = distributed.sum_over_ranks(flags, engine.device)
         if failed:
             self.folder.check()
-        self.stopping, clip = stops > 0, config.optimizer.clip_grad_norm
-        # Without ZeRO every rank has the whole gradient.
-        norm = (squares / (1 if config.engine.zero_stage else distributed.world_size())).sqrt()
+        self.stopping, norm = stops > 0, squares.sqrt()
         self.step, self.samples, before = self.step + 1, self.samples + config.batch_size, self.samples
         lr = learning_rate(config.optimizer, self.samples, self.total)
         set_learning_rate(engine.optimizer, lr)
         optimizer_step(engine, bool(bad), norm, clip)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
         if bad:
             self._skip(nonfinite_report(batch.keys, loss, terms, outputs[:4], gradients[:4], own))
         elif self.average:
             self.average.add(step_weight(config.ema, before, self.samples))
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
         self.progress.made(self.step)
         # ---- log
         self.folder.seen(self.step, batch.keys)
         terms |= {"gradient_norm": norm, "text_tokens": float(tokens.shape[1])}
-        terms |= {"clipped": (norm > clip).double()} if clip else {}
-        self.window.add(None if bad else terms)
+        self.window.add(None if bad else terms | ({"clipped": (norm > clip).double()} if clip else {}))
         self._log(lr)
-        # ---- save; when stopped there may be no time for an evaluation, which the run that resumes makes
+        # ---- save, evaluate; when stopped there may be no time for it, and the run that resumes does it
         if self.step == self.last or (config.save_every and self.step % config.save_every == 0):
             self.save()
         if self.stopping and self.step < self.last:
             return False
-        # ---- evaluate
         return not self._evaluation_is_due() or self.evaluate(self.evaluators)
 
     def load(self) -> Batch | None:
@@ -207,13 +193,13 @@ class Trainer:
             self.progress.doing("waiting for data", self.stream.waiting_for)
             batch = self.stream.load(while_waiting=partial(self._meet, waiting=True))
             self.progress.doing("waiting for the data of another rank")
-            while self._meet(waiting=False):
+            while self._meet():
                 pass
         except _Stopped:
             return None
         return batch
 
-    def _meet(self, waiting: bool) -> bool:
+    def _meet(self, waiting: bool = False) -> bool:
         """One round of `load`: whether any rank waits; collective.
 
         Raises _Stopped on all ranks, and UserError: too many of the samples of all ranks cannot be used.
@@ -245,6 +231,10 @@ class Trainer:
         if due:
             self.window.restart()
 
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.samples, self.skipped)
+
     def save(self) -> None:
         """Start to write a checkpoint of this moment; collective."""
         self.progress.doing("saving")
@@ -252,17 +242,13 @@ class Trainer:
         self.saved = self.step
         self.window.restart()
 
-    @property
-    def position(self) -> Position:
-        return Position(self.step, self.samples, self.skipped)
-
     def _evaluation_is_due(self) -> bool:
         """True if this step crossed a multiple of `evaluate.every_samples`, or was the last one."""
         every, before = self.config.evaluate.every_samples, self.samples - self.config.batch_size
         crossed = every > 0 and self.samples // every > before // every
         return bool(self.evaluators) and (self.step == self.last or crossed)
 
-    def evaluate(self, evaluators: Sequence[Callable[..., dict[str, float]]]) -> bool:
+    def evaluate(self, evaluators: Sequence[Evaluator]) -> bool:
         """Report their values, and keep the step if it is the best so far; False if a stop was asked for meanwhile, and
         the run that resumes makes the rest; collective.
         """
@@ -270,14 +256,12 @@ class Trainer:
         self.folder.finish()  # evaluations fork data workers: no thread may be writing
         state, finished = random_state(), True
         with self.average.in_place() if self.average else nullcontext():
-            for evaluate in evaluators:
-                self.progress.doing("evaluating")
-                try:
-                    values = evaluate(self.engine, partial(self._meet, waiting=False))
-                except _Stopped:  # caught here, as the weights must come back
-                    finished = False
-                    break
-                self.folder.report(self.step, {"samples": self.samples, **values})
+            try:
+                for evaluate in evaluators:
+                    self.progress.doing("evaluating")
+                    self.folder.report(self.step, {"samples": self.samples, **evaluate(self.engine, self._meet)})
+            except _Stopped:  # caught here, as the weights must come back
+                finished = False
         set_random_state(state)  # as in a run that was resumed from what has just been saved
         self.progress.doing("saving")
         self.folder.keep_best(self.engine, self.position, self.average)
@@ -293,7 +277,7 @@ class Trainer:
         ranks = ", ".join(str(other["rank"]) for other in first)
         samples = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
         where = self.folder.nonfinite(self.step, reports)
-        if self.config.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED:
+        if self.config.on_nonfinite == "stop" or self.skipped_in_a_row > MAX_SKIPPED:
             terms = ", ".join(f"{name} {value:.4g}" for name, value in first[0]["terms"].items())
             raise UserError(
                 f"At step {self.step} the {stage} is NaN or Inf on rank {ranks} ({terms}), for the samples {samples}; "
@@ -307,8 +291,8 @@ class Trainer:
             print(f"{step_of(self.step, self.steps)} | skipped on all ranks: {why}; see {where}", flush=True)
 
 
-def loss_and_terms(objective: Objective, outputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective's part of this rank's rows, and detached scalars by name for the log; `outputs` of `Towers`."""
+def loss_and_terms(objective, outputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """An objective's part of this rank's rows, and detached scalars by name for the log; `outputs` of `Towers`."""
     *embeddings, scalars = outputs
     image, text, *masked = (Gaussian(*embeddings[i : i + 2]) for i in range(0, len(embeddings), 2))
     pairs = Pairs(image, text, *scalars.unbind(), tuple(masked) or None)
@@ -319,6 +303,9 @@ def loss_and_terms(objective: Objective, outputs: Sequence[Tensor]) -> tuple[Ten
     return out.loss, {name: value.detach() for name, value in terms.items()}
 
 
+STAGES = ("embedding", "loss", "gradient of the embedding", "gradient")  # of a step, in order
+
+
 def nonfinite_report(
     keys: list[str], loss: Tensor, terms: dict, embeddings: Sequence[Tensor], gradients: Sequence, norm: Tensor
 ) -> dict:
@@ -327,20 +314,17 @@ def nonfinite_report(
     One sample's value spreads to every rank's loss through the exchanged embeddings: the first stage finds it.
     """
 
-    def bad_rows(tensors: list[Tensor]) -> list[int]:
-        bad = [~t.detach().isfinite().all(1) for t in tensors]
+    def bad_rows(tensors: Sequence[Tensor | None]) -> list[int]:
+        bad = [~t.detach().isfinite().all(1) for t in tensors if t is not None]
         return torch.stack(bad).any(0).nonzero().flatten().tolist() if bad else []
 
-    everything = list(range(len(keys)))
-    rows_by_stage = (
-        bad_rows(embeddings),
-        [] if loss.detach().isfinite() else everything,
-        bad_rows([g for g in gradients if g is not None]),
-        [] if norm.isfinite() else everything,
-    )
-    stage, rows = next(((stage, rows) for stage, rows in zip(STAGES, rows_by_stage) if rows), ("", []))
+    def every_row(value: Tensor) -> list[int]:
+        return [] if value.detach().isfinite() else list(range(len(keys)))
+
+    rows = (bad_rows(embeddings), every_row(loss), bad_rows(gradients), every_row(norm))
+    stage, bad = next((pair for pair in zip(STAGES, rows) if pair[1]), ("", []))
     told = {name: float(value) for name, value in terms.items()}
-    return {"rank": distributed.rank(), "stage": stage, "keys": [keys[row] for row in rows], "terms": told}
+    return {"rank": distributed.rank(), "stage": stage, "keys": [keys[row] for row in bad], "terms": told}
 
 
 def make_optimizer(model: DualEncoder, o: Optimizer) -> torch.optim.AdamW:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from pretrain.engine.engine import make_engine, start_deepspeed
-from pretrain.engine.state import Average, EngineState, full_state_dict
+from pretrain.engine.state import Average, EngineState
 from pretrain.run_folder import RunFolder
 from pretrain.trainer import Trainer, make_optimizer
 
@@ -45,5 +45,5 @@ def take_step(trainer: Trainer, images, tokens, keys=()) -> dict[str, float]:
 def snapshot(engine) -> dict:
     """Weights, buffers, moments and counts: arrays on rank 0."""
     held = EngineState(engine)
-    tensors = {**full_state_dict(engine), **held.moments()}
+    tensors = {**held.weights(), **held.moments()}
     return {n: t.numpy() for n, t in tensors.items()} | {f"step.{n}": s for n, s in held.steps().items()}

@@ -50,8 +50,9 @@ def page() -> str:
         if name == "pretrain.run":
             parts.append("**loss**, of each objective\n\n" + "\n".join(_choices(OBJECTIVES, OBJECTIVES)) + "\n")
         if name == "finetune.run":
+            methods = {name: cls.Options for name, cls in METHODS.items()}
             own = {name: read_file(CONFIGS / f"{name}.yaml").get("loss", {}) for name in METHODS}
-            groups = (f"*{group}*\n\n" + "\n".join(_choices(names, METHODS, own)) for group, names in GROUPS.items())
+            groups = (f"*{group}*\n\n" + "\n".join(_choices(names, methods, own)) for group, names in GROUPS.items())
             parts.append("**loss**, of each method\n\n" + "\n\n".join(groups) + "\n")
     return "\n".join(parts)
 
@@ -97,13 +98,11 @@ def _choices(names: Any, classes: Mapping[str, Any], own: Mapping[str, dict] | N
 
     `own`: defaults by name, in place of the class'.
     """
-    defaults = {
-        name: {f.name: f.default for f in fields(classes[name].Options)} | (own or {}).get(name, {}) for name in names
-    }
+    defaults = {name: {f.name: f.default for f in fields(classes[name])} | (own or {}).get(name, {}) for name in names}
     done: dict[str, type] = {}
     said: dict[str, str] = {}
     for name in names:
-        options, shown = classes[name].Options, []
+        options, shown = classes[name], []
         base = next((other for other in reversed(done) if issubclass(options, done[other])), None)
         before = defaults[base] if base else {}
         for field in fields(options):

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pretrain.engine.state import MOMENTS, Average, EngineState, full_state_dict, shapes
+from pretrain.engine.state import MOMENTS, Average, EngineState
 from probemb import distributed
 from probemb.distributed import agree, all_of
 from probemb.errors import UserError
@@ -37,37 +37,29 @@ AVERAGE = "average."  # before a parameter's name
 
 def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | None = None) -> Snapshot | None:
     """Copy the training state to rank 0's memory (12 bytes a parameter, 4 more with an average); collective, between
-    two optimizer steps.
+    two optimizer steps. None on the other ranks.
 
     Args:
         state: the caller's own, returned by `load_checkpoint`; JSON, the same on all ranks.
         average: of the engine's weights; it takes their place in `Snapshot.whole`.
-
-    Returns:
-        None on the other ranks.
     """
     held = EngineState(engine)
-    whole, moments, steps = full_state_dict(engine), held.moments(), held.steps()
+    weights, moments, steps = held.weights(), held.moments(), held.steps()
     means, generators = average.whole() if average else {}, all_of(random_state())
     if not distributed.is_main():
         return None
     content = {"step": step, "adam_steps": steps, "state": state}
     moments |= {f"{AVERAGE}{name}": mean for name, mean in means.items()}
     random = {f"{rank}.{name}": t for rank, own in enumerate(generators) for name, t in own.items()}
-    return Snapshot({WEIGHTS: whole, OPTIMIZER: moments, RANDOM: random}, content, whole | means)
+    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: random}, content, weights | means)
 
 
 def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[str, Any]:
     """Restore an engine from a checkpoint that `find_checkpoint` has verified; collective, between two steps.
 
-    Restores weights, buffers, Adam's moments and counts, and random states. A rank that the checkpoint does not have
-    gets random states drawn from rank 0's and its own number.
-
-    Args:
-        average: is restored too; it begins with the weights if the checkpoint has none.
-
-    Returns:
-        the caller's state, and its "step".
+    Restores weights, buffers, Adam's moments and counts, random states, and the average, which begins with the weights
+    if the checkpoint has none. A rank that the checkpoint does not have gets random states drawn from rank 0's and its
+    own number. Returns the caller's state, and its "step".
 
     Raises:
         UserError: damaged, of another version, or of another model; on all ranks, and nothing is changed.
@@ -78,11 +70,10 @@ def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[
         try:
             content = read_content(path)
             weights, moments = (stack.enter_context(_open(path, name)) for name in (WEIGHTS, OPTIMIZER))
-            stored = _shapes_in(moments)
+            stored, shapes = _shapes_in(weights) | _shapes_in(moments), held.shapes()
             averaged = any(name.startswith(AVERAGE) for name in stored)
-            kinds, ours = [f"{moment}." for moment in MOMENTS] + [AVERAGE] * averaged, shapes(engine)
-            _check_shapes(path, ours, _shapes_in(weights))
-            _check_shapes(path, {f"{kind}{name}": ours[name] for name in held.stepped for kind in kinds}, stored)
+            kinds = [f"{moment}." for moment in MOMENTS] + [AVERAGE] * averaged
+            _check_shapes(path, shapes | {f"{kind}{n}": shapes[n] for n in held.stepped for kind in kinds}, stored)
             generators = _own_random_state(load_file(path / RANDOM))
         except UserError as error:
             failure = error
@@ -99,12 +90,10 @@ def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[
 def read_exported(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint's module as they are exported: their average, if it has one. Raises Damaged."""
     try:
-        with _open(path, WEIGHTS) as live, _open(path, OPTIMIZER) as moments:
-            averaged = set(moments.keys())
-            return {
-                name: moments.get_tensor(mean) if (mean := f"{AVERAGE}{name}") in averaged else live.get_tensor(name)
-                for name in live.keys()  # noqa: SIM118 - not a dict
-            }
+        weights = load_file(path / WEIGHTS)
+        with _open(path, OPTIMIZER) as moments:
+            means = [name for name in _shapes_in(moments) if name.startswith(AVERAGE)]
+            return weights | {name.removeprefix(AVERAGE): moments.get_tensor(name) for name in means}
     except (OSError, SafetensorError) as error:
         raise Damaged(path, str(error)) from error
 

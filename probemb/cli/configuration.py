@@ -52,7 +52,7 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         if name not in classes:
             raise UserError(f"There is no {by} '{name}'.{nearest(name, classes)}", f"Choose from {', '.join(classes)}.")
         chosen[field.name] = by, name, classes
-        config = dataclasses.replace(config, **{field.name: classes[name].Options()})
+        config = dataclasses.replace(config, **{field.name: classes[name]()})
     options = _options(config)
     if asked := [key for key, _ in words if key in HELP]:
         _print_help(prog, description, options, () if HELP[-1] in asked else getattr(config, "COMMON", ()))
@@ -81,11 +81,10 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
 
 
 def chosen_options(by: str, classes: Mapping[str, Any], default: str) -> dict[str, Any]:
-    """Arguments of a dataclass' `field` that holds the `Options` of the class that another field, `by`, names.
-
-    `classes`: by name, each with a dataclass `Options`; `default`: whose options it has when made in code without any.
+    """Arguments of a dataclass' `field` that holds one of the dataclasses `classes`: the one that another field, `by`,
+    names, or that of the name `default` where it is made in code.
     """
-    return {"default_factory": lambda: classes[default].Options(), "metadata": {"chosen": (by, classes)}}
+    return {"default_factory": lambda: classes[default](), "metadata": {"chosen": (by, classes)}}
 
 
 def given(key: str, argv: Sequence[str], files: bool = True, options: bool = True) -> Any:
@@ -166,7 +165,7 @@ def _unknown(
     group, _, option = key.partition(".")
     if group in chosen:
         by, name, classes = chosen[group]
-        users = [one for one in classes if option in {field.name for field in dataclasses.fields(classes[one].Options)}]
+        users = [one for one in classes if option in {field.name for field in dataclasses.fields(classes[one])}]
         if users:
             return UserError(
                 f"The {by} {name} does not use {key}.", f"Leave it out, or choose one of {', '.join(users)}."

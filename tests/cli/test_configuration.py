@@ -20,22 +20,19 @@ class Part:
     sizes: tuple[int, int] = (1, 2)
 
 
+@dataclass(frozen=True)
 class One:
-    @dataclass(frozen=True)
-    class Options:
-        rate: PositiveFloat = 1.0
+    rate: PositiveFloat = 1.0
 
 
+@dataclass(frozen=True)
 class Other:
-    @dataclass(frozen=True)
-    class Options:
-        size: PositiveInt = 2
+    size: PositiveInt = 2
 
 
+@dataclass(frozen=True)
 class Bare:
-    @dataclass(frozen=True)
-    class Options:
-        pass
+    pass
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,10 @@ def test_all_unknown_keys_and_wrong_values_are_told_at_once(tmp_path):
 
 
 def test_another_field_chooses_the_options(tmp_path):
-    assert parse().options == One.Options(1.0)
-    assert parse("--options.size", "3", "--kind", "b").options == Other.Options(3)
+    assert parse().options == One(1.0)
+    assert parse("--options.size", "3", "--kind", "b").options == Other(3)
     file = tmp_path / "c.yaml"
-    for kind, options in {"a": One.Options(0.5), "b": Other.Options(5), "c": Bare.Options()}.items():
+    for kind, options in {"a": One(0.5), "b": Other(5), "c": Bare()}.items():
         file.write_text(to_yaml(Whole(kind=kind, options=options)))
         assert parse("--config", str(file)) == Whole(kind=kind, options=options)
 
@@ -111,9 +108,9 @@ def test_options_of_another_class_come_from_no_file_that_names_that_class(tmp_pa
     named, plain = tmp_path / "named.yaml", tmp_path / "plain.yaml"
     named.write_text("kind: a\nname: y\noptions: {rate: 3}\n")
     plain.write_text("options: {rate: 3}\n")
-    assert parse("--config", str(named), "--kind", "b") == Whole(name="y", kind="b", options=Other.Options())
+    assert parse("--config", str(named), "--kind", "b") == Whole(name="y", kind="b", options=Other())
     assert capsys.readouterr().err == f"config  kind b leaves out what {named} sets for a: options.rate\n"
-    assert parse("--config", str(named), "--config", str(plain)).options == One.Options(3.0)
+    assert parse("--config", str(named), "--config", str(plain)).options == One(3.0)
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match=r"^The kind b does not use options\.rate\."):
         parse("--config", str(plain), "--kind", "b")
@@ -126,7 +123,7 @@ def test_a_file_builds_on_another(tmp_path):
     file.write_text("base: ../base.yaml\npart: {rate: 3}\n")
     last.write_text("base: file.yaml\nname: z\n")
     whole = parse("--config", str(last))
-    assert (whole.name, whole.part, whole.options) == ("z", Part(3.0, (3, 4)), Other.Options(7))
+    assert (whole.name, whole.part, whole.options) == ("z", Part(3.0, (3, 4)), Other(7))
     assert parse("--config", str(base)).part.rate == 1e-4
 
 

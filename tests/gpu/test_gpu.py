@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.cost import StepCost
 from pretrain.engine.engine import Towers
-from pretrain.engine.state import full_state_dict
+from pretrain.engine.state import EngineState
 from pretrain.objectives import OBJECTIVES
 from pretrain.trainer import Trainer, loss_and_terms
 from probemb import Gaussian, distributed
@@ -89,13 +89,13 @@ def plain():
     torch.manual_seed(0)
     model, o = config.create_model().to(DEVICE), config.optimizer
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
-    towers, objective = Towers(model, "fp32"), OBJECTIVES[config.objective](config.loss)
+    towers = Towers(model, "fp32")
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer, losses, norms = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps), [], []
     for batch in batches(config, 6):
-        loss, _ = loss_and_terms(objective, towers(*batch))
+        loss, _ = loss_and_terms(config.loss, towers(*batch))
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad_norm)))
@@ -115,7 +115,7 @@ def test_every_way_to_share_a_step_trains_as_plain_pytorch_does(variant, plain):
     trainer, *steps = train(configured(NAME, ROWS, "pcmepp", lr=1e-3, **VARIANTS[variant]), 6)
     np.testing.assert_allclose(steps[0], losses, rtol=1e-3)
     np.testing.assert_allclose(steps[1], norms, rtol=2e-2)
-    state = full_state_dict(trainer.engine)
+    state = EngineState(trainer.engine).weights()
     assert distance({name: state[f"model.{name}"] for name in weights}, weights) < 2e-2 * moved
 
 

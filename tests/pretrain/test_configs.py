@@ -39,7 +39,7 @@ def test_starts_with_every_objective(path, objective, capsys):
     own = parse_config(Config, "python -m pretrain.run", "", ["--config", str(path)]).objective
     assert ("leaves out what" in capsys.readouterr().err) == (objective != own)
     if objective != own:
-        assert config.loss == OBJECTIVES[objective].Options()
+        assert config.loss == OBJECTIVES[objective]()
     with torch.device("meta"):
         model = config.create_model()
     assert model.probabilistic == OBJECTIVES[objective].probabilistic

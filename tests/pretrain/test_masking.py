@@ -22,7 +22,7 @@ B = 32
 CONFIG = Config(
     batch_size=B,
     objective="prolip",
-    loss=ProLIP.Options(vib=1e-2, inclusion=1e-2, masked_inclusion=0.5, inclusion_scale=2.0),
+    loss=ProLIP(vib=1e-2, inclusion=1e-2, masked_inclusion=0.5, inclusion_scale=2.0),
     model=Model(name="ViT-Micro-32", patch_dropout=0.5),
 )
 
@@ -60,7 +60,7 @@ def test_masks_depend_on_the_samples_seen_and_keep_their_shares():
         assert torch.equal(one, other)
     assert not torch.equal(masks.kept, draw_masks(CONFIG, model, images, tokens, 352).kept)
     assert not torch.equal(masks.kept, draw_masks(replace(CONFIG, seed=1), model, images, tokens, 320).kept)
-    bare = replace(CONFIG, model=Model(name="ViT-Micro-32"), loss=ProLIP.Options())
+    bare = replace(CONFIG, model=Model(name="ViT-Micro-32"), loss=ProLIP())
     assert draw_masks(bare, model, images, tokens, 0) == (None, None, None)
 
 

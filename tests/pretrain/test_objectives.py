@@ -17,31 +17,27 @@ from tests.ranks import run_ranks
 SCALE, BIAS = 7.0, -3.0
 SCALARS = {"cosine": (SCALE, SCALE / 2, SCALE + BIAS)}
 LOSSES = {
-    "pcmepp": PCMEPlusPlus.Options(clip=0.7, match=0.4, vib=1e-2),
-    "pcmepp, gathered": PCMEPlusPlus.Options(clip=0.7, match=0.4, vib=1e-2, exchange="gather"),
-    "pcmepp, pseudo-positives": PCMEPlusPlus.Options(pseudo_positive=0.1, vib=1e-2),
-    "pcmepp, wasserstein2": PCMEPlusPlus.Options(distance="wasserstein2"),
-    "clip": CLIP.Options(),
-    "clip, gathered": CLIP.Options(exchange="gather"),
-    "siglip": SigLIP.Options(),
-    "prolip": ProLIP.Options(vib=0.1, inclusion=0.2, inclusion_scale=3.0),
+    "pcmepp": PCMEPlusPlus(clip=0.7, match=0.4, vib=1e-2),
+    "pcmepp, gathered": PCMEPlusPlus(clip=0.7, match=0.4, vib=1e-2, exchange="gather"),
+    "pcmepp, pseudo-positives": PCMEPlusPlus(pseudo_positive=0.1, vib=1e-2),
+    "pcmepp, wasserstein2": PCMEPlusPlus(distance="wasserstein2"),
+    "clip": CLIP(),
+    "clip, gathered": CLIP(exchange="gather"),
+    "siglip": SigLIP(),
+    "prolip": ProLIP(vib=0.1, inclusion=0.2, inclusion_scale=3.0),
 }
 
 
-def objective_of(name: str) -> str:
-    return name.partition(",")[0]
-
-
 def scalars_of(name: str) -> torch.Tensor:
-    options = OBJECTIVES[objective_of(name)].model_options(LOSSES[name])
-    return torch.tensor(SCALARS.get(options.get("match"), (SCALE, 2.0, 1.5)), dtype=torch.float64)
+    match = LOSSES[name].model_options.get("match")
+    return torch.tensor(SCALARS.get(match, (SCALE, 2.0, 1.5)), dtype=torch.float64)
 
 
 def through_the_trainer(name: str, image: Gaussian, text: Gaussian):
     """This rank's loss, terms and gradients."""
     leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
     leaves.append(scalars_of(name).requires_grad_())
-    loss, terms = loss_and_terms(OBJECTIVES[objective_of(name)](LOSSES[name]), leaves)
+    loss, terms = loss_and_terms(LOSSES[name], leaves)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return loss.item(), terms, [g.numpy() for g in grads]
 
@@ -73,7 +69,7 @@ def test_ranks_equal_one_process(world):
 
 def test_each_makes_its_kind_of_model():
     for name, objective in OBJECTIVES.items():
-        loss = objective.Options()
+        loss = objective()
         config = Config(objective=name, loss=loss)
         model = replace(config, model=Model(name="ViT-Micro-32")).create_model()
         assert model.objective == name
@@ -91,4 +87,4 @@ def test_each_makes_its_kind_of_model():
             start = replace(config, loss=replace(loss, log_var=-3.0), model=Model(name="ViT-Micro-32")).create_model()
             log_var = start.encode_text(torch.ones(2, start.context_length, dtype=torch.long)).log_var
             assert log_var.mean().item() == pytest.approx(-3, abs=0.1)
-    assert OBJECTIVES["pcmepp"].model_options(OBJECTIVES["pcmepp"].Options(clip=0))["temperature_trained"] is False
+    assert PCMEPlusPlus(clip=0).model_options["temperature_trained"] is False

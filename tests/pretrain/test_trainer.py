@@ -10,7 +10,7 @@ import torch
 
 from pretrain.config import Config, Model, Optimizer
 from pretrain.engine.engine import Engine
-from pretrain.engine.state import full_state_dict
+from pretrain.engine.state import EngineState
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.schedules import learning_rate
 from pretrain.trainer import Trainer
@@ -24,10 +24,10 @@ from tests.steps import CPU, take_step, trainer_of
 
 BATCH, STEPS = 8, 3
 LOSSES = {
-    "pcmepp": PCMEPlusPlus.Options(pseudo_positive=0.1, vib=1e-2),
-    "clip": CLIP.Options(),
-    "siglip": SigLIP.Options(),
-    "prolip": ProLIP.Options(vib=1e-2, inclusion=1e-2, inclusion_scale=2.0),
+    "pcmepp": PCMEPlusPlus(pseudo_positive=0.1, vib=1e-2),
+    "clip": CLIP(),
+    "siglip": SigLIP(),
+    "prolip": ProLIP(vib=1e-2, inclusion=1e-2, inclusion_scale=2.0),
 }
 CONFIG = Config(
     batch_size=BATCH,
@@ -99,13 +99,13 @@ def on_engine(rank, world, objective, stage, parts, checkpointing):
     found = [take_step(trainer, images[mine], tokens[mine]) for images, tokens in data]
     norms = [values["gradient_norm"] for values in found]
     assert [values["clipped"] for values in found] == [norm > config.optimizer.clip_grad_norm for norm in norms]
-    weights, names = full_state_dict(trainer.engine), dict(trainer.engine.module.named_parameters())  # of rank 0
+    weights, names = EngineState(trainer.engine).weights(), dict(trainer.engine.module.named_parameters())  # of rank 0
     return [values["loss"] for values in found], norms, {n: w.numpy() for n, w in weights.items() if n in names}
 
 
 def losses_of_one_batch(rank, world, parts):
     """Of three steps without learning, whose loss draws samples."""
-    loss = PCMEPlusPlus.Options(distance="match-probability")
+    loss = PCMEPlusPlus(distance="match-probability")
     still = replace(CONFIG.optimizer, lr=0.0)
     config = replace(CONFIG, loss=loss, engine=Engine(zero_stage=0, accumulation=parts), optimizer=still)
     model = tiny()

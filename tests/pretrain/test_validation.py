@@ -6,7 +6,7 @@ import torch
 
 from pretrain.config import Config, Data, Evaluate
 from pretrain.engine.engine import Engine
-from pretrain.evaluate import Validator
+from pretrain.evaluate import make_evaluators
 from probemb import create_model
 from probemb.data.captions.find import find_captions
 from probemb.distances import csd
@@ -27,8 +27,7 @@ def measured(rank, world, config):
     """The values, and how often the rank called `meet`; or the error, as text."""
     model, met = tiny(), []
     transform, tokenizer = create_transforms(model).evaluate, create_tokenizer(model)
-    engine, (of,) = engine_of(config, model), config.evaluate.sets
-    validator = Validator(config, of, transform, tokenizer, rank, world)
+    engine, (validator,) = engine_of(config, model), make_evaluators(config, transform, tokenizer, rank, world)
     try:
         return validator(engine, lambda: met.append(None)), len(met)
     except UserError as error:

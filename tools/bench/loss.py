@@ -121,7 +121,7 @@ def rank_step(name: str, rank: int, world: int, batch: int, dim: int):
         if name in OBJECTIVES:
             a, b = (scale / 2, scale + bias) if name in ("siglip", "prolip") else (scale, bias)
             pairs = Pairs(Gaussian(means[0], log_vars[0]), Gaussian(means[1], log_vars[1]), scale, a, b)
-            return OBJECTIVES[name](OBJECTIVES[name].Options())(pairs).loss
+            return OBJECTIVES[name]()(pairs).loss
         if name == PEERS[0]:
             loss = ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world)
             return loss(*means, scale)

@@ -87,7 +87,7 @@ def configured(name: str, batch: int, objective: str, n_unc_layers: int = 1, lr:
     return Config(
         batch_size=batch,
         objective=objective,
-        loss=kind.Options(),
+        loss=kind(),
         model=Model(name=name, n_unc_layers=n_unc_layers if kind.probabilistic else 0),
         optimizer=Optimizer(lr=lr, warmup_samples=0),
         engine=Engine(**engine),

@@ -8,7 +8,7 @@ import torch
 
 from pretrain.config import Ema
 from pretrain.engine.engine import Engine
-from pretrain.engine.state import full_state_dict
+from pretrain.engine.state import EngineState
 from pretrain.schedules import step_weight
 from tests.pretrain.engine.test_nonfinite import BATCH, CONFIG, batch
 from tests.pretrain.test_trainer import tiny
@@ -46,7 +46,7 @@ def follow(rank, world, stage, parts, persistent, locked):
     fit, found = make_trainer(stage, parts, persistent, locked), []
     for step in range(1, STEPS + 1):
         stepped = take_step(fit, step, rank, world, poisoned=step == BAD)
-        found.append((stepped, numbers(full_state_dict(fit.engine)), numbers(fit.average.whole())))
+        found.append((stepped, numbers(EngineState(fit.engine).weights()), numbers(fit.average.whole())))
     trained = {f"model.{name}" for name, p in fit.engine.module.model.named_parameters() if p.requires_grad}
     return trained, found
 
@@ -88,7 +88,7 @@ def evaluate_between(rank, world, stage, persistent):
             with torch.no_grad():
                 plain = fit.engine(images, tokens)[0].numpy()
                 with fit.average.in_place():
-                    seen = fit.engine(images, tokens)[0].numpy(), numbers(full_state_dict(fit.engine))
+                    seen = fit.engine(images, tokens)[0].numpy(), numbers(EngineState(fit.engine).weights())
                 again = fit.engine(images, tokens)[0].numpy()
             after = snapshot(fit.engine)
             assert all(np.array_equal(before[name], after[name]) for name in before)
