@@ -90,7 +90,7 @@ def _peak_memory(device: torch.device) -> int:
 _told: set[str] = set()  # write errors that were reported already: a failing log does not end a run
 
 
-def _or_tell(what: object, write: Callable[[], object]) -> None:
+def or_tell(what: object, write: Callable[[], object]) -> None:
     """Call `write`; an error is told once, and the run continues."""
     try:
         write()
@@ -109,7 +109,7 @@ def append_line(path: Path, values: dict) -> None:
             # A disk that was full may have cut the line before.
             file.write(f"{chr(10) * (str(path) in _told)}{json.dumps(values)}\n")
 
-    _or_tell(path, append)
+    or_tell(path, append)
 
 
 class RunLog:
@@ -135,15 +135,15 @@ class RunLog:
             self.board.flush()
 
         append_line(self.run / "metrics.jsonl", {"step": step, "time": round(time.time(), 3), **values})
-        _or_tell(self.run / "tensorboard", draw)
+        or_tell(self.run / "tensorboard", draw)
         if self.wandb:
-            _or_tell("wandb", lambda: self.wandb.log(values, step=step))
+            or_tell("wandb", lambda: self.wandb.log(values, step=step))
 
     def close(self) -> None:
         """Close the files; never raises."""
-        _or_tell(self.run / "tensorboard", self.board.close)
+        or_tell(self.run / "tensorboard", self.board.close)
         if self.wandb:
-            _or_tell("wandb", self.wandb.finish)
+            or_tell("wandb", self.wandb.finish)
 
 
 def drop_lines_after(path: Path, step: int) -> None:
