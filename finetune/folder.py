@@ -20,7 +20,7 @@ from finetune.trainer import State
 from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
 from probemb.options import to_dict, with_absolute_paths
-from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
+from probemb.runs.checkpoints import OPTIMIZER, WEIGHTS, Snapshot
 from probemb.runs.folder import RunOutput, take_lock
 from probemb.runs.log import composed_words, rsum_words, step_of
 
@@ -55,18 +55,18 @@ class RunFolder(RunOutput):
         for network, folder in zip(networks, (name, f"{name}-second")):
             save_model(network, self.path / folder)
 
-    def save(self, state: State, window: dict) -> None:
-        """Start writing a checkpoint of this moment; collective. `window` as from `Window.state`.
+    def save(self, state: State) -> None:
+        """Start writing a checkpoint of this moment; collective.
 
         Raises UserError, on all ranks: the one before could not be written.
         """
         config = with_absolute_paths(to_dict(self.config), self.config)
         content = {**asdict(state.position), "config": config, "data": self.identity}
         step = state.position.samples // self.config.batch_size
-        self.write(lambda: take_snapshot(state, step, content, window) if self.is_main else None)
+        self.write(lambda: take_snapshot(state, step, content) if self.is_main else None)
 
 
-def take_snapshot(state: State, step: int, content: dict, window: dict) -> Snapshot:
+def take_snapshot(state: State, step: int, content: dict) -> Snapshot:
     """Copy the training state to the CPU's memory: training may continue while it is written."""
     weights = {name: _copy(tensor) for name, tensor in state.joint.state_dict().items()}
     if state.average:
@@ -76,9 +76,7 @@ def take_snapshot(state: State, step: int, content: dict, window: dict) -> Snaps
         for name, optimizer, parameter in _parameters(state)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    sums = {f"window.{name}": value for name, value in window["sums"].items()}
-    header = {"step": step, "state": content, "window": window["counts"]}
-    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: sums}, header)
+    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments}, {"step": step, "state": content})
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -92,12 +90,11 @@ def _parameters(state: State) -> Iterator[tuple[str, torch.optim.Optimizer, Tens
             yield from ((names[parameter], optimizer, parameter) for parameter in group["params"])
 
 
-def load_checkpoint(path: Path, state: State) -> dict:
-    """Restore all of the state but its position, on every process; returns the window's, see `Window.state`.
+def load_checkpoint(path: Path, state: State) -> None:
+    """Restore all of the state but its position, on every process.
 
     Raises UserError: it belongs to another model or method.
     """
-    content = read_content(path)
     weights, moments = load_file(path / WEIGHTS), load_file(path / OPTIMIZER)
     prefix = "average."
     averaged = {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
@@ -115,5 +112,3 @@ def load_checkpoint(path: Path, state: State) -> dict:
             step, counts_in_python = moments[f"step.{name}"], isinstance(optimizer, AdamP)  # its steps are Python's
             held = {key: moments[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": int(step) if counts_in_python else step, **held}
-    sums = load_file(path / RANDOM)
-    return {"sums": {name: sums[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}

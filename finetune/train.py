@@ -67,12 +67,12 @@ def train(config: Config, preemption: Preemption) -> int:
         return 0
     refuse_full_disk(config.out, as_one(networks), models=4 if config.swa_epochs else 2)
     state = State.of(config, Joint(networks[0], objective, *networks[1:]).to(accelerator.device), position)
-    window = load_checkpoint(earlier, state) if earlier else None
-
+    if earlier:
+        load_checkpoint(earlier, state)
     folder = RunFolder(config, identity, step, steps)
     say(describe(config, state.joint, rows, accelerator, steps, step, earlier))
     schedule = make_schedule(config, len(networks), loader.steps)
-    trainer = Trainer(accelerator, state, task, loader, schedule, config, folder, preemption, window)
+    trainer = Trainer(accelerator, state, task, loader, schedule, config, folder, preemption)
     preemption.interrupting = ()
     try:
         stopped = trainer.fit()

@@ -110,18 +110,18 @@ class Network(nn.Module):
 
 
 class Trainer:
-    """Trains a `State`, epoch by epoch; `window` is of a checkpoint, see `Window.state`."""
+    """Trains a `State`, epoch by epoch."""
 
     def __init__(
         self, accelerator: Accelerator, state: State, task: Task, loader: Loader, schedule: Schedule, config: Config,
-        folder: RunFolder, preemption: Preemption, window: dict | None = None,
+        folder: RunFolder, preemption: Preemption,
     ):  # fmt: skip
         self.folder, self.preemption = folder, preemption
         self.accelerator, self.device, self.state, self.config = accelerator, accelerator.device, state, config
         self.task, self.loader, self.schedule = task, loader, schedule
         self.joint, self.position, self.objective = state.joint, state.position, state.joint.objective
         self.networks, self.network = state.joint.networks, 0  # the one that is being trained
-        self.window = Window("pairs", lambda: loader.waited, self.device, window)
+        self.window = Window("pairs", lambda: loader.waited, self.device)
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
         aside = set(self.joint.aside.parameters())
@@ -192,12 +192,12 @@ class Trainer:
                         self._log()
                     # ------------------------------------------------------------------------------------- maybe save
                     if stopping:  # also after the last step: the end of an epoch may take long
-                        self.folder.save(state, window.state())
+                        self.folder.save(state)
                         return True
                     due = config.save_every and self.step % config.save_every == 0
                     if due and self.step_in_epoch < self.epoch_steps:
-                        self.folder.save(state, window.state())
-                        window.restart_clock()
+                        self.folder.save(state)
+                        window.restart()
             # ----------------------------------------------------------------------------- average, evaluate, and save
             average = state.average
             if average is not None and self.schedule.averages(position.samples):
@@ -205,10 +205,10 @@ class Trainer:
                 average.update_parameters(nn.ModuleList(self.networks))
             self.progress.doing("validating")
             if self.end_epoch(position.epoch + 1, average):
-                self.folder.save(state, window.state())
+                self.folder.save(state)
                 return True
             position.epoch, state.average = position.epoch + 1, average
-            self.folder.save(state, window.state())  # last: a run killed before repeats the end of the epoch
+            self.folder.save(state)  # last: a run killed before repeats the end of the epoch
         return False
 
     def stop(self) -> bool:
@@ -274,7 +274,7 @@ class Trainer:
 
     def _examples(self) -> Iterator:
         """The batches of the rest of this network's epoch, in an order of its own; notes what this rank does."""
-        self.window.restart_clock()
+        self.window.restart()
         waiting = "waiting for data", self.loader.waiting_for
         self.progress.doing(*waiting)
         order = self.position.epoch * len(self.networks) + self.network

@@ -60,7 +60,7 @@ class Snapshot(NamedTuple):
         partial, old = (target.with_name(f".{target.name}.{ending}") for ending in ("partial", "old"))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            for left in target.parent.glob(".step-*"):  # of writes and deletions that were killed
+            for left in target.parent.glob(".step-*"):  # of writes that were killed
                 shutil.rmtree(left, ignore_errors=True)
             partial.mkdir()
             files = {name: _write_tensors(partial / name, entries) for name, entries in self.tensors.items()}
@@ -156,15 +156,13 @@ def restore_replaced(run_dir: Path | str) -> None:
                 old.rename(target)
 
 
-def set_aside_after(run_dir: Path | str, step: int) -> None:
-    """Hide the checkpoints after the step that a run resumes from: they are damaged, and `prune`, which compares no
-    sums, would keep them in place of new ones. The next write deletes them. Raises OSError.
+def remove_after(run_dir: Path | str, step: int) -> None:
+    """Delete the checkpoints after the step that a run resumes from: they are damaged, and `prune`, which compares no
+    sums, would keep them in place of new ones. Raises OSError.
     """
     for number, path in _finished(run_dir).items():
         if number > step:
-            gone = path.with_name(f".{path.name}.damaged")
-            shutil.rmtree(gone, ignore_errors=True)
-            path.rename(gone)
+            shutil.rmtree(path)
 
 
 def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[int] = ()) -> None:
@@ -175,10 +173,8 @@ def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[
     """
     found = _finished(run_dir)
     for step in superfluous(found, complete_steps(run_dir), keep, keep_every, also):
-        gone = found[step].with_name(f".step-{step}.deleted")  # a half-deleted one must not look like a checkpoint
         try:
-            found[step].rename(gone)
-            shutil.rmtree(gone)
+            shutil.rmtree(found[step])
         except OSError as error:
             logger.warning("The old checkpoint %s could not be deleted: %s.", found[step], error)
 

@@ -13,7 +13,7 @@ from probemb.distributed import agree, all_of, is_main, on_main
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.options import to_dict, to_yaml, with_absolute_paths
-from probemb.runs.checkpoints import Snapshot, find_checkpoint, prune, restore_replaced, set_aside_after
+from probemb.runs.checkpoints import Snapshot, find_checkpoint, prune, remove_after, restore_replaced
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
 from probemb.runs.log import RunLog, start_wandb, step_of, train_line
 
@@ -167,7 +167,7 @@ class RunOutput:
         for pattern in (".*.*", "model*/.*.*", "model*/.tmp*"):  # of a killed attempt: ours, and safetensors' own
             for left in self.path.glob(pattern):
                 left.unlink(missing_ok=True)
-        set_aside_after(self.path, step)
+        remove_after(self.path, step)
         replace_text(self.path / "config.yaml", to_yaml(self.config))
         return RunLog(self.path, step, wandb)
 

@@ -5,6 +5,7 @@ import resource
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,24 +27,16 @@ class Window:
         unit: the items of a batch, for the name of the speed: "images" gives images_per_second.
         waited: seconds spent waiting for data so far.
         device: of the scalars.
-        state: from `state`, of the run that this one resumes.
     """
 
-    def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu", state=None):
+    def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu"):
         self.unit, self.waited, self.device = unit, waited, torch.device(device)
         self.restart()
-        if state:
-            self.sums = {name: value.to(device) for name, value in state["sums"].items()}
-            self.counts = dict(state["counts"])
 
     def restart(self) -> None:
         """Drop all sums and restart the clock."""
         self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Leave out the time so far, and the steps in it, from the speed."""
+        self.counts: Counter[str] = Counter()
         self.n, self.began, self.waited_before = 0, time.perf_counter(), self.waited()
 
     def add(self, terms: dict[str, Tensor | float] | None) -> None:
@@ -51,15 +44,7 @@ class Window:
         self.n += 1
         for name, value in (terms or {}).items():
             self.sums[name] = self.sums[name] + value if name in self.sums else torch.as_tensor(value)
-            self.counts[name] = self.counts.get(name, 0) + 1
-
-    def state(self) -> dict:
-        """{"sums": CPU tensors by name, "counts": numbers of steps}, for a checkpoint between two log lines.
-
-        Copies: after one step a loss and its only term may be one tensor, which a file cannot hold under two names.
-        """
-        sums = {name: value.detach().to("cpu", copy=True) for name, value in self.sums.items()}
-        return {"sums": sums, "counts": dict(self.counts)}
+            self.counts[name] += 1
 
     def read(self, batch_size: int, steps_left: int) -> dict[str, float]:
         """Means over steps and ranks; samples/s over all ranks, share of time waiting for data, ETA in s; memory: the

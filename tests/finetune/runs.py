@@ -73,7 +73,7 @@ def checkpoint(run: Path, step: int) -> dict:
     state["state"].pop("config")
     return {
         **{name: (folder / name).read_bytes() for name in ("weights.safetensors", "optimizer.safetensors")},
-        **{name: state[name] for name in ("state", "window")},
+        "state": state["state"],
     }
 
 
