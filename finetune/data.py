@@ -23,7 +23,7 @@ from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
 from probemb.data.pixels import stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
-from probemb.data.workers import describe_process, end_workers, make_loader, naming_ended_workers, starting_workers
+from probemb.data.workers import describe_process, end_workers, make_loader, next_batch, start_workers
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # rows
@@ -271,17 +271,16 @@ class Loader:
     def epoch(self, n: int, start_step: int = 0) -> Iterator[NamedTuple]:
         """The batches of epoch n from a step on; nothing before it is read. One epoch is read at a time."""
         self._places[:] = [(n, step) for step in range(start_step, self.steps)]
-        with starting_workers():
-            self._batches = iter(self._loader)
+        self._batches = start_workers(self._loader)
         if self._loader.num_workers and self._end is None:  # at exit before multiprocessing joins its children
             self._end = Finalize(self, end_workers, args=(self._batches,), exitpriority=10)
         while True:
             began = time.perf_counter()
-            with naming_ended_workers(self._loader.num_workers):
-                batch, failures = next(self._batches, (None, ()))
-            self.waited += time.perf_counter() - began
-            if batch is None:
+            try:
+                batch, failures = next_batch(self._batches)
+            except StopIteration:
                 return
+            self.waited += time.perf_counter() - began
             tally = self._tally
             if tally.add(len(self.rows.share), failures):
                 raise UserError(

@@ -20,8 +20,7 @@ from probemb.cli.ranges import Count
 from probemb.data.captions.find import find_captions
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.image_loader import find_tars
-from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sample, read_sample
-from probemb.data.shards.tar import walk_tar
+from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sample, read_sample, walk_tar
 from probemb.data.words import count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.progress import progress

@@ -16,7 +16,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from collections import Counter
@@ -38,7 +37,7 @@ from probemb.data.failures import BadSample, BadShard
 from probemb.data.image_loader import find_tars
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
-from probemb.data.remote.sources import DEFAULT_POLICY, Remote, fetch, is_remote
+from probemb.data.remote import Remote, fetch, in_background, is_remote
 from probemb.data.shards.index import Shard, read_index, read_index_file
 from probemb.data.shards.samples import (
     IMAGE_EXTENSIONS,
@@ -47,8 +46,8 @@ from probemb.data.shards.samples import (
     group_members,
     parse_sample,
     read_sample,
+    walk_tar,
 )
-from probemb.data.shards.tar import walk_tar
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import encode_texts
@@ -272,20 +271,15 @@ def list_samples(path: Path) -> list[SampleSpan]:
 
 
 def start_fetch(shard: Shard, folder: str) -> Future[Path]:
-    """Begin to fetch a remote shard, in a daemon: a silent server does not delay the end of the command."""
-    found: Future[Path] = Future()
+    """Begin to fetch a remote shard."""
 
-    def work() -> None:
-        try:
-            handle, name = tempfile.mkstemp(".tar", dir=folder)
-            with open(handle, "wb") as file:
-                fetch(shard.path, file, shard.bytes, DEFAULT_POLICY)
-            found.set_result(Path(name))
-        except BaseException as error:
-            found.set_exception(error)
+    def work() -> Path:
+        handle, name = tempfile.mkstemp(".tar", dir=folder)
+        with open(handle, "wb") as file:
+            fetch(shard.path, file, shard.bytes)
+        return Path(name)
 
-    threading.Thread(target=work, daemon=True, name="fetch").start()
-    return found
+    return in_background(work)
 
 
 # ------------------------------------------------------------------------------------------------ embedding

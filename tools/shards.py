@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,18 +32,26 @@ from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Processes
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
-from probemb.data.shards.columns import TYPES, key_hash, score_column, write_columns
-from probemb.data.shards.index import INDEX_NAME, Shard, file_sha256, read_index, read_index_file, write_index
+from probemb.data.shards.index import (
+    INDEX_NAME,
+    SCORE,
+    TYPES,
+    Shard,
+    file_sha256,
+    key_hash,
+    read_index,
+    read_index_file,
+    write_columns,
+    write_index,
+)
 from probemb.data.shards.samples import (
     SampleSpan,
     copy_samples,
-    group_members,
     list_samples,
     parse_sample,
     read_sample,
     sort_groups,
 )
-from probemb.data.shards.tar import walk_tar
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.machine import cores
@@ -112,6 +120,15 @@ class Report:
         """Samples that training would have to replace."""
         return self.expected if self.unusable else max(0, self.expected - self.samples) + len(self.bad_samples)
 
+    @property
+    def reasons(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for sample in self.bad_samples:
+            kinds.setdefault(sample["reason"], []).append(sample["key"])
+        kinds = dict(sorted(kinds.items(), key=lambda item: -len(item[1])))
+        of_samples = (f"{len(keys)} x {reason} ({_some(keys)})" for reason, keys in kinds.items())
+        return "; ".join([*self.damage, *of_samples])
+
 
 # -------------------------------------------------------------------------------------------------------------- index
 
@@ -178,10 +195,10 @@ def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True,
         elif row and row.sha256 and row.sha256 != report.sha256:
             report.damage.append("has other content than when it was indexed (another SHA-256)")
         with open(path, "rb") as file:
-            spans, others = sort_groups(group_members(walk_tar(file)))
+            spans, others = list_samples(file)
             report.samples, report.skipped = len(spans), len(others)
             if apart := [span.key for span in _together(others)]:
-                shown = ", ".join(map(_printable, apart[:3])) + (", …" if len(apart) > 3 else "")
+                shown = _some(list(map(_printable, apart)))
                 report.damage.append(f"{len(apart):,} samples' files are not one after the other ({shown})")
             if row and len(spans) != row.samples:
                 report.damage.append(f"holds {len(spans):,} samples, but its index says {row.samples:,}")
@@ -217,6 +234,10 @@ def why_unusable(fd: int, span: SampleSpan, need_caption: bool) -> str | None:
     return None
 
 
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
+
+
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -226,66 +247,58 @@ def _printable(text: str) -> str:
 
 def verify(options: Namespace) -> int:
     """Decode everything as training does, and report damage; exit code 1 if there is any."""
-    reports = verified(options)
-    damaged = [report for report in reports if report.damaged]
+    reports = decode_folder(options)
+    damaged = sorted((report for report in reports if report.damaged), key=lambda report: -report.lost)
+    for report in damaged[:SHOWN]:
+        print(f"{_printable(report.name)}: {report.lost:,} of {report.expected:,} samples lost: {report.reasons}")
+    if len(damaged) > SHOWN:
+        print(f"… and {len(damaged) - SHOWN:,} more damaged shards")
+    total, lost, skipped = (sum(getattr(report, name) for report in reports) for name in ("samples", "lost", "skipped"))
+    print(f"{len(reports):,} shards, {total:,} samples: {len(damaged):,} shards damaged, {lost:,} samples lost", end="")
+    print(f"; {skipped:,} groups of files are no samples" if skipped else "")
+    if not (options.folder / INDEX_NAME).exists():
+        print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
     if options.report:
-        content = {"folder": str(options.folder), "shards": len(reports)}
-        content |= {name: sum(getattr(report, name) for report in reports) for name in ("samples", "lost")}
+        content = {"folder": str(options.folder), "shards": len(reports), "samples": total, "lost": lost}
         content["damaged"] = [asdict(report) | {"lost": report.lost} for report in damaged]
         replace_text(options.report, json.dumps(content, indent=1) + "\n")
         print(f"wrote {options.report}")
     return int(bool(damaged))
 
 
-def verified(options: Namespace) -> list[Report]:
-    """Check all shards against the index, if there is one, and print the damage, the largest losses first."""
-    rows = None
-    if (options.folder / INDEX_NAME).exists():
-        rows = {shard.name: shard for shard in read_index_file(options.folder)}
-    reports = check_folder(options.folder, rows, options.workers, need_caption=not options.labelled)
-    damaged = sorted((report for report in reports if report.damaged), key=lambda report: -report.lost)
-    for report in damaged[:SHOWN]:
-        lost = f"{report.lost:,} of {report.expected:,} samples lost"
-        print(f"{_printable(report.name)}: {lost}: {'; '.join(_reasons(report))}")
-    if len(damaged) > SHOWN:
-        print(f"… and {len(damaged) - SHOWN:,} more damaged shards")
-    total, lost, skipped = (sum(getattr(report, name) for report in reports) for name in ("samples", "lost", "skipped"))
-    print(f"{len(reports):,} shards, {total:,} samples: {len(damaged):,} shards damaged, {lost:,} samples lost", end="")
-    print(f"; {skipped:,} groups of files are no samples" if skipped else "")
-    if rows is None:
-        print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
-    return reports
-
-
-def _reasons(report: Report) -> Iterator[str]:
-    yield from report.damage
-    kinds: dict[str, list[str]] = {}
-    for sample in report.bad_samples:
-        kinds.setdefault(sample["reason"], []).append(sample["key"])
-    for reason, keys in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        yield f"{len(keys)} x {reason} ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''})"
+def decode_folder(options: Namespace) -> list[Report]:
+    """Check all shards against the index, if there is one."""
+    indexed = (options.folder / INDEX_NAME).exists()
+    rows = {shard.name: shard for shard in read_index_file(options.folder)} if indexed else None
+    return check_folder(options.folder, rows, options.workers, need_caption=not options.labelled)
 
 
 # ------------------------------------------------------------------------------------------------------------- repair
 
 
 def repair(options: Namespace) -> int:
-    """Write new shards of what can be read in the damaged ones."""
-    out = options.out
+    """Write new shards of what can be read in the damaged ones, and their index."""
+    out, written = options.out, 0
     if out.resolve() == options.folder.resolve() or any(out.glob("*.tar")):
         raise UserError(f"{out} already holds shards.", "Name a new folder for the repaired ones.")
-    for report in verified(options):
+    for report in decode_folder(options):
         path = options.folder / report.name
         if report.damaged and path.is_file():
             samples = repair_shard(path, out / report.name, not options.labelled)
-            print(f"wrote {out / path.name}: {samples:,} samples" if samples else f"{path.name}: nothing can be read")
+            known = "" if report.indexed is None else f" of {report.indexed:,}"
+            print(f"{_printable(report.name)}: {samples:,}{known} samples can be read: {report.reasons}")
+            written += samples
+    if written:
+        index_folder(out, options.workers)
+    else:
+        print(f"nothing to write to {out}: no shard is damaged and has a readable sample")
     return 0
 
 
 def repair_shard(path: Path, repaired: Path, need_caption: bool = True) -> int:
     """Write the readable samples of a shard as a new one; returns their number."""
     with open(path, "rb") as file:
-        samples, others = sort_groups(group_members(walk_tar(file, salvage=True)))
+        samples, others = list_samples(file, salvage=True)
         spans = [*samples, *_together(others)]
         good = [span for span in spans if why_unusable(file.fileno(), span, need_caption) is None]
         if good:
@@ -311,7 +324,7 @@ def measure(options: Namespace) -> int:
             parts.append(part | (scores_of(part["key"], table) if table is not None else {}))
             advance(1)
     measured = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    for name in map(score_column, options.score):
+    for name in (SCORE + name for name in options.score):
         if not (count := np.isfinite(measured[name]).sum()):
             remedy = "Name the column with the samples' keys, as they are in the tars, with --score-key."
             raise UserError(f"No sample of {folder} has a score for {name}.", remedy)
@@ -368,7 +381,7 @@ def read_scores(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     except (pa.ArrowException, ValueError) as error:
         remedy = "Name a parquet file with a column of keys and numeric columns of scores."
         raise UserError(f"{path} cannot be read as a table of scores ({type(error).__name__}).", remedy) from None
-    scores = scores.set_index(keys).rename(columns=score_column)
+    scores = scores.set_index(keys).add_prefix(SCORE)
     return scores[~scores.index.duplicated()]
 
 

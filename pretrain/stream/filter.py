@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,13 +16,11 @@ from pathlib import Path
 import numpy as np
 from jsonargparse.typing import NonNegativeInt, restricted_number_type
 
-from probemb.data.shards.columns import key_hash, read_columns, score_column
-from probemb.data.shards.index import Shard
+from probemb.data.shards.index import SCORE, Shard, key_hash, read_columns
 from probemb.errors import UserError
 
 Aspect = restricted_number_type("Aspect", float, (">=", 1))
-BOUNDS = ("min_score", "max_score")  # that may differ between corpora
-FORMS = "KEY, SHARD.tar/KEY or FOLDER/SHARD.tar/KEY"
+BOUNDS, LISTS = ("min_score", "max_score"), ("keep", "drop")  # bounds may differ between corpora
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,6 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
     "min_score": (("score",), lambda bound, s: s >= np.float32(bound)),  # NaN is not
     "max_score": (("score",), lambda bound, s: s <= np.float32(bound)),
 }
-LISTS = ("keep", "drop")
 
 
 class Selection:
@@ -98,57 +96,48 @@ class Selection:
 
     Attributes:
         sizes: kept samples in each shard of all corpora, (n,) int64.
-        total: samples in all, kept or not.
+        kept: their sum.
         left_out: samples that each rule alone leaves out, by its name.
 
     Raises:
-        UserError: a column, score or file of keys is missing; rules that exclude each other; nothing is kept; a list
-            has a key that is in several corpora.
+        UserError: a column, score or file of keys is missing; nothing is kept; a list has a key that is in several
+            corpora.
     """
 
     def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
-        check_filter(filter, len(corpora))
-        self.filter = filter
-        samples = [shard.samples for shards in corpora for shard in shards]
-        self._stops = np.cumsum(samples, dtype=np.int64)
-        self._starts = self._stops - samples
-        self.total = int(self._stops[-1])
+        _check(filter, len(corpora))
+        self.filter, self.left_out, masks = filter, Counter(), []
         self._lists = {name: KeyList(getattr(filter, name)) for name in LISTS if getattr(filter, name)}
-        left_out, masks = dict.fromkeys([*RULES, *LISTS], 0), []
         for number, shards in enumerate(corpora):
-            verdicts = self._judge(shards, filter.of_corpus(number), filter.columns and filter.columns[number])
-            for name, mask in verdicts.items():
-                left_out[name] += len(mask) - int(np.count_nonzero(mask))
-            every = np.ones(sum(shard.samples for shard in shards), bool)
-            masks.append(np.logical_and.reduce([every, *verdicts.values()]))
+            mask = np.ones(sum(shard.samples for shard in shards), bool)
+            columns = filter.columns and filter.columns[number]
+            for name, verdict in self._judge(shards, number, filter.of_corpus(number), columns).items():
+                self.left_out[name] += len(mask) - int(np.count_nonzero(verdict))
+                mask &= verdict
+            masks.append(mask)
         self._kept = np.concatenate(masks)
-        self.left_out = {name: left_out[name] for name in filter.rules if name in left_out}
-        counted = np.concatenate([[0], np.cumsum(self._kept)])
-        self.sizes = counted[self._stops] - counted[self._starts]
+        self._stops = np.cumsum([0, *(shard.samples for shards in corpora for shard in shards)], dtype=np.int64)
+        counted = np.concatenate([[0], np.cumsum(self._kept)])[self._stops]
+        self.sizes, self.kept = np.diff(counted), int(counted[-1])
         for keys in self._lists.values():
             keys.check()
         if not self.kept:
             raise UserError(f"The filter leaves no sample: {self.describe()}.", "Loosen the rules of data.filter.")
 
-    def _judge(self, shards: Sequence[Shard], filter: Filter, columns: str | None) -> dict[str, np.ndarray]:
+    def _judge(self, shards: Sequence[Shard], number: int, filter: Filter, columns: str | None) -> dict:
         """By rule, the samples of a corpus that it keeps."""
         bounds = {name: getattr(filter, name) for name in RULES if getattr(filter, name) is not None}
         names = {column for name in bounds for column in RULES[name][0]} | ({"key"} if self._lists else set())
-        stored = {name: score_column(filter.score) if name == "score" else name for name in sorted(names)}
+        stored = {name: f"{SCORE}{filter.score}" if name == "score" else name for name in sorted(names)}
         found = read_columns(shards, list(stored.values()), columns)
         verdicts = {
             name: RULES[name][1](bound, *(found[stored[column]] for column in RULES[name][0]))
             for name, bound in bounds.items()
         }
         for name, keys in self._lists.items():
-            listed = keys.find(shards, found["key"])
+            listed = keys.find(shards, found["key"], number)
             verdicts[name] = listed if name == "keep" else ~listed
         return verdicts
-
-    @property
-    def kept(self) -> int:
-        """Samples kept in all shards."""
-        return int(self.sizes.sum())
 
     @property
     def identity(self) -> str:
@@ -159,8 +148,9 @@ class Selection:
 
     def describe(self) -> str:
         """The kept share, and what each rule leaves out, in one line."""
-        share = f"{self.kept:,} of {self.total:,} samples kept ({self.kept / self.total:.1%})"
-        return f"{share}; left out by {', '.join(f'{name} {count:,}' for name, count in self.left_out.items())}"
+        total = len(self._kept)
+        rules = ", ".join(f"{name} {self.left_out[name]:,}" for name in self.filter.rules if name != "score")
+        return f"{self.kept:,} of {total:,} samples kept ({self.kept / total:.1%}); left out by {rules}"
 
     def describe_lists(self) -> dict[str, str]:
         """For `keep` and `drop`, what of the list is in the data, in one line."""
@@ -168,7 +158,7 @@ class Selection:
 
     def places(self, shard: int) -> np.ndarray:
         """Indices of the kept samples in a shard, ascending, (sizes[shard],) int32."""
-        return np.flatnonzero(self._kept[self._starts[shard] : self._stops[shard]]).astype(np.int32)
+        return np.flatnonzero(self._kept[self._stops[shard] : self._stops[shard + 1]]).astype(np.int32)
 
 
 def select(corpora: Sequence[Sequence[Shard]], filter: Filter) -> Selection | None:
@@ -181,64 +171,63 @@ class KeyList:
     that name, and FOLDER/SHARD.tar/KEY of those whose path or address ends so. Raises UserError: it cannot be read.
     """
 
+    NOWHERE, SEVERAL = -1, -2  # in place of the number of the corpus that has a key
+
     def __init__(self, path: str):
         self.path, self.samples = path, 0
-        lines: dict[str, array] = {}  # by what they have before the key
+        lines = defaultdict(lambda: array("Q"))  # by what they have before the key
         try:
             with open(path, encoding="utf-8", errors="surrogateescape") as file:
                 for line in file:
                     where, tar, key = line.rstrip("\r\n").rpartition(".tar/")
                     if key:
-                        lines.setdefault(where + tar[:4], array("Q")).append(int(key_hash([key])[0]))
+                        lines[where + tar[:4]].append(int(key_hash([key])[0]))
         except OSError as error:
             what = f"{path} cannot be read: {error.strerror}."
             raise UserError(what, "Name a file with one key a line.") from None
-        self.hashes = {where: np.unique(np.array(keys, np.uint64)) for where, keys in lines.items()}
-        self._corpora = {where: np.zeros(len(keys), np.int32) for where, keys in self.hashes.items()}  # that have it
+        self._hashes = {where: np.unique(np.array(keys, np.uint64)) for where, keys in lines.items()}
+        self._corpus = {where: np.full(len(keys), self.NOWHERE) for where, keys in self._hashes.items()}
 
-    def find(self, shards: Sequence[Shard], keys: np.ndarray) -> np.ndarray:
+    def find(self, shards: Sequence[Shard], keys: np.ndarray, number: int = 0) -> np.ndarray:
         """Mask of the listed samples of a corpus, (n,) bool; `keys`: hashes of all its keys."""
-        found, by_name, stop = np.zeros(len(keys), bool), {}, 0
+        found, stop = np.zeros(len(keys), bool), 0
         for shard in shards:
             start, stop = stop, stop + shard.samples
-            for name in {shard.name, str(shard.path).rpartition("/")[2]}:  # they differ in some addresses and commands
-                by_name.setdefault(name, []).append((shard, slice(start, stop)))
-        for where, hashes in self.hashes.items():
-            rows = [slice(None)]
-            if where:
-                same = by_name.get(where.rpartition("/")[2], ())
-                rows = [row for s, row in same if where in (s.name, str(s.path)) or str(s.path).endswith(f"/{where}")]
-            if rows:
-                for row in rows:
-                    found[row] |= np.isin(keys[row], hashes)
-                self._corpora[where] += np.isin(hashes, np.concatenate([keys[row] for row in rows]))
+            names = str(shard.path).split("/")
+            ends = {"", shard.name, *("/".join(names[i:]) for i in range(len(names)))}
+            for where in ends & self._hashes.keys():
+                hashes, corpus = self._hashes[where], self._corpus[where]
+                at = np.searchsorted(hashes, keys[start:stop]).clip(max=len(hashes) - 1)
+                listed = hashes[at] == keys[start:stop]
+                found[start:stop] |= listed
+                before = corpus[at[listed]]
+                corpus[at[listed]] = np.where(np.isin(before, (self.NOWHERE, number)), number, self.SEVERAL)
         self.samples += int(np.count_nonzero(found))
         return found
 
     def check(self) -> None:
         """Raise UserError if no key is in the data, or one is in several corpora."""
-        corpora = np.concatenate([np.zeros(0, np.int32), *self._corpora.values()])
-        if not corpora.any():
-            what = f"Not one key of {self.path} occurs in the data."
-            raise UserError(what, f"Write one key a line as the tars have it: {FORMS}.")
-        if several := np.count_nonzero(corpora > 1):
+        corpus = np.concatenate([[], *self._corpus.values()])
+        if (corpus == self.NOWHERE).all():
+            remedy = "Write one key a line as the tars have it: KEY, SHARD.tar/KEY or FOLDER/SHARD.tar/KEY."
+            raise UserError(f"Not one key of {self.path} occurs in the data.", remedy)
+        if several := np.count_nonzero(corpus == self.SEVERAL):
             raise UserError(
-                f"{several:,} of the {len(corpora):,} keys of {self.path} are in more than one corpus of data.train.",
+                f"{several:,} of the {len(corpus):,} keys of {self.path} are in more than one corpus of data.train.",
                 "Write FOLDER/SHARD.tar/KEY, as log_samples does, with as much of the path as tells the corpora apart, "
                 "and a line for each corpus that is meant.",
             )
 
     def describe(self) -> str:
         """One line on how much of the list is in the data."""
-        total, missing = (sum(map(f, self._corpora.values())) for f in (len, lambda n: np.count_nonzero(n == 0)))
-        share = f"{missing:,} of {total:,} keys are not in the data"
+        corpus = np.concatenate([*self._corpus.values()])
+        share = f"{np.count_nonzero(corpus == self.NOWHERE):,} of {len(corpus):,} keys are not in the data"
         return f"{Path(self.path).name}: {share}; samples listed: {self.samples:,}"
 
 
-def check_filter(filter: Filter, corpora: int) -> None:
-    """Refuse rules that say nothing or exclude each other."""
-    bounded = filter.min_score is not None or filter.max_score is not None
-    if bounded != (filter.score is not None):
+def _check(filter: Filter, corpora: int) -> None:
+    """Refuse rules that say nothing."""
+    if (filter.min_score is None and filter.max_score is None) != (filter.score is None):
         raise UserError(
             "data.filter.score needs min_score or max_score, and these need it.",
             "Set data.filter.score to the name given to `tools.shards measure --score`, and a bound.",
@@ -248,10 +237,3 @@ def check_filter(filter: Filter, corpora: int) -> None:
         if isinstance(values, list) and len(values) != corpora:
             what = f"data.filter.{name} has {len(values)} values for {corpora} training paths."
             raise UserError(what, "Give it one value for each path.")
-    for number in range(corpora):
-        own = filter.of_corpus(number)
-        for what in ("side", "words", "chars", "score"):
-            least, most = getattr(own, f"min_{what}"), getattr(own, f"max_{what}")
-            if least is not None and most is not None and least > most:
-                problem = f"data.filter.min_{what} {least} is above max_{what} {most}."
-                raise UserError(problem, "Exchange or correct them.")

@@ -1,199 +1,182 @@
-"""Read, decode, transform and tokenise the samples of slots; replace unusable samples.
+"""Decoded samples of many shards, of which a bounded number is open.
 
-Everything is a function of the seed and the slot: the drawn caption and the transform's random numbers do not depend on
-the rank, the worker, or earlier samples.
+A shard's headers are read once, then single samples. A remote shard is fetched whole into a cache, if possible in the
+background. Everything is a function of the seed and the slot: the drawn caption and the transform's random numbers do
+not depend on the rank, the worker, or earlier samples.
 """
 
-import mmap
-import os
-from collections.abc import Callable, Sequence
+import errno
+import hashlib
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain, islice
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, get_worker_info
 
-from pretrain.stream.order import Order, draw
-from pretrain.stream.shards import OpenShards
-from probemb.data.failures import BadSample
+from pretrain.config import Data
+from pretrain.stream.order import draw
+from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
-from probemb.data.pixels import empty_stack
-from probemb.data.randomness import isolated_randomness, seed_all
-from probemb.data.shards.samples import parse_sample
+from probemb.data.randomness import seed_all
+from probemb.data.remote import Remote, ShardCache, in_background
+from probemb.data.shards.index import Shard
+from probemb.data.shards.samples import Member, SampleSpan, list_samples, parse_sample, read_sample
 from probemb.errors import UserError
 
+FETCHES = 4  # at a time, in the background
 _CAPTION, _TRANSFORM = 11, 12  # uses of random numbers
-_SEARCH_LIMIT = 20_000  # samples tried in place of a bad one
 _LONGEST_REASON = 300
-AHEAD = 2  # batches that workers prepare
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def shared_tensor(numbers: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory that processes forked from now on share; not in /dev/shm, which is small in containers."""
-    return torch.frombuffer(mmap.mmap(-1, numbers * dtype.itemsize), dtype=dtype)
+class OpenShard:
+    """An open tar; samples are numbered as in `tools.shards`.
 
+    Places are kept in arrays, as Python objects would take about a kilobyte a sample.
+    """
 
-class Part(NamedTuple):
-    """Consecutive rows of a global batch, but for the images, which lie in memory that the workers share."""
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        samples, _ = list_samples(file)
+        kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._keys = [sample.key for sample in samples]
+        self._extensions = [kinds.setdefault(tuple(sample.parts), tuple(sample.parts)) for sample in samples]
+        self._first = np.cumsum([0, *map(len, self._extensions)], dtype=np.int64)
+        places = [(member.offset, member.size) for sample in samples for member in sample.parts.values()]
+        self._places = np.array(places, np.int64).reshape(-1, 2)
 
-    tokens: np.ndarray  # (b, L) int64
-    slots: np.ndarray  # (b, 2) int64: shard and index of the slot
-    replaced: np.ndarray  # (b,) bool: the slot's own sample is unusable
-    keys: list[str]  # "shard/key" of the sample that each row shows
-    failures: list[tuple[int, str]]  # shard and reason for every slot whose own sample cannot be used
+    def read(self, index: int) -> tuple[str, dict[str, bytes]]:
+        """Key of a sample, and its bytes by extension. Raises BadSample."""
+        if index >= len(self._keys):
+            raise BadSample(f"sample {index}: the shard holds only {len(self._keys)} samples")
+        key, places = self._keys[index], self._places[self._first[index] : self._first[index + 1]].tolist()
+        parts = {ext: Member(ext, *place) for ext, place in zip(self._extensions[index], places, strict=True)}
+        try:
+            return key, read_sample(self._file.fileno(), SampleSpan(key, parts))
+        except OSError as error:
+            raise _unreadable(key, error) from None
 
 
 class Example(NamedTuple):
     """Content of a row."""
 
-    image: torch.Tensor
-    tokens: torch.Tensor
-    key: str
+    image: torch.Tensor  # (3, H, W) uint8 or float32
+    tokens: torch.Tensor  # (L,) int64
+    key: str  # "shard/key", for logs
 
 
-class Parts(Dataset):
-    """One rank's rows of all global batches: item n is part n % parts of batch n // parts, so that each of as many
-    workers reads its own lanes, in the order of their steps.
+class Samples:
+    """Samples by shard, index and pass over the corpus.
 
-    A worker may be at most AHEAD batches ahead of the one that is read from `images`.
-
-    Args:
-        order, shards: the samples and their places.
-        labels: readable names of the shards.
-        rows: first row of each part, and the end of the last one.
-        transform: PIL image -> (3, H, W) uint8 or float32; may use the global random numbers of torch, numpy and
-            Python.
-        tokenizer: list of n strings -> (n, L) int64.
-        caption, exif: see `pretrain.config.Data`.
+    At most `limit` shards are open; the least recently used one goes first. A shard that cannot be opened is
+    remembered, so that its samples fail at no cost.
 
     Attributes:
-        images: of batch n in images[n % len(images)], (b, 3, H, W) as the transform gives them.
-        reading: for each worker its pid and the number of the shard that it reads, -1 for none; shared by processes.
+        labels: readable names of the shards.
     """
 
     def __init__(
         self,
-        order: Order,
-        shards: OpenShards,
-        labels: Sequence[str],
-        rows: Sequence[int],
-        *,
+        shards: Sequence[Shard],
+        limit: int,
+        cache: ShardCache | None,
+        data: Data,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
-        caption: str,
-        exif: bool,
+        seed: int,
     ):
-        self.order, self.shards, self.labels, self.rows = order, shards, labels, rows
-        self.transform, self.tokenizer, self.caption, self.exif = transform, tokenizer, caption, exif
-        with isolated_randomness():
-            seed_all(0)
-            like = empty_stack(transform(Image.new("RGB", (256, 256))), rows[-1] - rows[0])
-        flat = [shared_tensor(like.numel(), like.dtype) for _ in range(AHEAD + 1)]
-        self.images = [memory.as_strided(like.shape, like.stride()) for memory in flat]
-        self.reading = shared_tensor(2 * len(rows) - 2, torch.int64).fill_(-1).view(-1, 2)
-        self._now = self.reading[0].numpy()
-        self._crop = find_crop(transform)
-        self._epoch = -1
-        self._good: dict[int, tuple[int, int]] = {}  # step and row of each row's stand-in, once known
+        self.shards, self.data, self.transform, self.tokenizer, self.seed = shards, data, transform, tokenizer, seed
+        counts = Counter(shard.name for shard in shards)
+        self.labels = [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in shards]
+        self._limit, self._cache, self._crop = limit, cache, find_crop(transform)
+        self._open: OrderedDict[int, OpenShard | str] = OrderedDict()
+        self._fetches: dict[int, Future[BinaryIO]] = {}
+        self._turns = threading.Semaphore(FETCHES)
 
-    def __getitem__(self, item: int) -> Part | UserError:
-        worker = get_worker_info()
-        self._now = self.reading[worker.id if worker else 0].numpy()
-        self._now[0] = os.getpid()
-        try:
-            with isolated_randomness():
-                return self._part(*divmod(item, len(self.rows) - 1))
-        except UserError as error:  # PyTorch rebuilds exceptions from one argument
-            return error
-        finally:
-            self._now[1] = -1
-
-    def fetch_ahead(self, item: int) -> list[Future]:
-        """Fetch the remote shards of a part's lanes, then the lanes' next ones; those that it needs are returned."""
-        step, part = divmod(item, len(self.rows) - 1)
-        epoch, step = divmod(step, self.order.steps)
-        lanes = range(self.rows[part] // self.order.share, (self.rows[part + 1] - 1) // self.order.share + 1)
-        ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in lanes]
-        now, following = zip(*ahead, strict=True)
-        needed = self.shards.prepare(now)
-        self.shards.prepare(following)
-        return needed
-
-    def _part(self, batch: int, part: int) -> Part:
-        self.fetch_ahead(batch * (len(self.rows) - 1) + part)
-        epoch, step = divmod(batch, self.order.steps)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._good.clear()
-        start, stop = self.rows[part : part + 2]
-        images = self.images[batch % len(self.images)][start - self.rows[0] : stop - self.rows[0]]
-        slots = self.order.rows(epoch, step, start, stop)
-        tokens, keys, failures, replaced = [], [], [], np.zeros(stop - start, bool)
-        for i, slot in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
-            try:
-                example = self._example(*slot)
-                self._good[start + i] = step, start + i
-            except BadSample as error:
-                failures.append((slot[0], printable(str(error))))
-                example = self._stand_in(epoch, step, start + i)
-                replaced[i] = True
-            images[i] = example.image
-            tokens.append(example.tokens)
-            keys.append(example.key)
-        places = np.stack([slots.shard, slots.index], axis=1)
-        return Part(torch.stack(tokens).numpy(), places, replaced, keys, failures)
-
-    def _example(self, shard: int, index: int, visit: int) -> Example:
-        self._now[1] = shard
-        key, parts = self.shards.get(shard).read(index)
+    def read(self, shard: int, index: int, visit: int) -> Example:
+        """Raises BadSample: it cannot be used; UserError: the shard has other content than its index says."""
+        key, parts = self._shard(shard).read(index)
         try:
             sample = parse_sample(parts, key)
-            seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
+            seed = partial(seed_all, draw(self.seed, _TRANSFORM, shard, index, visit))
             draft = self._crop and partial(draft_size, self._crop, seed=seed)
-            image = decode_image(sample.image, draft, exif=self.exif)
-            which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
-            caption = sample.captions[which if self.caption == "random" else 0]
+            image = decode_image(sample.image, draft, exif=self.data.exif)
+            which = draw(self.seed, _CAPTION, shard, index, visit) % len(sample.captions)
+            caption = sample.captions[which if self.data.captions == "random" else 0]
             seed()
-            return Example(*self._tensors(image, caption), printable(f"{self.labels[shard]}/{key}"))
+            name = printable(f"{self.labels[shard]}/{key}")
+            return Example(self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0], name)
         except BadSample as error:
             raise BadSample(f"{key}: {error}") from None
-
-    def _tensors(self, image: Image.Image, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
-        try:
-            return self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0]
         except (UserError, MemoryError):
             raise
         except Exception as error:  # one bad image or caption must not stop a run
-            raise BadSample(f"the transform or tokenizer failed ({type(error).__name__}: {error})") from None
+            reason = f"the transform or tokenizer failed ({type(error).__name__}: {error})"
+            raise BadSample(f"{key}: {reason}") from None
 
-    def _stand_in(self, epoch: int, step: int, row: int) -> Example:
-        """The last good sample of the same row in this epoch, or the first good one if there is none before.
+    def prepare(self, numbers: Iterable[int]) -> list[Future[BinaryIO]]:
+        """Fetch the remote shards that are not open, in this order and in the background."""
+        remote = [n for n in numbers if n not in self._open and isinstance(self.shards[n].path, Remote)]
+        return list(map(self._fetch, remote))
 
-        Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative. It is
-        read again, so that a restart gives the same sample. A row without any good sample takes the next row's.
-        """
-        order = self.order
-        known = [self._good[row]] if row in self._good else []
-        same_row = ((other, row) for other in chain(range(step - 1, -1, -1), range(step + 1, order.steps)))
-        next_rows = ((s, (row + d) % order.batch_size) for d in range(1, order.batch_size) for s in range(order.steps))
-        tried, last = 0, ""
-        for other in islice(chain(known, same_row, next_rows), _SEARCH_LIMIT):
-            shard, index, visit = (int(column[0]) for column in order.rows(epoch, other[0], other[1], other[1] + 1))
+    def close(self) -> None:
+        """Close all shards."""
+        self._open.clear()
+
+    def _shard(self, number: int) -> OpenShard:
+        if number not in self._open:
+            while len(self._open) >= self._limit:
+                self._open.popitem(last=False)  # and no other reference keeps it open
             try:
-                example = self._example(shard, index, visit)
+                self._open[number] = self._open_shard(self.shards[number], number)
             except BadSample as error:
-                tried, last = tried + 1, f"{self.labels[shard]}: {error}"
-                continue
-            self._good[row] = other
-            return example
+                self._open[number] = str(error)
+        self._open.move_to_end(number)
+        if isinstance(opened := self._open[number], str):
+            raise BadShard(opened)
+        return opened
+
+    def _open_shard(self, shard: Shard, number: int) -> OpenShard:
+        try:
+            if isinstance(shard.path, Remote):
+                self._fetch(number)
+                file = self._fetches.pop(number).result()
+            else:
+                file = open(shard.path, "rb", buffering=0)  # noqa: SIM115  stays open
+            opened = OpenShard(file)  # first, as it says more of a damaged tar
+            if (size := file.seek(0, 2)) != shard.bytes:
+                raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")
+            file.seek(0)
+            if self.data.verify_hash and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                raise UserError(
+                    f"{shard.path} has other content than when it was indexed (another SHA-256).",
+                    "Fetch it again, or bring the index up to date with `python -m tools.shards index`.",
+                )
+            return opened
+        except OSError as error:
+            raise _unreadable(str(shard.path), error) from None
+
+    def _fetch(self, number: int) -> Future[BinaryIO]:
+        def work() -> BinaryIO:
+            with self._turns:
+                return self._cache.open(self.shards[number].path, self.shards[number].bytes)
+
+        if number not in self._fetches:
+            self._fetches[number] = in_background(work)
+        return self._fetches[number]
+
+
+def _unreadable(what: str, error: OSError) -> BadSample:
+    if error.errno in _OUT_OF_RESOURCES:  # not a fault of the data
         raise UserError(
-            f"Not one of the {tried} samples tried in place of a bad one can be used (the last: {printable(last)}).",
-            "Check the shards: most of their samples are damaged or have no captions.",
+            f"{what} cannot be read: {error.strerror}.", "Raise the limit (ulimit -n), or use fewer lanes or workers."
         )
+    return BadShard(f"{what}: cannot be read ({error.strerror})")
 
 
 def find_crop(transform: Callable) -> Callable | None:

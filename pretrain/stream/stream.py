@@ -11,40 +11,159 @@ size that divides the lanes and for any number of workers, and the position is o
 
 import hashlib
 import itertools
+import mmap
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import chain, islice
 from multiprocessing.util import Finalize
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import Dataset, get_worker_info
 
 from pretrain.config import Data
 from pretrain.stream.filter import select
 from pretrain.stream.order import Order
-from pretrain.stream.samples import AHEAD, Part, Parts
-from pretrain.stream.shards import OpenShards
-from probemb.data.failures import Failure, Tally, worst_places
+from pretrain.stream.samples import Example, Samples, printable
+from probemb.data.failures import BadSample, Failure, Tally, worst_places
 from probemb.data.pixels import empty_stack
-from probemb.data.remote.cache import GIB, ShardCache, temporary_folder
-from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote
-from probemb.data.shards.index import Shard, refuse_repeats
+from probemb.data.randomness import isolated_randomness, seed_all
+from probemb.data.remote import DEFAULT_POLICY, FetchPolicy, Remote, ShardCache
+from probemb.data.shards.index import Shard
 from probemb.data.workers import (
     LOOK_UP_SECONDS,
     describe_process,
     end_workers,
     make_loader,
-    next_item,
-    starting_workers,
+    next_batch,
+    start_workers,
 )
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # samples of all ranks, or a whole epoch, from which on data.failure_share counts
+AHEAD = 2  # batches that workers prepare
 _SPARE = 16  # shards that stay open beside those of the lanes
+_SEARCH_LIMIT = 20_000  # samples tried in place of a bad one
+
+
+class Part(NamedTuple):
+    """Consecutive rows of a global batch, but for the images, which lie in memory that the workers share."""
+
+    tokens: np.ndarray  # (b, L) int64
+    slots: np.ndarray  # (b, 2) int64: shard and index of the slot
+    replaced: np.ndarray  # (b,) bool: the slot's own sample is unusable
+    keys: list[str]  # "shard/key" of the sample that each row shows
+    failures: list[tuple[str, str]]  # label of the shard, and reason, for every slot whose own sample cannot be used
+
+
+class Parts(Dataset):
+    """One rank's rows of all global batches: item n is part n % parts of batch n // parts, so that each of as many
+    workers reads its own lanes, in the order of their steps.
+
+    A worker may be at most AHEAD batches ahead of the one that is read from `images`. `rows`: the first row of each
+    part, and the end of the last one.
+
+    Attributes:
+        images: of batch n in images[n % len(images)], (b, 3, H, W) as the transform gives them.
+        reading: for each worker its pid and the number of the shard that it reads, -1 for none; shared by processes.
+    """
+
+    def __init__(self, order: Order, samples: Samples, rows: Sequence[int]):
+        self.order, self.samples, self.rows = order, samples, rows
+        with isolated_randomness():
+            seed_all(0)
+            like = empty_stack(samples.transform(Image.new("RGB", (256, 256))), rows[-1] - rows[0])
+        flat = [_shared_tensor(like.numel(), like.dtype) for _ in range(AHEAD + 1)]
+        self.images = [memory.as_strided(like.shape, like.stride()) for memory in flat]
+        self.reading = _shared_tensor(2 * len(rows) - 2, torch.int64).fill_(-1).view(-1, 2)
+        self._now = self.reading[0].numpy()
+        self._epoch = -1
+        self._good: dict[int, tuple[int, int]] = {}  # step and row of each row's stand-in, once known
+
+    def __getitem__(self, item: int) -> Part | UserError:
+        worker = get_worker_info()
+        self._now = self.reading[worker.id if worker else 0].numpy()
+        self._now[0] = os.getpid()
+        self.fetch_ahead(item)
+        try:
+            with isolated_randomness():
+                return self._part(*divmod(item, len(self.rows) - 1))
+        except UserError as error:  # PyTorch rebuilds exceptions from one argument
+            return error
+        finally:
+            self._now[1] = -1
+
+    def fetch_ahead(self, item: int) -> list[Future]:
+        """Fetch the remote shards of a part's lanes, then the lanes' next ones; those that it needs are returned."""
+        step, part = divmod(item, len(self.rows) - 1)
+        epoch, step = divmod(step, self.order.steps)
+        lanes = range(self.rows[part] // self.order.share, (self.rows[part + 1] - 1) // self.order.share + 1)
+        now, following = zip(*(self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in lanes))
+        needed = self.samples.prepare(now)
+        self.samples.prepare(following)
+        return needed
+
+    def _part(self, batch: int, part: int) -> Part:
+        epoch, step = divmod(batch, self.order.steps)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._good.clear()
+        start, stop = self.rows[part : part + 2]
+        images = self.images[batch % len(self.images)][start - self.rows[0] : stop - self.rows[0]]
+        slots = self.order.rows(epoch, step, start, stop)
+        tokens, keys, failures, replaced = [], [], [], np.zeros(stop - start, bool)
+        for i, slot in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
+            try:
+                example = self._read(*slot)
+                self._good[start + i] = step, start + i
+            except BadSample as error:
+                failures.append((self.samples.labels[slot[0]], printable(str(error))))
+                example = self._stand_in(epoch, step, start + i)
+                replaced[i] = True
+            images[i] = example.image
+            tokens.append(example.tokens)
+            keys.append(example.key)
+        places = np.stack([slots.shard, slots.index], axis=1)
+        return Part(torch.stack(tokens).numpy(), places, replaced, keys, failures)
+
+    def _read(self, shard: int, index: int, visit: int) -> Example:
+        self._now[1] = shard
+        return self.samples.read(shard, index, visit)
+
+    def _stand_in(self, epoch: int, step: int, row: int) -> Example:
+        """The last good sample of the same row in this epoch, or the first good one if there is none before.
+
+        Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative. It is
+        read again, so that a restart gives the same sample. A row without any good sample takes the next row's.
+        """
+        order = self.order
+        known = [self._good[row]] if row in self._good else []
+        same_row = ((other, row) for other in chain(range(step - 1, -1, -1), range(step + 1, order.steps)))
+        next_rows = ((s, (row + d) % order.batch_size) for d in range(1, order.batch_size) for s in range(order.steps))
+        for other in islice(chain(known, same_row, next_rows), _SEARCH_LIMIT):
+            slot = (int(column[0]) for column in order.rows(epoch, other[0], other[1], other[1] + 1))
+            try:
+                example = self._read(*slot)
+            except BadSample as error:
+                last = error
+                continue
+            self._good[row] = other
+            return example
+        raise UserError(
+            f"No sample can be used in place of a bad one (the last that was tried: {printable(str(last))}).",
+            "Check the shards: most of their samples are damaged or have no captions.",
+        )
+
+
+def _shared_tensor(numbers: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory that processes forked from now on share; not in /dev/shm, which is small in containers."""
+    return torch.frombuffer(mmap.mmap(-1, numbers * dtype.itemsize), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -87,6 +206,7 @@ class Stream:
         samples_seen: the position after the last batch handed out, over all ranks.
         rows: rows of every global batch that this rank gets, b.
         wait_seconds: time spent inside `next` so far.
+        failures: this rank's unusable samples so far, by name of the shard, or by its path where names are not unique.
 
     Raises:
         UserError: on construction for settings that do not fit each other or the data; from `next` when too many
@@ -109,11 +229,8 @@ class Stream:
         start_samples: int = 0,
     ):
         self.shards = [shard for shards in corpora for shard in shards]
-        self.data, self._pin, self._fetch = data, pin_memory, fetch
-        refuse_repeats(self.shards)
-        if data.verify_hash and (unknown := sum(shard.sha256 is None for shard in self.shards)):
-            what = f"data.verify_hash needs hashes, which {unknown} of {len(self.shards)} shards lack in their index."
-            raise UserError(what, "Write them with `python -m tools.shards index`.")
+        self.data, self._pin = data, pin_memory
+        _check_shards(self.shards, data)
         self.selection = select(corpora, data.filter)
         self.order = Order(
             self.selection.sizes if self.selection else [shard.samples for shard in self.shards],
@@ -135,22 +252,18 @@ class Stream:
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._alone, self._closed = world_size == 1, False
         self.tally = Tally(data.failure_share, min(JUDGED_FROM, self.order.steps * batch_size))
-        counts = Counter(shard.name for shard in self.shards)
-        self._labels = [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in self.shards]
+        self.failures: dict[str, Failure] = self.tally.failures
 
         workers = min(data.workers, self.rows)
-        self._parts = parts = max(1, workers)
+        parts = max(1, workers)
         lanes = -(-self.order.lanes // world_size // parts) + 1  # of a part; their borders may share one
-        self._open = OpenShards(self.shards, lanes + _SPARE, self._make_cache(), data.verify_hash)
-        self._dataset = Parts(
-            self.order, self._open, self._labels,
-            [rank * self.rows + self.rows * i // parts for i in range(parts + 1)],
-            transform=transform, tokenizer=tokenizer,
-            caption=data.captions, exif=data.exif,
-        )  # fmt: skip
-        self._item = start_samples // batch_size * parts
+        remote = any(isinstance(shard.path, Remote) for shard in self.shards)
+        self._cache = ShardCache(data.cache, int(data.cache_gib * 2**30), fetch) if remote else None
+        samples = Samples(self.shards, lanes + _SPARE, self._cache, data, transform, tokenizer, seed)
+        rows = [rank * self.rows + self.rows * i // parts for i in range(parts + 1)]
+        self._parts, self._item = Parts(self.order, samples, rows), start_samples // batch_size * parts
         self._loader = make_loader(
-            self._dataset,
+            self._parts,
             workers,
             batch_size=None,
             sampler=itertools.count(self._item),
@@ -161,39 +274,18 @@ class Stream:
             generator=torch.Generator(),  # otherwise it would draw from the global random numbers
         )
         self._batches = None
-        self._end_workers: Callable[[], object] | None = None
-
-    def _make_cache(self) -> ShardCache | None:
-        """The cache of remote shards, None if all are local."""
-        self._remove_cache: Callable[[], object] | None = None
-        remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
-        if not remote:
-            return None
-        folder, limit = self.data.cache, int(self.data.cache_gib * GIB)
-        largest = max(remote, key=lambda shard: shard.bytes)
-        if largest.bytes > limit:
-            raise UserError(
-                f"{largest.path} has {largest.bytes / GIB:.2f} GiB, more than the cache of {limit / GIB:g} GiB.",
-                "Raise data.cache_gib to several times that, as each lane reads a shard of its own.",
-            )
-        if not folder:
-            folder, self._remove_cache = temporary_folder()
-        return ShardCache(Path(folder), limit, self._fetch)
+        self._end_workers: Callable[[], object] = lambda: None
 
     @property
     def identity(self) -> dict[str, int | str]:
         """Everything that the samples and their order depend on; a run must be resumed with the same."""
-        digest = hashlib.sha256()
-        for shard, corpus in zip(self.shards, self.order.corpus.tolist(), strict=True):
-            weight = self.order.weights[corpus]
+        digest, order = hashlib.sha256(), self.order
+        for shard, corpus in zip(self.shards, order.corpus.tolist(), strict=True):
+            weight = order.weights[corpus]
             digest.update(f"{shard.name}\0{shard.samples}\0{shard.bytes}\0{corpus}\0{weight}\n".encode())
-        order = self.order
         return {
             "corpus": digest.hexdigest()[:16],
-            "batch_size": order.batch_size,
-            "lanes": order.lanes,
-            "window": order.window,
-            "seed": order.seed,
+            **{name: getattr(order, name) for name in ("batch_size", "lanes", "window", "seed")},
             "caption": self.data.captions,
             **({"exif": True} if self.data.exif else {}),
             **({"filter": self.selection.identity} if self.selection else {}),
@@ -202,18 +294,16 @@ class Stream:
     def start(self) -> None:
         """Start the workers now, not with the first batch: forking is safest before a GPU or network is in use."""
         if self._batches is None and not self._closed:
-            with starting_workers():
-                self._batches = iter(self._loader)
+            self._batches = start_workers(self._loader)
             self._end_workers = Finalize(self, end_workers, args=(self._batches,), exitpriority=10)
 
     def close(self) -> None:
         """End the workers and close the shards; dropping the stream does the same."""
         self._closed = True
-        if self._end_workers:
-            self._end_workers()
-        self._open.close()
-        if self._remove_cache:
-            self._remove_cache()
+        self._end_workers()
+        self._parts.samples.close()
+        if self._cache:
+            self._cache.close()
 
     def __enter__(self) -> "Stream":
         return self
@@ -235,47 +325,41 @@ class Stream:
         """
         if self._closed:
             raise StopIteration
-        began, parts = time.perf_counter(), []
+        began, parts, images = time.perf_counter(), [], self._parts.images
         try:
             self.start()
-            for _ in range(self._parts):
+            for _ in self._parts.rows[1:]:
                 if not self._loader.num_workers:
-                    fetches = self._dataset.fetch_ahead(self._item)
+                    fetches = self._parts.fetch_ahead(self._item)
                     while wait(fetches, LOOK_UP_SECONDS).not_done:
                         while_waiting()
-                part = next_item(self._batches, while_waiting)
+                part = next_batch(self._batches, while_waiting)
                 if isinstance(part, UserError):
                     raise part
                 parts.append(part)
                 self._item += 1
-            failures = ((self._labels[number], reason) for part in parts for number, reason in part.failures)
-            self.tally.add(self.rows, failures)
+            self.tally.add(self.rows, [failure for part in parts for failure in part.failures])
             if self._alone:
                 self.judge(self.tally.read, self.tally.failed, lambda: [self.failures])
         except BaseException:
             self.close()
             raise
+        ready = images[self.samples_seen // self.order.batch_size % len(images)]
         self.samples_seen += self.order.batch_size
-        ready = self._dataset.images[(self.samples_seen // self.order.batch_size - 1) % len(self._dataset.images)]
-        images = empty_stack(ready[0], self.rows, self._pin).copy_(ready)
+        pixels = empty_stack(ready[0], self.rows, self._pin).copy_(ready)
         tokens, slots, replaced = (torch.from_numpy(np.concatenate(arrays)) for arrays in list(zip(*parts))[:3])
         tokens = tokens.pin_memory() if self._pin else tokens
         self.wait_seconds += time.perf_counter() - began
-        return Batch(images, tokens, slots, replaced, [key for part in parts for key in part.keys], self.samples_seen)
+        return Batch(pixels, tokens, slots, replaced, [key for part in parts for key in part.keys], self.samples_seen)
 
     def waiting_for(self) -> str:
         """Description of what `load` waits for: a worker and the shard that it reads; for another thread."""
-        worker = self._item % self._parts
-        pid, shard = self._dataset.reading[worker].tolist()
+        worker = self._item % (len(self._parts.rows) - 1)
+        pid, shard = self._parts.reading[worker].tolist()
         reads = str(self.shards[shard].path) if shard >= 0 else "no shard at present"
         if not self._loader.num_workers:
             return f"reading {reads}"
         return f"waiting for data-worker-{worker} ({describe_process(pid)}), which reads {reads}"
-
-    @property
-    def failures(self) -> dict[str, Failure]:
-        """This rank's unusable samples so far, by name of the shard, or by its path where names are not unique."""
-        return self.tally.failures
 
     def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
         """Raise UserError if too many of so many samples of all ranks have failed; `of_ranks`: all `failures`."""
@@ -285,6 +369,16 @@ class Stream:
                 f"the worst shards are {worst_places(of_ranks())[1]}.",
                 "Repair these shards or leave them out, or allow a larger failure share.",
             )
+
+
+def _check_shards(shards: Sequence[Shard], data: Data) -> None:
+    path, times = Counter(shard.path for shard in shards).most_common(1)[0]
+    if times > 1:
+        remedy = "Name every shard once, and say with data.weights what is to be seen more often."
+        raise UserError(f"The shard {path} is named {times} times.", remedy)
+    if data.verify_hash and (unknown := sum(shard.sha256 is None for shard in shards)):
+        what = f"data.verify_hash needs hashes, which {unknown} of {len(shards)} shards lack in their index."
+        raise UserError(what, "Write them with `python -m tools.shards index`.")
 
 
 def _identity(part: Part) -> Part:

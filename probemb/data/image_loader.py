@@ -24,8 +24,7 @@ from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
 from probemb.data.shards.index import expand_braces, read_index
-from probemb.data.shards.samples import MAX_IMAGE_BYTES
-from probemb.data.shards.tar import Member, walk_tar
+from probemb.data.shards.samples import MAX_IMAGE_BYTES, Member, walk_tar
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from probemb.data.reading import check_unique, malformed, parse_lines
-from probemb.data.remote.sources import is_remote
+from probemb.data.remote import is_remote
 from probemb.errors import UserError
 from probemb.files import replace_file
 

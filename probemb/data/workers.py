@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -27,10 +27,7 @@ _LONGEST = 71  # bytes of a folder that leave room for a socket's /pymp-xxxxxxxx
 
 
 def make_loader(dataset, workers: int, **options) -> DataLoader:
-    """A DataLoader with so many processes; `options` are DataLoader's own. Iterate over it with `read`.
-
-    Raises UserError: the processes could not exchange data.
-    """
+    """A DataLoader with so many processes; `options` are DataLoader's own. Iterate over it with `read`."""
     from torch.utils.data import DataLoader
 
     if workers:
@@ -38,29 +35,46 @@ def make_loader(dataset, workers: int, **options) -> DataLoader:
     return DataLoader(dataset, num_workers=workers, worker_init_fn=_begin, **options)
 
 
+def start_workers(loader: DataLoader) -> Iterator:
+    """The loader's iterator, for `next_batch` and `end_workers`. Signals are blocked while workers start, because they
+    would kill one that does not ignore them yet.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def read(loader: DataLoader) -> Iterator:
     """All batches, once; the workers end with the iteration. Raises UserError."""
-    with starting_workers():
-        batches = iter(loader)
+    batches = start_workers(loader)
     end = Finalize(None, end_workers, args=(batches,), exitpriority=10)  # before multiprocessing joins its children
     try:
-        with naming_ended_workers(loader.num_workers):
-            yield from batches
+        while True:
+            yield next_batch(batches)
+    except StopIteration:
+        return
     finally:
         end()
 
 
-def next_item(batches: Iterator, while_waiting: Callable[[], object]) -> Any:
-    """The next item of a DataLoader whose `timeout` is LOOK_UP_SECONDS; `while_waiting` is called at each.
+def next_batch(batches: Iterator, while_waiting: Callable[[], object] | None = None) -> Any:
+    """The next item of `start_workers`; `while_waiting` is called at each `timeout` of the loader.
 
-    Raises UserError: a worker was ended.
+    Raises StopIteration; UserError: a worker was ended.
     """
     while True:
         try:
-            with naming_ended_workers(getattr(batches, "_num_workers", 0)):
-                return next(batches)
+            return next(batches)
+        except (EOFError, ConnectionError) as error:
+            if not getattr(batches, "_num_workers", 0) or "Caught " in str(error):  # raised by the dataset
+                raise
+            raise worker_ended("in the middle of a batch") from error
         except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):
+            if ended := ended_worker(error):
+                raise ended from error
+            if not while_waiting or not str(error).startswith("DataLoader timed out"):
                 raise
         while_waiting()
 
@@ -75,33 +89,6 @@ def end_workers(batches: Iterator) -> None:
         for worker in batches._workers:
             worker.kill()
         batches._shutdown_workers()
-
-
-@contextmanager
-def starting_workers() -> Iterator[None]:
-    """Block signals while workers start in this context, because they would kill a worker that does not ignore them
-    yet.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def naming_ended_workers(workers: int) -> Iterator[None]:
-    """Turn the errors of a DataLoader whose worker died into a UserError."""
-    try:
-        yield
-    except (EOFError, ConnectionError) as error:
-        if not workers or "Caught " in str(error):  # raised by the dataset
-            raise
-        raise worker_ended("in the middle of a batch") from error
-    except RuntimeError as error:
-        if found := ended_worker(error):
-            raise found from error
-        raise
 
 
 def shorten_sockets() -> None:

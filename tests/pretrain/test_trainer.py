@@ -14,7 +14,7 @@ from pretrain.engine.state import EngineState
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.schedules import learning_rate
 from pretrain.trainer import Trainer
-from probemb.data.remote.sources import Remote
+from probemb.data.remote import Remote
 from probemb.errors import UserError
 from probemb.losses import clip_loss, pairwise_match_loss, prolip_loss, siglip_loss
 from probemb.models import no_weight_decay

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from probemb.data.images import decode_image
-from probemb.data.remote.sources import Remote
+from probemb.data.remote import Remote
 from probemb.data.scenes import scene
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError

@@ -30,7 +30,7 @@ from probemb.data.captions.annotations import (
 )  # fmt: skip
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
-from probemb.data.remote.sources import FetchPolicy, Remote, TransferState, fetch, is_remote
+from probemb.data.remote import FetchPolicy, Remote, fetch, is_remote
 from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
@@ -182,11 +182,11 @@ def local(source: str, folder: Path, patience: float) -> Path:
     try:
         with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             file.seek(0, os.SEEK_END)
-            state = TransferState(version.read_text(encoding="utf-8") if version.exists() else None)
+            state = {"version": version.read_text(encoding="utf-8")} if version.exists() else {}
             try:
                 fetch(remote, file, None, FetchPolicy(timeout=patience), MAX_ARCHIVE_BYTES, state)
             finally:
-                replace_text(version, state.version) if state.version else version.unlink(missing_ok=True)
+                replace_text(version, state["version"]) if state else version.unlink(missing_ok=True)
     except BadShard as error:
         remedy = "The same command resumes where this one stopped; or fetch it by other means and name the file."
         raise UserError(f"{error}.", remedy) from None

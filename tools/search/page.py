@@ -35,7 +35,7 @@ from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.remote.sources import is_remote
+from probemb.data.remote import is_remote
 from probemb.errors import UserError
 from probemb.reports.results import finite
 from probemb.reports.text import printable, web_link

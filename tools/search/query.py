@@ -25,7 +25,7 @@ from probemb.compose import Product, as_query, compose
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import MAX_PIXELS as MAX_JPEG_PIXELS
 from probemb.data.images import decode_image
-from probemb.data.remote.sources import WEB, FetchPolicy, Remote, fetch_range, is_remote
+from probemb.data.remote import WEB, FetchPolicy, Remote, fetch_range, is_remote
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder

@@ -6,17 +6,17 @@ untrusted: sizes are checked before they are used, and unusable data raises `Bad
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from probemb.data.failures import BadSample
-from probemb.data.shards.tar import Member, walk_tar
+from probemb.data.failures import BadSample, BadShard
 from probemb.files import replace_file
 
 if TYPE_CHECKING:
@@ -28,9 +28,18 @@ MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
 # Every text tower cuts at a few dozen tokens, while byte-pair encoding is quadratic in the length of one unbroken word.
 MAX_CAPTION_CHARS = 2_000
+_CHUNK = 1 << 20
 
 # The key is the path up to the first dot of its last component, the rest is the extension (webdataset's rule).
 _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
+
+
+class Member(NamedTuple):
+    """A regular file in a tar: name, offset of its first byte, size in bytes."""
+
+    name: str
+    offset: int
+    size: int
 
 
 class SampleSpan(NamedTuple):
@@ -49,6 +58,71 @@ class Sample:
     captions: list[str]  # stripped; none of them is empty
     label: int | None = None  # class index of KEY.cls
     meta: dict = field(default_factory=dict)  # KEY.json
+
+
+# ---------------------------------------------------------------------------------------------------------------- tar
+
+
+def walk_tar(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> Iterator[Member]:
+    """Regular files of an uncompressed tar, in order; folders, links and devices are skipped.
+
+    Python's tarfile takes damage between two members for the end of the archive; here samples are not lost silently.
+    Raises BadShard: not a tar, damaged or cut off (also between two members), data after the end, sparse files. With
+    `salvage` the walk resumes at the next valid header instead, and ends where nothing more is found.
+    """
+    named = isinstance(file, (str, os.PathLike))
+    label = os.fspath(file) if named else str(getattr(file, "name", "tar"))
+    try:
+        opened = open(file, "rb", buffering=0) if named else nullcontext(file)  # noqa: SIM115
+    except OSError as error:
+        raise BadShard(f"{label}: cannot be opened ({error.strerror})") from None
+    with opened as raw:
+        length = os.fstat(raw.fileno()).st_size
+        raw.seek(0)
+        try:
+            with tarfile.open(fileobj=raw, mode="r:", encoding="utf-8", ignore_zeros=salvage) as tar:
+                while member := tar.next():
+                    tar.members.clear()  # which would take a kilobyte a member
+                    end = member.offset_data + member.size
+                    if member.issparse() or member.size < 0 or end > length:
+                        if salvage:
+                            continue
+                        raise BadShard(f"{label}: cut off or damaged: {member.size:,} bytes at {member.offset_data:,}")
+                    if member.isreg():
+                        yield Member(member.name, member.offset_data, member.size)
+                if not salvage:
+                    _check_end(raw.fileno(), label, tar.offset)
+        except (BadShard, OSError):
+            raise
+        except Exception as error:  # hostile headers fail in many ways
+            if not salvage:
+                what = "the file is empty" if not length else f"not an uncompressed tar, or cut off ({error})"
+                raise BadShard(f"{label}: {what}") from None
+
+
+def _check_end(fd: int, label: str, marker: int) -> None:
+    """Raises BadShard unless the archive ends at this offset, with zeros alone."""
+    block = os.pread(fd, tarfile.BLOCKSIZE, marker)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise BadShard(f"{label}: cut off at byte {marker + len(block):,}: the end of the archive is missing")
+    if any(block):
+        raise BadShard(f"{label}: damaged: there is no valid header at byte {marker:,}")
+    while chunk := os.pread(fd, _CHUNK, marker):
+        if chunk.count(0) != len(chunk):
+            raise BadShard(
+                f"{label}: damaged: data follows the end marker; a part was overwritten with zeros, or tars were joined"
+            )
+        marker += len(chunk)
+
+
+def tar_writer(file: BinaryIO) -> TarWriter:
+    """webdataset's writer of samples {"__key__", extension: bytes}; the same samples give the same bytes."""
+    from webdataset import TarWriter  # which imports torch
+
+    return TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ samples
 
 
 def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
@@ -70,17 +144,10 @@ def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
         yield SampleSpan(key, parts)
 
 
-def list_samples(file: str | os.PathLike | io.IOBase) -> tuple[list[SampleSpan], int]:
-    """Samples of one tar in their order, and the number of other groups. Raises BadShard.
-
-    A sample has an image and a text member (txt, json or cls); only the members that `parse_sample` reads are kept.
-    """
-    samples, others = sort_groups(group_members(walk_tar(file)))
-    return samples, len(others)
-
-
 def sort_groups(groups: Iterable[SampleSpan]) -> tuple[list[SampleSpan], list[SampleSpan]]:
-    """The samples, with the members that `parse_sample` reads, and the groups that are none."""
+    """The samples, which have an image and a text (txt, json or cls), with the members that `parse_sample` reads; and
+    the groups that are none.
+    """
     samples, others = [], []
     for key, parts in groups:
         image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
@@ -90,6 +157,11 @@ def sort_groups(groups: Iterable[SampleSpan]) -> tuple[list[SampleSpan], list[Sa
         else:
             samples.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *texts)}))
     return samples, others
+
+
+def list_samples(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> tuple[list, list]:
+    """`sort_groups` of one tar, in its order. Raises BadShard."""
+    return sort_groups(group_members(walk_tar(file, salvage)))
 
 
 def read_sample(fd: int, span: SampleSpan) -> dict[str, bytes]:
@@ -122,52 +194,31 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool |
     image = next((parts[ext] for ext in IMAGE_EXTENSIONS if ext in parts), None)
     if not image:
         raise BadSample("there is no image")
-    meta = _parse_json(parts["json"]) if "json" in parts else {}
+    try:
+        meta = json.loads(parts.get("json", b"{}"))
+    except (ValueError, RecursionError):
+        raise BadSample("the json cannot be parsed") from None
+    if not isinstance(meta, dict):
+        raise BadSample("the json is not an object")
+    captions = [] if meta.get("caption") is None else [meta["caption"]]
     if "captions" in meta:
         captions = meta["captions"]
     elif "txt" in parts:
-        captions = _decode_text(parts["txt"], "txt").split("\n")
-    else:
-        captions = [meta["caption"]] if meta.get("caption") is not None else []
+        try:
+            captions = parts["txt"].decode("utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise BadSample(f"the txt is not UTF-8 (byte {error.start})") from None
     if isinstance(captions, list):  # COCO's annotations have {"id", "caption"} in place of the caption
         captions = [one.get("caption") if isinstance(one, dict) else one for one in captions]
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BadSample("the captions of the json are not a list of strings")
     captions = [text[:MAX_CAPTION_CHARS] for text in (caption.strip() for caption in captions) if text]
-    label = _parse_class(parts["cls"]) if "cls" in parts else None
+    if "cls" in parts and not re.fullmatch(rb"\s*[0-9]{1,9}\s*", parts["cls"]):
+        raise BadSample("the cls is not a class index (a whole number from 0 on)")
+    label = int(parts["cls"]) if "cls" in parts else None
     if not captions and (need_caption or (label is None and need_caption is False)):
         raise BadSample("there is no caption" if need_caption else "there is neither a caption nor a class index")
     return Sample(key, image, captions, label, meta)
-
-
-def _decode_text(data: bytes, extension: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadSample(f"the {extension} is not UTF-8 (byte {error.start})") from None
-
-
-def _parse_json(data: bytes) -> dict:
-    try:
-        meta = json.loads(_decode_text(data, "json"))
-    except (ValueError, RecursionError):
-        raise BadSample("the json cannot be parsed") from None
-    if not isinstance(meta, dict):
-        raise BadSample("the json is not an object")
-    return meta
-
-
-def _parse_class(data: bytes) -> int:
-    if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", data):
-        raise BadSample("the cls is not a class index (a whole number from 0 on)")
-    return int(data)
-
-
-def tar_writer(file: BinaryIO) -> TarWriter:
-    """webdataset's writer of samples {"__key__", extension: bytes}; the same samples give the same bytes."""
-    from webdataset import TarWriter  # which imports torch
-
-    return TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0)
 
 
 def copy_samples(shard: BinaryIO, spans: Iterable[SampleSpan], path: Path) -> None:

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from probemb.data.remote.cache import ShardCache, temporary_folder
-from probemb.data.remote.sources import FetchPolicy, Remote
+from probemb.data.remote import FetchPolicy, Remote, ShardCache
 from tests.webserver import serve
 
 QUICK = FetchPolicy(attempts=3, timeout=5, backoff=0.01)
@@ -111,13 +110,13 @@ def test_a_fetcher_that_is_killed_leaves_a_usable_cache(served, tmp_path):
 
 def test_the_temporary_folder_of_a_killed_process_goes(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("probemb.data.remote.cache._YOUNG", -1)
-    process = fork.Process(target=lambda: (temporary_folder(), os.kill(os.getpid(), signal.SIGKILL)))
+    monkeypatch.setattr("probemb.data.remote.YOUNG", -1)
+    process = fork.Process(target=lambda: (ShardCache(None, SIZE), os.kill(os.getpid(), signal.SIGKILL)))
     process.start()
     process.join()
     (left,) = tmp_path.iterdir()
-    mine, remove = temporary_folder()
-    temporary_folder()[1]()
-    assert list(tmp_path.iterdir()) == [mine] != [left]
-    remove()
+    mine = ShardCache(None, SIZE)
+    ShardCache(None, SIZE).close()
+    assert list(tmp_path.iterdir()) == [mine.folder] != [left]
+    mine.close()
     assert not list(tmp_path.iterdir())

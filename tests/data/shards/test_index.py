@@ -66,7 +66,7 @@ def test_the_index_is_checked_against_the_files(corpus):
     assert names(corpus / "00002.tar") == ["00002.tar"]
     (corpus / "00001.tar").unlink()
     error = refusal(corpus)
-    assert "00001.tar, which is missing" in error.what
+    assert "00001.tar is missing" in error.what
     assert "tools.shards" in error.remedy
 
 

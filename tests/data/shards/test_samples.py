@@ -8,6 +8,7 @@ from open_clip_train.data import filter_no_caption_or_no_image
 
 from probemb.data.failures import BadSample
 from probemb.data.shards.samples import (
+    Member,
     encode_captions,
     group_members,
     list_samples,
@@ -15,7 +16,6 @@ from probemb.data.shards.samples import (
     read_sample,
     tar_writer,
 )
-from probemb.data.shards.tar import Member
 
 
 def test_grouping_equals_webdataset():
@@ -43,7 +43,7 @@ def test_a_sample_has_an_image_and_a_text(write_tar, encode):
         ("d", ["cls", "png"]),
         ("f", ["json", "webp"]),
     ]
-    assert others == 3
+    assert len(others) == 3
     with open(path, "rb") as file:
         assert read_sample(file.fileno(), samples[0]) == {"jpg": image, "txt": b"a dog"}
 
@@ -109,4 +109,4 @@ def test_the_same_samples_give_the_same_bytes(tmp_path):
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
     ((_, parts),), others = list_samples(tmp_path / "a.tar")
     assert list(parts) == ["jpg", "txt"]
-    assert others == 0
+    assert not others

@@ -6,7 +6,7 @@ import tarfile
 import pytest
 
 from probemb.data.failures import BadShard
-from probemb.data.shards.tar import walk_tar
+from probemb.data.shards.samples import walk_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

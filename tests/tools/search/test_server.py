@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 from PIL import Image
 
-from probemb.data.remote.sources import FetchPolicy
+from probemb.data.remote import FetchPolicy
 from tests.imagesite import bomb
 from tests.orientation import stored, upright
 from tests.searching import EVIL, MARKUP, N, open_searcher
