@@ -20,8 +20,14 @@ from pretrain.objectives import Pairs
 from probemb import distributed
 from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import ImageBatches, Images, refuse_too_many
-from probemb.data.labelled.classes import SINGLE_TEMPLATE, imagenet_templates, prompt_texts
-from probemb.data.labelled.images import find_images, remarks, resolve_classes
+from probemb.data.labelled import (
+    SINGLE_TEMPLATE,
+    find_images,
+    imagenet_templates,
+    prompt_texts,
+    remarks,
+    resolve_classes,
+)
 from probemb.distances import csd
 from probemb.errors import UserError, nearest
 from probemb.evaluation.classification import class_vectors, true_ranks

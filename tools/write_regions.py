@@ -30,12 +30,10 @@ from probemb.cli.ranges import Count, Workers
 from probemb.data.boxes import PhraseDataset, find_phrases
 from probemb.data.boxes.geometry import Box
 from probemb.data.boxes.proposals import Proposals, grid_proposals, read_proposals
-from probemb.data.captions.dataset import CaptionDataset
-from probemb.data.captions.find import find_captions
-from probemb.data.captions.precomp import PER_IMAGE
+from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.published import PER_IMAGE
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import ImageBatches
-from probemb.data.regions import RegionImages
+from probemb.data.image_loader import ImageBatches, RegionImages
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop
 from probemb.files import replace_file, replace_text

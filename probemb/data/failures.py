@@ -3,9 +3,8 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-_WORST = 5  # places that an error or a report lists
 _MOST_WARNINGS = 20  # places whose first failure is logged at once
 _log = logging.getLogger(__name__)
 
@@ -18,8 +17,7 @@ class BadShard(BadSample):
     """An unreadable tar, none of whose samples can be used; the message is the reason."""
 
 
-@dataclass
-class Failure:
+class Failure(NamedTuple):
     """The failures of a shard or image; `reason` is the last one."""
 
     count: int
@@ -48,8 +46,8 @@ class Tally:
         for name, reason in failures:
             if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
                 _log.warning("data: %s: %s", name, reason)  # now, not only at the end of the run
-            failure = self.failures.setdefault(name, Failure(0, reason))
-            failure.count, failure.reason = failure.count + 1, reason
+            count, _ = self.failures.get(name, (0, ""))
+            self.failures[name] = Failure(count + 1, reason)
             self.failed += 1
         return self.too_many(self.read, self.failed)
 
@@ -67,9 +65,7 @@ def describe_failures(of_ranks: Sequence[Mapping[str, Failure]], what: str, plac
 def worst_places(of_ranks: Sequence[Mapping[str, Failure]]) -> tuple[Counter, str]:
     """Failures of all ranks by place, and those of the five worst places in words."""
     counts, reasons = Counter(), {}
-    for failures in of_ranks:
-        for name, failure in failures.items():
-            counts[name] += failure.count
-            reasons.setdefault(name, failure.reason)
-    worst = counts.most_common(_WORST)
-    return counts, "; ".join(f"{name}: {count} ({reasons[name]})" for name, count in worst)
+    for name, (count, reason) in (item for failures in of_ranks for item in failures.items()):
+        counts[name] += count
+        reasons.setdefault(name, reason)
+    return counts, "; ".join(f"{name}: {count} ({reasons[name]})" for name, count in counts.most_common(5))

@@ -1,4 +1,4 @@
-"""Reads images from files or from byte ranges of tars, and decodes them in worker processes.
+"""Images in files, in byte ranges of tars, or as precomputed regions: found, read, and decoded in worker processes.
 
 Unreadable images are counted and named; above a given share they stop the command.
 """
@@ -10,26 +10,30 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cache
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
+from probemb.data.reading import checked, read_npy
 from probemb.data.shards.index import expand_braces, read_index
-from probemb.data.shards.samples import MAX_IMAGE_BYTES, Member, walk_tar
+from probemb.data.shards.samples import IMAGE_EXTENSIONS, MAX_IMAGE_BYTES, Member, SampleSpan, group_members, walk_tar
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
-if TYPE_CHECKING:
-    from probemb.data.boxes.geometry import Box
+REGIONS = "_ims.npy"  # end of the name of a file of regions
+CLASS_FILES = ("classes.json", "classes.txt")  # beside labelled images
+_IMAGE_FOLDERS = ("images", "flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "")
 
 
 class Place(NamedTuple):
@@ -48,8 +52,7 @@ class Images:
     Attributes:
         source: the path given, for messages.
         bad: (name, reason) of samples that were skipped while listing.
-        exif: turn images as their EXIF orientation says; draft: sides of which a JPEG may be decoded smaller. See
-            `decode_image`.
+        exif, draft: as `decode_image` has them.
     """
 
     places: list[Place]
@@ -65,8 +68,11 @@ class Images:
         """Decode one image to RGB. Raises BadSample."""
         return decode_image(read_place(self.places[index]), self.draft, exif=self.exif)
 
-    def part(self, index: int, box: Box | None) -> Image.Image:
-        """The part of an image in a box of its stored pixels; None for all of it. Raises BadSample."""
+    def part(self, index: int, box: Sequence[float] | None) -> Image.Image:
+        """The part of an image in a box (left, top, right, bottom) of its stored pixels; None for all of it.
+
+        Raises BadSample.
+        """
         image = self.open(index)
         if box is None:
             return image
@@ -94,6 +100,20 @@ def read_place(place: Place) -> bytes:
         return os.pread(fd, size, place.offset)
     finally:
         os.close(fd)
+
+
+def image_digest(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
+    """Size and digest of an image's last bytes; None if it cannot be read."""
+    try:
+        size = os.path.getsize(place.file) if place.size < 0 else place.size
+        tail = min(size, length)
+        data = read_place(Place(place.name, place.file, place.offset + size - tail, tail))
+    except (OSError, BadSample):
+        return None
+    return size, hashlib.blake2b(data, digest_size=16).digest()
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
 
 
 def find_tars(data: str | Path) -> list[Path]:
@@ -126,21 +146,98 @@ def list_members(tar: Path) -> list[Member]:
         raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
 
 
-def in_both(these: Images, those: Images) -> list[str]:
-    """Names of images of `these` that are also in `those`: same size, and same last 4 KiB."""
-    ends = {image_digest(place) for place in those.places} - {None}
-    return [place.name for place in these.places if image_digest(place) in ends]
+def walk_samples(tars: Sequence[Path]) -> Iterator[tuple[str, Place | None, SampleSpan, BinaryIO]]:
+    """Name, place of the image if there is one, and members of every sample, and the open tar. Raises UserError."""
+    for tar in tars:
+        prefix = f"{tar.name}:" if len(tars) > 1 else ""
+        members = list_members(tar)
+        with open(tar, "rb") as file:
+            for span in group_members(members):
+                image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
+                place = image and Place(prefix + span.key, str(tar), image.offset, image.size)
+                yield prefix + span.key, place, span, file
 
 
-def image_digest(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
-    """Size and digest of an image's last bytes; None if it cannot be read."""
-    try:
-        size = os.path.getsize(place.file) if place.size < 0 else place.size
-        tail = min(size, length)
-        data = read_place(Place(place.name, place.file, place.offset + size - tail, tail))
-    except (OSError, BadSample):
-        return None
-    return size, hashlib.blake2b(data, digest_size=16).digest()
+def locate(
+    candidates: Sequence[Sequence[str]], names: Sequence[str], source: Path, images: Path | None, beside: Sequence[Path]
+) -> Images:
+    """The location of each image of an annotation file.
+
+    Args:
+        candidates: for each image its possible paths below the folder; the first existing one is used.
+        images: the folder; None searches beside the annotations.
+
+    Raises UserError: the folder does not exist, or images are missing.
+    """
+    if images is not None and not images.is_dir():
+        raise UserError(f"{images} is not a folder.", "Name the folder that holds the images.")
+    roots = [images] if images is not None else [folder / name for folder in beside for name in _IMAGE_FOLDERS]
+    roots = [root for root in roots if root.is_dir()]
+
+    @cache
+    def names_in(folder: str) -> frozenset[str]:  # one listing per folder, not one `stat` for each of 100,000 images
+        return frozenset(os.listdir(folder)) if os.path.isdir(folder) else frozenset()
+
+    def find(group: Sequence[str]) -> str | None:
+        paths = (os.path.join(root, path) for root in roots for path in group)
+        return next((path for path in paths if os.path.basename(path) in names_in(os.path.dirname(path))), None)
+
+    found = [find(group) for group in candidates]
+    if missing := [name for name, file in zip(names, found) if file is None]:
+        raise UserError(
+            f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}.",
+            "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
+        )
+    return Images(places=[Place(name, file) for name, file in zip(names, found)], source=str(source))
+
+
+# ------------------------------------------------------------------------------------------------------------ regions
+
+
+@dataclass(kw_only=True)
+class RegionImages(Images):
+    """Images of which precomputed features of regions stand in for pixels: `open` gives (R, W) float32.
+
+    shape: (R, W); dtype: of the file; a place's `offset` is that of the image's row.
+    """
+
+    shape: tuple[int, int]
+    dtype: np.dtype
+
+    def open(self, index: int) -> torch.Tensor:
+        """The regions of one image. Raises BadSample: cut off, or numbers that are not finite."""
+        place = self.places[index]
+        data = read_place(place)
+        if len(data) != place.size:
+            raise BadSample("its row is cut off")
+        row = np.frombuffer(data, self.dtype).astype(np.float32).reshape(self.shape)
+        if not np.isfinite(row).all():
+            raise BadSample("its regions hold NaN or infinity")
+        return torch.from_numpy(row)
+
+
+def read_regions(path: Path, names: Sequence[str], per_image: int = 1) -> RegionImages:
+    """The regions of images with these names, in the order of the rows of `NAME_ims.npy` of SCAN and VSRN.
+
+    The array is (N, R, W): N images, R regions of W numbers (36 x 2048 as published), one row an image or `per_image`
+    equal ones. A region of zeros alone does not exist; so images may have fewer than R. Raises UserError.
+    """
+    with checked(path, "an array of regions", "Name an array of (images, regions, numbers) of float32 or float16."):
+        array = read_npy(path, mapped=True)
+        if array.dtype.newbyteorder("=") not in ("float32", "float16") or not array.flags.c_contiguous:
+            raise ValueError(f"it holds {array.dtype}{'' if array.flags.c_contiguous else ', in the order of Fortran'}")
+        if array.ndim != 3 or not array.size or array.shape[0] not in (len(names), per_image * len(names)):
+            raise ValueError(f"its shape is {array.shape}, and there are {len(names):,} images, each of one row or "
+                             f"{per_image} equal ones")  # fmt: skip
+        step, size = len(array) // len(names), array[0].nbytes
+        for i in {0, len(names) // 2, len(names) - 1}:
+            if len({row.tobytes() for row in array[i * step : (i + 1) * step]}) > 1:
+                raise ValueError(f"the {step} rows of {names[i]} differ")
+        places = [Place(name, str(path), array.offset + i * step * size, size) for i, name in enumerate(names)]
+    return RegionImages(places=places, source=str(path), shape=array.shape[1:], dtype=array.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
 
 
 class _Decoded:

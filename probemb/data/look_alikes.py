@@ -78,7 +78,7 @@ def leave_out(selection: Images, evaluated: Images, workers: int = 0, show: Call
     if len(known) > MAX_SHARE * len(selection):
         raise UserError(
             f"{share} show the same pictures as evaluated images (such as {such}), saved in another way.",
-            "Choose on other images.",
+            "Choose on other images, such as those of another split (--select-split) or fold (--select-on folds:5).",
         )
     rows = sorted(set(range(len(selection))) - set(known))
     return rows, f"{share} show the same pictures as evaluated images (such as {such}), and nothing is chosen on them"

@@ -8,13 +8,12 @@ memory order of (H, W, 3), as decoders write them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import torch
 from PIL import Image
+from timm.data.random_erasing import RandomErasing as TimmsRandomErasing
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop, Resize
@@ -49,11 +48,7 @@ def _channels_last(image: Tensor) -> bool:
 
 
 def resize(pixels: Tensor, size: Sequence[int], interpolation: InterpolationMode) -> Tensor:
-    """(3, H, W) uint8 to (height, width), with antialiasing as PIL has it.
-
-    Args:
-        interpolation: BICUBIC or BILINEAR.
-    """
+    """(3, H, W) uint8 to (height, width), bicubic or bilinear, with antialiasing as PIL has it."""
     if tuple(pixels.shape[1:]) == tuple(size):
         return pixels
     one = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # with the strides by which torch finds its fast kernel
@@ -61,48 +56,21 @@ def resize(pixels: Tensor, size: Sequence[int], interpolation: InterpolationMode
 
 
 class RandomCrop(RandomResizedCrop):
-    """torchvision's RandomResizedCrop, with the same boxes for the same random state, to (3, h, w) uint8."""
+    """torchvision's RandomResizedCrop, to (3, h, w) uint8."""
 
     def forward(self, image: Image.Image) -> Tensor:
-        """Crop, then resize."""
         top, left, height, width = self.get_params(image, self.scale, self.ratio)
         crop = as_pixels(image)[:, top : top + height, left : left + width]
         return resize(crop, self.size, self.interpolation)
 
-    @staticmethod
-    def get_params(image: Image.Image | Tensor, scale: Sequence[float], ratio: Sequence[float]) -> tuple[int, ...]:
-        """(top, left, height, width), as torchvision draws them, at a third of its time."""
-        width, height = image.size if isinstance(image, Image.Image) else (image.shape[-1], image.shape[-2])
-        drawn, log_ratio = torch.empty(1), _log(tuple(ratio))
-        for _ in range(10):
-            area = width * height * drawn.uniform_(*scale).item()
-            aspect = drawn.uniform_(*log_ratio).exp().item()
-            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-            if 0 < w <= width and 0 < h <= height:
-                return torch.randint(height - h + 1, ()).item(), torch.randint(width - w + 1, ()).item(), h, w
-        # None fits: the largest box in the middle whose aspect is allowed.
-        w, h = min(width, round(height * max(ratio))), min(height, round(width / min(ratio)))
-        return (height - h) // 2, (width - w) // 2, h, w
-
-
-@cache
-def _log(numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """Logarithms in float32, as torchvision takes them."""
-    return tuple(torch.tensor(numbers).log().tolist())
-
 
 class Resized:
-    """A PIL image resized to (3, h, w) uint8, to the size that a transform of PIL images would give it.
-
-    Args:
-        step: torchvision's Resize, or open_clip's ResizeKeepRatio.
-    """
+    """A PIL image resized to (3, h, w) uint8, as torchvision's Resize or open_clip's ResizeKeepRatio (`step`) would."""
 
     def __init__(self, step: Resize):
         self.step = step
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Resize the whole image."""
         if isinstance(self.step, Resize):
             wanted = self.step.size if isinstance(self.step.size, Sequence) else [self.step.size]
             size = _short_side(*image.size, wanted[0]) if len(wanted) == 1 else wanted
@@ -121,45 +89,24 @@ def _short_side(width: int, height: int, short: int) -> tuple[int, int]:
 
 
 class RandomErasing:
-    """Fill random rectangles of (3, H, W) uint8 with noise, in place: timm's RandomErasing of mode "pixel" as open_clip
-    calls it, with draws of torch's global random state.
+    """Fill random rectangles of (3, H, W) uint8 with noise, in place, as timm's RandomErasing of mode "pixel" does.
 
-    The noise is normal with the mean and deviation by which the model normalises, cut at black and white; timm's is of
-    normalised floats and not cut. Each rectangle has between 2 % and a third of the image's area, by their number, and
-    an aspect between 0.3 and 1 / 0.3; where ten draws do not fit, it is left out.
-
-    Args:
-        probability: share of the images that lose something.
-        count: largest number of rectangles; an image has 1 to so many.
-        mean, std: of each channel, for colours from 0 to 1.
+    The noise is normal with the mean and deviation, of colours from 0 to 1, by which the model normalises; it is cut at
+    black and white. `probability`: share of the images that lose something; `count`: largest number of rectangles.
     """
 
-    AREA, ASPECT = (0.02, 1 / 3), (math.log(0.3), math.log(1 / 0.3))
-
     def __init__(self, probability: float, count: int, mean: Sequence[float], std: Sequence[float]):
-        self.probability, self.count = probability, count
+        self.erase = TimmsRandomErasing(probability, mode="pixel", max_count=count, device="cpu")
         self.mean, self.std = (255 * torch.tensor(numbers)[:, None, None] for numbers in (mean, std))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Erase; returns `pixels`."""
-        drawn, (height, width) = torch.empty(()), pixels.shape[1:]
-        if drawn.uniform_().item() >= self.probability:
-            return pixels
-        count = torch.randint(self.count, ()).item() + 1
-        for _ in range(count):
-            for _ in range(10):
-                area = drawn.uniform_(*self.AREA).item() * height * width / count
-                aspect = math.exp(drawn.uniform_(*self.ASPECT).item())
-                h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-                if h < height and w < width:
-                    top, left = torch.randint(height - h + 1, ()).item(), torch.randint(width - w + 1, ()).item()
-                    noise = (torch.randn(3, h, w) * self.std + self.mean).round().clamp(0, 255)
-                    pixels[:, top : top + h, left : left + w] = noise.to(torch.uint8)
-                    break
+        noise = self.erase(torch.full(pixels.shape, torch.nan))
+        erased = ~noise.isnan()
+        pixels[erased] = (noise * self.std + self.mean)[erased].round().clamp(0, 255).to(torch.uint8)
         return pixels
 
     def __repr__(self) -> str:
-        return f"RandomErasing({self.probability}, {self.count})"
+        return repr(self.erase)
 
 
 def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

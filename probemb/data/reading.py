@@ -1,7 +1,7 @@
 """Checked reading of annotation files from outside: bounded, in UTF-8, and with one shape of error.
 
 A reader parses one entry at a time and raises what malformed content makes Python raise (ValueError with the reason,
-KeyError, TypeError); `checked` and `parse_all` turn that into a UserError with file, entry and reason.
+KeyError, TypeError); `checked` and `parse_each` turn that into a UserError with file, entry and reason.
 """
 
 from __future__ import annotations
@@ -12,26 +12,22 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError, nearest
 
 MAX_FILE = 1 << 30  # bytes of an annotation file, unpacked
 MAX_ID = 2**63 - 1
-MAX_NPY_HEADER = 10_000  # bytes
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, csv.Error)
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, OSError, csv.Error)
 REMEDY = "Correct the file, or fetch it again."
 AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it
 USUAL_SPLITS = ("train", "restval", "val", "test")
 _SPLIT_NAMES = {"dev": "val", "valid": "val", "validation": "val"}  # other names of a split
 _SPLIT_PARTS = {"train": ("train", "restval")}  # COCO's restval: images of val2014 that Karpathy gave to training
-_IMAGE_FOLDERS = ("images", "flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "")
 T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -60,8 +56,8 @@ def parse_each(
     try:
         for row in rows:
             number += 1
-            if (one := parse(row)) is not None:
-                yield one
+            if (parsed := parse(row)) is not None:
+                yield parsed
     except MALFORMED as error:
         raise malformed(path, what, error, f"{unit} {number}") from None
 
@@ -85,8 +81,8 @@ def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
     try:
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else open(path, "rb") as file:
-            content = file.read(limit + 1)
+            file.seek(0)
+            content = (gzip.GzipFile(fileobj=file) if packed else file).read(limit + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}.", "Check the file, or fetch it again.") from None
     if len(content) > limit:
@@ -110,6 +106,19 @@ def read_json(path: Path) -> object:
     text = read_text(path)
     with checked(path, "JSON"):
         return json.loads(text)
+
+
+def read_npy(file: str | os.PathLike | BinaryIO, *, mapped: bool = False) -> np.ndarray:
+    """The array of a .npy file, memory-mapped and read-only if `mapped`. Raises ValueError, OSError."""
+    try:
+        array = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # hostile bytes fail in many ways
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise ValueError("it is an archive of arrays")
+    return array
 
 
 # ------------------------------------------------------------------------------------------------------------ values
@@ -195,91 +204,3 @@ def choose_split(split: str | None, known: Iterable[str], source: str | Path) ->
             "Name one of these splits." if known else "Leave the split out to use all data.",
         )
     return split, parts
-
-
-# ------------------------------------------------------------------------------------------------------------ images
-
-
-def locate(
-    candidates: Sequence[Sequence[str]], names: Sequence[str], source: Path, images: Path | None, beside: Sequence[Path]
-) -> Images | UserError:
-    """The location of each image; the error to raise where they are needed if images beside the annotations are absent.
-
-    Args:
-        candidates: for each image its possible paths below the folder; the first existing one is used.
-        images: the folder; None searches beside the annotations.
-
-    Raises UserError: only some of the images are there, or none in the folder given.
-    """
-    if images is not None and not images.is_dir():
-        raise UserError(f"{images} is not a folder.", "Name the folder that holds the images.")
-
-    @cache
-    def names_in(folder: str) -> frozenset[str]:  # one listing per folder, not one `stat` for each of 100,000 images
-        with suppress(OSError):
-            return frozenset(os.listdir(folder))
-        return frozenset()
-
-    def exists(path: str) -> bool:
-        folder, name = os.path.split(path)
-        return name in names_in(folder)
-
-    best: list[str | None] = [None] * len(candidates)
-    for root in [images] if images is not None else [folder / name for folder in beside for name in _IMAGE_FOLDERS]:
-        if root.is_dir():
-            paths = ([os.path.join(root, name) for name in group] for group in candidates)
-            found = [next(filter(exists, group), None) for group in paths]
-            best = min(best, found, key=lambda files: files.count(None))
-    missing = [name for name, file in zip(names, best) if file is None]
-    if not missing:
-        return Images(places=[Place(name, file) for name, file in zip(names, best)], source=str(source))
-    error = missing_images(source, missing, len(names))
-    if images is not None or len(missing) < len(names):
-        raise error
-    return error
-
-
-def missing_images(source: str | Path, missing: Sequence[str], total: int) -> UserError:
-    return UserError(
-        f"{len(missing):,} of the {total:,} images of {source} are missing, the first is {missing[0]}.",
-        "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
-    )
-
-
-def all_located(images: Images | UserError) -> Images:
-    """Raises UserError: the images are absent."""
-    if isinstance(images, UserError):
-        raise images
-    return images
-
-
-# ------------------------------------------------------------------------------------------------------ arrays
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # hostile bytes fail in many ways
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
-def read_npy(file: str | os.PathLike | BinaryIO, *, mapped: bool = False) -> np.ndarray:
-    """The array of a .npy file, memory-mapped and read-only if `mapped`. Raises ValueError, OSError."""
-    with _refusing():
-        array = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise ValueError("it is an archive of arrays")
-    return array
-
-
-def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it is in Fortran's order, and type of an array. Raises ValueError, OSError."""
-    with _refusing():
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-        if read is None:
-            raise ValueError(f"its format is {version}")
-        return read(file, max_header_size=MAX_NPY_HEADER)

@@ -6,14 +6,14 @@ count. A word is a run of lower-case ASCII letters and digits, possibly with an 
 
 import gzip
 import re
-import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from probemb.data.reading import check_unique, malformed, parse_lines
+from probemb.data.reading import check_unique, checked, parse_all, parse_lines
 from probemb.data.remote import is_remote
 from probemb.errors import UserError
 from probemb.files import replace_file
@@ -28,12 +28,7 @@ _BUILD = "Build one with `python -m tools.build_vocabulary DATA --out vocabulary
 
 def split_words(text: str, most: int | None = None) -> list[str]:
     """The words of a text in lower case, at most `most` of them."""
-    words: list[str] = []
-    for match in WORD.finditer(text[:MAX_CHARACTERS].lower()):
-        if len(words) == most:
-            break
-        words.append(match.group()[:MAX_WORD])
-    return words
+    return [match.group()[:MAX_WORD] for match in islice(WORD.finditer(text[:MAX_CHARACTERS].lower()), most)]
 
 
 def frequent_words(counts: Counter[str], min_count: int = 1, max_words: int | None = None) -> list[tuple[str, int]]:
@@ -102,24 +97,22 @@ def read_vectors(path: str | Path, words: Collection[str]) -> dict[str, np.ndarr
     words are not parsed. Raises UserError: the file cannot be read, or a line (named) has not as many numbers as the
     first, or not only finite numbers.
     """
-    what, wanted, found, dimension, number = "a file in GloVe's text format", set(words), {}, None, 0
-    try:
-        with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
-            while line := file.readline(MAX_LINE):
-                number += 1
-                fields = line.rstrip().rsplit(b" ", dimension or -1)
-                dimension = dimension or len(fields) - 1
-                if dimension < 1 or len(fields) != dimension + 1 or len(line) == MAX_LINE:
-                    raise ValueError(f"there are {len(fields) - 1} numbers in place of {dimension or 'some'}")
-                word = fields[0].decode("utf-8", "replace")
-                if word in wanted and word not in found:
-                    found[word] = np.array([float(field) for field in fields[1:]], dtype=np.float32)
-                    if not np.isfinite(found[word]).all():
-                        raise ValueError("a number is not finite")
-    except ValueError as error:
-        raise malformed(path, what, error, f"line {number}") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"The word vectors {path} cannot be read: {error}.", "Check the path.") from None
-    if dimension is None:
-        raise malformed(path, what, "it is empty")
+    wanted, found, widths = set(words), {}, set()
+
+    def parse(line: bytes) -> None:
+        fields = line.rstrip().rsplit(b" ", min(widths, default=-1))
+        widths.add(len(fields) - 1)
+        if len(widths) > 1 or widths == {0} or len(line) == MAX_LINE:
+            raise ValueError(f"there are {len(fields) - 1} numbers in place of {max(widths) or 'some'}")
+        word = fields[0].decode("utf-8", "replace")
+        if word in wanted and word not in found:
+            found[word] = np.array([float(field) for field in fields[1:]], dtype=np.float32)
+            if not np.isfinite(found[word]).all():
+                raise ValueError("a number is not finite")
+
+    what = "a file in GloVe's text format"
+    with checked(path, what), gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+        parse_all(path, what, iter(lambda: file.readline(MAX_LINE), b""), parse, "line")
+        if not widths:
+            raise ValueError("it is empty")
     return found

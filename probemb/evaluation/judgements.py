@@ -74,7 +74,7 @@ def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> Judged
             f"{'all' if others.accepted.any() else 'none'}, so that no order of them is better than another.",
             "Name a file with accepted and refused pairs of the images in the data.",
         )
-    hashed = (hashlib.sha256(name.encode("utf-8", "replace")).digest() for name in others.image_names())
+    hashed = (hashlib.sha256(name.encode("utf-8", "replace")).digest() for name in others.names)
     half = torch.tensor([digest[0] & 1 for digest in hashed])
     places = [rows.unique(return_inverse=True)[1] for rows in (others.image, others.caption)]
     clusters = tuple(

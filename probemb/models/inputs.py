@@ -16,10 +16,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToTensor
 
-from probemb.data.captions.dataset import CaptionDataset
-from probemb.data.image_loader import Images
+from probemb.data.captions.find import CaptionDataset
+from probemb.data.image_loader import Images, RegionImages
 from probemb.data.pixels import RandomCrop, RandomErasing, Resized, as_pixels
-from probemb.data.regions import RegionImages
 from probemb.data.words import split_words
 from probemb.errors import UserError
 from probemb.models.architectures import reads_regions, reads_words

@@ -5,7 +5,7 @@ import pytest
 
 from probemb.data.captions.find import find_captions
 from probemb.data.images import decode_image
-from probemb.data.labelled.images import find_images
+from probemb.data.labelled import find_images
 from tests.orientation import stored, upright
 from tests.world import save, write_tar
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from probemb.data.labelled.images import find_images
+from probemb.data.labelled import find_images
 from probemb.data.look_alikes import ALIKE, MAX_SHARE, describe, leave_out, same_picture, seen_in
 from probemb.data.scenes import render, scene
 from probemb.errors import UserError

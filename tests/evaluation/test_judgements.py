@@ -36,8 +36,7 @@ def judgements(pairs, truth, n=1500, people=3, seed=1):
     place = torch.randperm(N * N * PER, generator=g)[:n]
     image, caption = place // (N * PER), place % (N * PER)
     yes = torch.binomial(torch.full((n,), float(people)), truth[image, caption].float(), generator=g).long()
-    names = [f"{i}\t{c // PER}#{c % PER}" for i, c in zip(image.tolist(), caption.tolist())]
-    return Judgements(image, caption, pairs.owner[caption] == image, yes, people - yes, names)
+    return Judgements(image, caption, pairs.owner[caption] == image, yes, people - yes, list(map(str, image.tolist())))
 
 
 def probability(pairs, i2t=1.0, t2i=1.0, slope=0.5):

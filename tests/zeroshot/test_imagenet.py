@@ -6,7 +6,7 @@ import json
 import pytest
 from PIL import Image
 
-from probemb.data.labelled.classes import count_prompts, prompt_texts, read_templates
+from probemb.data.labelled import count_prompts, prompt_texts, read_templates
 from probemb.errors import UserError
 from tests.data.labelled.test_cifar import TEN, write
 from tests.world import N_CLASSES, PER_CLASS, write_tar

@@ -70,7 +70,7 @@ def test_weights_chosen_on_other_images_are_called_so(run, run_folder, captioned
     found = result.json["tolerance"]["chosen"]
     assert (found["chosen"], found["metric"], found["positives"]) == ("chosen on val", "recall", "own captions")
     assert "tolerance, chosen on val: u of captions times" in result.told
-    with pytest.raises(UserError, match=r"24 of the images in .* are also evaluated"):
+    with pytest.raises(UserError, match=r"24 of the 24 images in .* show the same pictures as evaluated images"):
         run(main, run_folder, captioned, "--no-split", "--select-data", captioned, "--no-select-split")
 
 

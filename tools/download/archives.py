@@ -19,15 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from probemb.data.captions.annotations import (
-    COCO_FILE,
-    SPLIT_FILE,
-    TOKEN_FILE,
-    Picture,
-    coco_pictures,
-    split_pictures,
-    token_pictures,
-)  # fmt: skip
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.remote import FetchPolicy, Remote, fetch, is_remote
@@ -36,6 +27,15 @@ from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.progress import progress
 from probemb.runs.lock import RunLock
+from tools.download.annotations import (
+    COCO_FILE,
+    SPLIT_FILE,
+    TOKEN_FILE,
+    Picture,
+    coco_pictures,
+    split_pictures,
+    token_pictures,
+)
 from tools.download.records import GOT, Paths, State, finish
 from tools.pools import process_pool
 

@@ -11,15 +11,19 @@ from pathlib import Path
 
 import torch
 
-from probemb.data.labelled.classes import (
+from probemb.data.labelled import (
     SINGLE_TEMPLATE,
     Classes,
+    LabelledImages,
     Templates,
+    assign_labels,
     count_prompts,
+    find_images,
     prompt_texts,
     read_templates,
+    remarks,
+    resolve_classes,
 )
-from probemb.data.labelled.images import LabelledImages, assign_labels, find_images, remarks, resolve_classes
 from probemb.data.look_alikes import same_picture
 from probemb.errors import UserError
 from probemb.evaluation.classification import confidences
@@ -113,8 +117,8 @@ def prepare(config: ImagenetConfig, folds: int) -> Task:
     task = Task(config, images, labels, classes, templates)
     if config.select_data is not None:
         found = find_images(config.select_data, exif=config.exif)
-        chosen, remedy = assign_labels(found, classes), "Choose K on other images, or with --select-on folds:5."
-        rows, task.notices = runner.unseen_rows(found, images, config.workers, remedy)
+        chosen = assign_labels(found, classes)
+        rows, task.notices = runner.unseen_rows(found, images, config.workers)
         places, marks = [found.places[i] for i in rows], [found.marks[i] for i in rows]
         task.other = replace(found, places=places, marks=marks), [chosen[i] for i in rows]
     return task

@@ -124,8 +124,7 @@ def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> Captio
         return None
     images = config.images if Path(config.select_data) == Path(config.data) else None
     found = find_captions(config.select_data, config.select_split, images, exif=config.exif)
-    remedy = "Choose the weights of tolerance on other images, such as --select-split val."
-    rows, notices = runner.unseen_rows(found.images, evaluated.images, config.workers, remedy)
+    rows, notices = runner.unseen_rows(found.images, evaluated.images, config.workers)
     print(*notices, sep="\n", flush=True)
     return found.only(rows)
 

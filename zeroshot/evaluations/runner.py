@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.image_loader import Images, describe_bad, in_both
+from probemb.data.image_loader import Images, describe_bad
 from probemb.data.look_alikes import leave_out
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
@@ -67,14 +67,8 @@ def open_analysis(config: CaptionConfig, name: str) -> tuple[Embedder, CaptionDa
     return embedder, captions, out
 
 
-def unseen_rows(found: Images, evaluated: Images, workers: int | None, remedy: str) -> tuple[list[int], list[str]]:
-    """The rows of images to choose on that show no evaluated picture, and a notice if some do.
-
-    Raises UserError: files that are both evaluated and chosen on, or too few others.
-    """
-    if known := in_both(found, evaluated):
-        what = f"{len(known):,} of the images in {found.source} are also evaluated (such as {known[0]})."
-        raise UserError(what, remedy)
+def unseen_rows(found: Images, evaluated: Images, workers: int | None) -> tuple[list[int], list[str]]:
+    """The rows of images to choose on that show no evaluated picture, and a notice if some do. Raises UserError."""
     rows, notice = leave_out(found, evaluated, loader_workers(workers, len(found) + len(evaluated), "cpu"), progress)
     return rows, [notice] if notice else []
 

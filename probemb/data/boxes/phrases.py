@@ -15,9 +15,8 @@ from xml.etree import ElementTree
 import torch
 
 from probemb.data.boxes.geometry import Box, clipped, enclosing, iou
-from probemb.data.image_loader import Images
+from probemb.data.image_loader import Images, locate
 from probemb.data.reading import (
-    all_located,
     as_id,
     as_inside,
     as_list,
@@ -26,7 +25,6 @@ from probemb.data.reading import (
     checked,
     choose_split,
     listed,
-    locate,
     parse_all,
     parse_each,
     parse_lines,
@@ -150,7 +148,7 @@ def read_entities(path: Path, split: str | None, images: Path | None, sample: in
     if sample is not None:
         chosen = set(sorted(ids, key=_name_hash)[:sample])
         ids = [one for one in ids if one in chosen]
-    located = all_located(locate([(f"{one}.jpg",) for one in ids], ids, path, images, [path, path.parent]))
+    located = locate([(f"{one}.jpg",) for one in ids], ids, path, images, [path, path.parent])
     sizes, phrases, without_box = [], [], 0
     for row, one in enumerate(ids):
         size, boxes = _read_annotation(path / "Annotations" / f"{one}.xml")
@@ -242,7 +240,7 @@ def read_visual_genome(path: Path, split: str | None, images: Path | None, sampl
     if unknown := [one for one in ids if int(one) not in sizes_of]:
         raise UserError(f"{path / SIZES} does not know the image {unknown[0]}.", "Fetch that file again.")
     names = [(f"VG_100K/{one}.jpg", f"VG_100K_2/{one}.jpg", f"{one}.jpg") for one in ids]
-    located = all_located(locate(names, ids, file, images, [path]))
+    located = locate(names, ids, file, images, [path])
     sizes = [sizes_of[int(one)] for one in ids]
     phrases, outside = [], 0
     for i, (_, regions) in enumerate(rows):

@@ -2,7 +2,7 @@
 
 Models that read regions need the proposals' features too (`read_region_proposals`):
 
-    NAME_ims.npy      (N, P, W) features of the proposals of N images, as in `probemb.data.regions`
+    NAME_ims.npy      (N, P, W) features of the proposals of N images, as `read_regions` reads them
     NAME_boxes.npy    (N, P, 4) float32 or float64, their boxes in pixels, half-open; zeros where an image has fewer
     NAME_ids.txt      the images' ids, one a line
 """
@@ -17,8 +17,8 @@ import numpy as np
 
 from probemb.data.boxes.geometry import Box, clipped, grid_windows
 from probemb.data.boxes.phrases import PhraseDataset
+from probemb.data.image_loader import REGIONS, RegionImages, read_regions
 from probemb.data.reading import as_list, check_unique, checked, read_json, read_lines, read_npy
-from probemb.data.regions import ENDING, RegionImages, read_regions
 from probemb.errors import UserError
 
 MAX_PROPOSALS = 10_000  # of an image
@@ -88,10 +88,10 @@ def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None
     Raises UserError: files that do not belong together, an image that they do not have, malformed boxes.
     """
     path = Path(file)
-    stem = path.name.removesuffix(ENDING)
+    stem = path.name.removesuffix(REGIONS)
     ids_file, boxes_file = path.with_name(f"{stem}_ids.txt"), path.with_name(f"{stem}_boxes.npy")
     if stem == path.name or not ids_file.is_file() or not boxes_file.is_file():
-        raise UserError(f"{path} is not NAME{ENDING} with NAME_ids.txt and NAME_boxes.npy beside it.", _WRITE)
+        raise UserError(f"{path} is not NAME{REGIONS} with NAME_ids.txt and NAME_boxes.npy beside it.", _WRITE)
     ids = read_lines(ids_file)
     check_unique(ids, "image id", ids_file)
     images = read_regions(path, ids)

@@ -10,17 +10,172 @@ find_captions("hierarcaps_test.csv", images="data/coco/val2014")         caption
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from probemb.data.captions.dataset import CaptionDataset
-from probemb.data.captions.precomp import read_precomp, read_with_regions
-from probemb.data.captions.published import read_cub, read_hierarcaps, read_karpathy
-from probemb.data.captions.webdataset import read_shards
-from probemb.data.image_loader import Images
-from probemb.data.reading import listed
+from probemb.data.captions.published import (
+    CUB_IMAGES,
+    CUB_TEXTS,
+    Entry,
+    Listing,
+    read_cub,
+    read_hierarcaps,
+    read_karpathy,
+    read_precomp,
+    read_with_regions,
+)
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import CLASS_FILES, REGIONS, Images, find_tars, walk_samples
+from probemb.data.reading import AUTO, as_id, check_unique, choose_split, listed, split_name
+from probemb.data.scenes.predicates import sample_from_json
+from probemb.data.shards.samples import TEXT_EXTENSIONS, Sample, parse_sample, read_sample
 from probemb.errors import UserError
+
+_SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
+
+
+@dataclass(frozen=True)
+class CaptionDataset:
+    """N images and their captions.
+
+    Attributes:
+        captions: for each image its captions, at least one.
+        image_ids: COCO's id of each image if known, else a name; unique.
+        caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None if unknown.
+        scenes: (scene, captions with predicates) of each image of the synthetic world; None for other data.
+        classes: the class of each image, where images and captions of a class are matches of each other; else None.
+        split: the one that was asked for; None: everything.
+        source: the path given, for messages.
+        located: where the images lie, or the error to raise where they are needed.
+    """
+
+    captions: list[list[str]]
+    image_ids: list[int | str]
+    caption_ids: list[list[int]] | None = None
+    scenes: list[tuple] | None = None
+    classes: list[str] | None = None
+    split: str | None = None
+    source: str = ""
+    located: Images | UserError | None = None
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    @property
+    def images(self) -> Images:
+        """The locations of the images. Raises UserError if any is missing; captions can be used without images."""
+        if isinstance(self.located, UserError):
+            raise self.located
+        return self.located
+
+    @property
+    def n_captions(self) -> int:
+        """Number of all captions, M."""
+        return sum(map(len, self.captions))
+
+    def only(self, rows: Sequence[int]) -> CaptionDataset:
+        """The same data with these images alone, in this order."""
+        lists = {name: getattr(self, name) for name in ("captions", "image_ids", "caption_ids", "scenes", "classes")}
+        chosen = {name: values and [values[i] for i in rows] for name, values in lists.items()}
+        located = replace(self.images, places=[self.images.places[i] for i in rows])
+        return replace(self, located=located, **chosen)
+
+    def class_numbers(self) -> list[int]:
+        """The number of each image's class, from 0. Raises UserError: the data has no classes."""
+        if self.classes is None:
+            raise UserError(
+                f"{self.source} does not say of which class its images are.",
+                "Name data with classes, such as CUB, or by-class of scenes made with --class-captions.",
+            )
+        numbers = {name: number for number, name in enumerate(sorted(set(self.classes)))}
+        return [numbers[name] for name in self.classes]
+
+    def flat(self) -> list[str]:
+        """All M captions, image after image."""
+        return [text for texts in self.captions for text in texts]
+
+    def owner(self) -> list[int]:
+        """The index of its image for each of the M captions."""
+        return [index for index, texts in enumerate(self.captions) for _ in texts]
+
+
+# ------------------------------------------------------------------------------------------------------------- shards
+
+
+def read_shards(path: Path, split: str | None, images: Path | None = None) -> Listing:
+    """Images and captions of shards.
+
+    KEY.json may have "image_id", each caption as {"id", "caption"}, and "class", the name of the image's class, if all
+    have it. Unusable samples are in `images.bad`, with name and reason. Raises UserError: no shards, no such split,
+    damaged shards, or no captioned image.
+    """
+    if images is not None:
+        raise UserError(f"{path} holds its images itself.", "Leave the image folder out, or name an annotation file.")
+    tars, split = _find_shards(path, split)
+    located, entries = Images(places=[], source=str(path)), []
+    for name, place, span, file in walk_samples(tars):
+        texts = {ext: span.parts[ext] for ext in TEXT_EXTENSIONS if ext in span.parts}
+        if not texts:
+            continue
+        try:
+            texts = read_sample(file.fileno(), span._replace(parts=texts))
+            entry = _entry(parse_sample({"jpg": b"-", **texts}, span.key))
+        except (BadSample, ValueError) as error:
+            if place is not None:
+                located.bad.append((name, str(error)))
+            continue
+        if place is None:
+            located.bad.append((name, "there are captions, but no image"))
+            continue
+        entries.append(entry)
+        located.places.append(place)
+    if not entries:
+        why = f" ({': '.join(located.bad[0])})" if located.bad else ""
+        remedy = "Name shards with KEY.txt or KEY.json beside each image."
+        raise UserError(f"{path} holds no image with a caption{why}.", remedy)
+    if len({entry.id for entry in entries}) < len(entries):  # keys are unique in a tar
+        named = zip(entries, located.places)
+        entries = [entry._replace(id=place.name) if isinstance(entry.id, str) else entry for entry, place in named]
+    return Listing(entries, located, split, path)
+
+
+def _find_shards(path: Path, split: str | None) -> tuple[list[Path], str | None]:
+    """The tars and their split, None where none was asked for."""
+    tars = find_tars(path)
+    named = [((found := _SPLIT_OF_TAR.match(tar.name)) and split_name(found[1]), tar) for tar in tars]
+    if not tars and path.is_dir():
+        for folder in sorted(filter(Path.is_dir, path.iterdir())):
+            if not any((folder / name).exists() for name in CLASS_FILES):  # labelled shards have no captions
+                named += [(split_name(folder.name), tar) for tar in find_tars(folder)]
+    if not named:
+        what = "holds no webdataset shards" if path.is_dir() else "does not exist"
+        raise UserError(
+            f"The data path {path} {what}.",
+            "Name shards with captions, or make the synthetic data with `python -m tools.make_scenes data/scenes`.",
+        )
+    if tars and not path.is_dir() and split == AUTO:
+        split = None
+    if tars and path.is_dir() and split and split_name(path.resolve().name) == split_name(split):
+        return tars, split_name(split)
+    split, parts = choose_split(split, filter(None, (name for name, _ in named)), path)
+    if split is None and not tars and len(parts) > 1:
+        raise UserError(f"{path} holds the splits {', '.join(parts)}.", "Name one of them.")
+    return [tar for name, tar in named if split is None or name in parts], split
+
+
+def _entry(sample: Sample) -> Entry:
+    """Raises ValueError: malformed ids."""
+    number, rows = sample.meta.get("image_id"), sample.meta.get("captions") or ()
+    rows = [row for row in rows if isinstance(row, dict) and row["caption"].strip()]  # empty ones are dropped
+    ids = [as_id(row["id"], "a caption id") for row in rows if "id" in row]
+    name = sample.key if number is None else as_id(number, "the image_id")
+    return Entry(name, sample.captions, ids if len(ids) == len(sample.captions) else None, sample.meta)
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
 
 
 class Format(NamedTuple):
@@ -28,23 +183,21 @@ class Format(NamedTuple):
 
     Attributes:
         title: for messages; holds: what it is recognised by in a folder; endings: of a file's name.
-        read: gives the data of a path, a split and a folder of images.
-        below: what it is recognised by in a folder that holds no other format.
+        read: gives the images and captions of a path, a split and a folder of images.
     """
 
     title: str
     holds: tuple[str, ...]
     endings: tuple[str, ...]
-    read: Callable[[Path, str | None, Path | None], CaptionDataset]
-    below: tuple[str, ...] = ()
+    read: Callable[[Path, str | None, Path | None], Listing]
 
 
 FORMATS = {
     "webdataset": Format("webdataset shards", ("*.tar", "*/*.tar"), (".tar",), read_shards),
     "karpathy": Format("a Karpathy json", ("dataset*.json*",), (".json", ".json.gz"), read_karpathy),
     "precomp": Format("*_caps.txt", ("*_caps.txt*", "precomp/*_caps.txt*"), (".txt", ".txt.gz"), read_precomp),
-    "regions": Format("*_caps.txt with *_ims.npy", ("*_ims.npy", "precomp/*_ims.npy"), (), read_with_regions),
-    "cub": Format("CUB's text_c10", ("text_c10",), (), read_cub, ("*/text_c10",)),
+    "regions": Format(f"*_caps.txt with *{REGIONS}", (f"*{REGIONS}", f"precomp/*{REGIONS}"), (), read_with_regions),
+    "cub": Format(f"CUB's {CUB_TEXTS}", (CUB_TEXTS, CUB_IMAGES), (), read_cub),
     "hierarcaps": Format("HierarCaps' table", ("hierarcaps*.csv",), (".csv", ".csv.gz"), read_hierarcaps),
 }
 FormatName = Literal[tuple(FORMATS)]
@@ -71,29 +224,50 @@ def find_captions(
     duplicate ids, or names that lead out of the folder.
     """
     path, folder = Path(data), None if images is None else Path(images)
-    found = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
-    if isinstance(found.located, Images):
-        found.located.exif = exif
-    return found
+    entries, located, split, source = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
+    if not entries:
+        raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
+    for entry in entries:
+        if not entry.captions:
+            raise UserError(f"The image {entry.id} of {source} has no caption.", "Add one, or remove the image.")
+    ids, captions, caption_ids, about = map(list, zip(*entries))
+    check_unique(ids, "image id", source)
+    caption_ids = None if None in caption_ids else caption_ids
+    check_unique((number for row in caption_ids or () for number in row), "caption id", source)
+    classes = [meta.get("class") for meta in about]
+    if isinstance(located, Images):
+        located.exif = exif
+    return CaptionDataset(
+        captions, ids, caption_ids, _read_scenes(about, captions),
+        classes if all(isinstance(name, str) for name in classes) else None, split, str(source), located,
+    )  # fmt: skip
 
 
 def _recognise(path: Path, images: Path | None) -> str:
     """The name of the format. Raises UserError: a folder holds none, or several."""
-    if not path.is_dir():
-        found = next((name for name, one in FORMATS.items() if path.name.endswith(one.endings)), "webdataset")
-        array = path.with_name(path.name.partition("_caps.")[0] + "_ims.npy")
-        return "regions" if found == "precomp" and images is None and array.is_file() else found
-    found = [name for name, one in FORMATS.items() if any(any(path.glob(held)) for held in one.holds)]
-    found = found or [name for name, one in FORMATS.items() if any(any(path.glob(held)) for held in one.below)]
+    if path.is_dir():
+        found = [name for name, one in FORMATS.items() if any(any(path.glob(held)) for held in one.holds)]
+    else:
+        found = [next((name for name, one in FORMATS.items() if path.name.endswith(one.endings)), "webdataset")]
+        if found == ["precomp"] and path.with_name(path.name.partition("_caps.")[0] + REGIONS).is_file():
+            found.append("regions")
     if {"precomp", "regions"} <= set(found):
         found.remove("precomp" if images is None else "regions")
-    if len(found) != 1:
-        titles = [FORMATS[name].title for name in found or FORMATS]
-        raise UserError(
-            f"{path} holds {'captions in several formats: ' + listed(titles) if found else 'no captions'}.",
-            f"Name the files of one, or {listed(found, 'or')} as the format where the command takes one."
-            if found
-            else f"Name {listed(titles, 'or')}, or make the synthetic data with `python -m tools.make_scenes "
-            "data/scenes`.",
-        )
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    titles = [FORMATS[name].title for name in found or FORMATS]
+    if found:
+        remedy = f"Name the files of one, or {listed(found, 'or')} as the format where the command takes one."
+        raise UserError(f"{path} holds captions in several formats: {listed(titles)}.", remedy)
+    make = "make the synthetic data with `python -m tools.make_scenes data/scenes`"
+    raise UserError(f"{path} holds no captions.", f"Name {listed(titles, 'or')}, or {make}.")
+
+
+def _read_scenes(about: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
+    """(scene, captions) of each image of the synthetic world; None if any is from elsewhere."""
+    try:
+        found = [sample_from_json(meta) for meta in about]
+    except (TypeError, ValueError, AttributeError):
+        return None
+    stated = [[caption.text for caption in captions] for _, captions in found]
+    return found if stated == [list(captions) for captions in texts] else None

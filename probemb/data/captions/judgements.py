@@ -9,6 +9,7 @@ Either may be gzipped. Caption k of an image is its k-th one in the data, from 0
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,13 +18,12 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.captions.find import CaptionDataset
 from probemb.data.image_loader import Images
 from probemb.data.reading import parse_lines, read_text
 from probemb.errors import UserError
 
-COLUMNS = ["image", "caption_image", "caption_index", "yes", "no"]
-Line = tuple[str, str, int, int, int]  # COLUMNS
+COLUMNS = ("image", "caption_image", "caption_index", "yes", "no")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Judgements:
         image: (P,) int64, the image's row; caption: (P,) int64, the caption's row among all M.
         own: (P,) bool, whether the caption belongs to the image.
         yes, no: (P,) int64, people who said so; their sum is at least 1.
-        names: of each pair, "IMAGE<tab>CAPTION_IMAGE#k".
+        names: the name of each pair's image.
         unknown: judged pairs of images or captions that the data does not hold.
     """
 
@@ -58,10 +58,6 @@ class Judgements:
     def share(self) -> Tensor:
         """(P,) float64, the share of yes."""
         return self.yes.double() / (self.yes + self.no)
-
-    def image_names(self) -> list[str]:
-        """The name of each pair's image."""
-        return [name.partition("\t")[0] for name in self.names]
 
     def only(self, keep: Tensor) -> Judgements:
         """The pairs of a (P,) bool mask."""
@@ -91,10 +87,14 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     Raises UserError: the file cannot be read or has a malformed line; no pair is in the data; a judged name belongs to
     several images of the data.
     """
-    path, votes, unknown = Path(path), {}, set()
-    rows, ambiguous = _rows_by_name(captions)
-    starts = [0, *accumulate(map(len, captions.captions))]
-    for image, caption_image, index, yes, no in _read(path):
+    names_of = [{str(number)} for number in captions.image_ids]
+    if isinstance(captions.located, Images):
+        names_of = [names | {place.name} for names, place in zip(names_of, captions.located.places)]
+    names_of = [{_stem(name.rpartition(":")[2]) for name in names} for names in names_of]  # in several tars: "TAR:KEY"
+    rows = {name: row for row, names in enumerate(names_of) for name in names}
+    ambiguous = {name for name, count in Counter(name for names in names_of for name in names).items() if count > 1}
+    starts, votes, unknown = [0, *accumulate(map(len, captions.captions))], {}, set()
+    for image, caption_image, index, yes, no in _read(Path(path)):
         if name := ambiguous & {image, caption_image}:
             raise UserError(
                 f"{captions.source} has several images of the name {min(name)}, which {path} judges.",
@@ -104,14 +104,13 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
         if row is None or other is None or index >= len(captions.captions[other]):
             unknown.add((image, caption_image, index))
             continue
-        key = row, starts[other] + index, row == other
-        vote = votes.setdefault(key, [0, 0, f"{image}\t{caption_image}#{index}"])
+        vote = votes.setdefault((row, starts[other] + index, row == other), [0, 0, image])
         vote[0] += yes
         vote[1] += no
     if not votes:
+        split = f" ({captions.split})" if captions.split else ""
         raise UserError(
-            f"None of the {len(unknown):,} judged pairs of {path} is in {captions.source}"
-            f"{f' ({captions.split})' if captions.split else ''}.",
+            f"None of the {len(unknown):,} judged pairs of {path} is in {captions.source}{split}.",
             "Name the data and the split that were judged: of Flickr8k --split test.",
         )
     image, caption, own = (torch.tensor(column) for column in zip(*votes))
@@ -119,49 +118,29 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     return Judgements(image, caption, own, torch.tensor(yes), torch.tensor(no), list(names), len(unknown))
 
 
-def _rows_by_name(captions: CaptionDataset) -> tuple[dict[str, int], set[str]]:
-    """The index of the image of each name, and the names of several images."""
-    rows: dict[str, int] = {}
-    ambiguous = set()
-    for row, number in enumerate(captions.image_ids):
-        names = {str(number)}
-        if isinstance(captions.located, Images):
-            names.add(captions.located.places[row].name)
-        for name in {_stem(name.rpartition(":")[2]) for name in names}:  # in several tars: "TAR:KEY"
-            if rows.setdefault(name, row) != row:
-                ambiguous.add(name)
-    return rows, ambiguous
-
-
 def _stem(name: str) -> str:
     """The name without folder and ending."""
-    return re.sub(r"\.(jpe?g|png)$", "", PurePosixPath(name).name, flags=re.IGNORECASE)
+    return re.sub(r"\.(jpe?g|png)$", "", PurePosixPath(name.strip()).name, flags=re.IGNORECASE)
 
 
-def _read(path: Path) -> list[Line]:
+def _read(path: Path) -> list[tuple[str, str, int, int, int]]:
+    """The COLUMNS of every line. Raises UserError."""
     header = read_text(path).partition("\n")[0].rstrip("\r").split("\t")
     is_table = set(COLUMNS) <= set(header)
 
-    def parse(line: str) -> Line | None:
+    def parse(line: str) -> tuple | None:
         parts = line.split("\t")
         if is_table:
-            if len(parts) < len(header):
-                raise ValueError(f"it has {len(parts)} of {len(header)} columns")
-            return None if parts == header else _line(*(parts[header.index(name)] for name in COLUMNS))
-        image, caption, share, yes, no = parts
-        caption_image, _, index = caption.rpartition("#")
-        judged = _line(image, caption_image, index, yes, no)
-        if not abs(float(share) - judged[3] / (judged[3] + judged[4])) < 0.01:  # ExpertAnnotations.txt has grades
+            if parts == header:
+                return None
+            image, of, index, yes, no = (parts[header.index(name)] for name in COLUMNS)
+        else:
+            image, of, share, yes, no = parts
+            of, _, index = of.rpartition("#")
+        if not all(re.fullmatch("[0-9]{1,6}", number) for number in (index, yes, no)) or int(yes) + int(no) == 0:
+            raise ValueError("the index and the votes are not whole numbers, or nobody judged the pair")
+        if not is_table and not abs(float(share) - int(yes) / (int(yes) + int(no))) < 0.01:  # grades of experts
             raise ValueError(f"{share[:40]!r} is not the share of {yes} yes and {no} no")
-        return judged
+        return _stem(image), _stem(of), int(index), int(yes), int(no)
 
     return parse_lines(path, "a list of judgements", parse)
-
-
-def _line(image: str, caption_image: str, index: str, yes: str, no: str) -> Line:
-    names = _stem(image.strip()), _stem(caption_image.strip())
-    if not all(names) or not all(re.fullmatch("[0-9]{1,6}", number) for number in (index, yes, no)):
-        raise ValueError("an image has no name, or the index and the votes are not whole numbers")
-    if int(yes) + int(no) == 0:
-        raise ValueError("nobody judged the pair")
-    return *names, int(index), int(yes), int(no)

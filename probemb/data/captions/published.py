@@ -1,14 +1,19 @@
-"""Captions of images in annotation files: Karpathy's json, HierarCaps' table, CUB's folders of texts."""
+"""Readers of published annotation files: Karpathy's json, HierarCaps, CUB, and "precomp" files of VSE++ and SCAN."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
+import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from probemb.data.captions.dataset import CaptionDataset, Entry, assemble
+from probemb.data.image_loader import REGIONS, Images, locate, read_regions
 from probemb.data.reading import (
     as_id,
     as_inside,
@@ -17,11 +22,13 @@ from probemb.data.reading import (
     check_unique,
     checked,
     choose_split,
-    locate,
+    is_id,
     only_file,
     parse_all,
+    read_bytes,
     read_json,
     read_lines,
+    read_npy,
     read_text,
     split_name,
 )
@@ -29,9 +36,38 @@ from probemb.data.shards.samples import MAX_CAPTION_CHARS
 from probemb.errors import UserError
 
 KARPATHY, HIERARCAPS = "a Karpathy json", "HierarCaps' table"
+PER_IMAGE = 5  # captions of an image in a precomp file
 
 
-def read_karpathy(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
+class Entry(NamedTuple):
+    """An image: COCO's id or a name, its captions and their ids if known, and what else is said about it."""
+
+    id: int | str
+    captions: list[str]
+    caption_ids: list[int] | None = None
+    about: Mapping = MappingProxyType({})
+
+
+class Listing(NamedTuple):
+    """The images with captions of a path, the images' locations or the error to raise where they are needed, the split
+    (None: all), and the file.
+    """
+
+    entries: list[Entry]
+    located: Images | UserError
+    split: str | None
+    source: Path
+
+
+def _locate(candidates: Sequence[Sequence[str]], names: Sequence[str], *where) -> Images | UserError:
+    """`locate`, with its error in place of the images: captions can be used without."""
+    try:
+        return locate(candidates, names, *where)
+    except UserError as error:
+        return error
+
+
+def read_karpathy(path: Path, split: str | None, images: Path | None) -> Listing:
     """`{"images": [{"filename", "filepath", "split", "cocoid", "sentences": [{"raw", "sentid"}]}]}`.
 
     COCO's ids are used if "cocoid" is present; else an image is named by its file. Raises UserError.
@@ -44,10 +80,9 @@ def read_karpathy(path: Path, split: str | None, images: Path | None) -> Caption
     parsed = parse_all(path, KARPATHY, rows, _karpathy_image, "image")
     split, parts = choose_split(split, (part for part, _, _ in parsed), path)
     check_unique((entry.id for _, _, entry in parsed), "image id", path)
-    entries = [entry for part, _, entry in parsed if part in parts]
     names = [name for part, name, _ in parsed if part in parts]
-    candidates = [(name, PurePosixPath(name).name) for name in names]
-    return assemble(entries, path, split, locate(candidates, names, path, images, [path.parent]))
+    located = _locate([(name, PurePosixPath(name).name) for name in names], names, path, images, [path.parent])
+    return Listing([entry for part, _, entry in parsed if part in parts], located, split, path)
 
 
 def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
@@ -56,15 +91,14 @@ def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
     name = as_inside(f"{as_text(row['filepath'], 'the filepath')}/{name}" if row.get("filepath") else name)
     texts, ids = [], []
     for sentence in as_list(row["sentences"], "the sentences"):
-        text = as_text(sentence["raw"], "the caption").strip()[:MAX_CAPTION_CHARS]
-        if text:
+        if text := as_text(sentence["raw"], "the caption").strip()[:MAX_CAPTION_CHARS]:
             texts.append(text)
             ids.append(as_id(sentence["sentid"], "the sentid") if is_coco else None)
     number = as_id(row["cocoid"], "the cocoid") if is_coco else str(PurePosixPath(name).with_suffix(""))
     return split_name(as_text(row["split"], "the split")), name, Entry(number, texts, ids if is_coco else None)
 
 
-def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
+def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> Listing:
     """`id,captions,image_url`, the captions of an image from general to specific, separated by " => ".
 
     Images are named, and looked for, by the file name in their URL. Raises UserError.
@@ -79,17 +113,16 @@ def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> Capti
 
     entries = parse_all(path, HIERARCAPS, csv.DictReader(io.StringIO(read_text(path)), strict=True), parse, "row")
     names = [entry.id for entry in entries]
-    return assemble(entries, path, split, locate([[name] for name in names], names, path, images, [path.parent]))
+    return Listing(entries, _locate([[name] for name in names], names, path, images, [path.parent]), split, path)
 
 
 # --------------------------------------------------------------------------------------------------------------- CUB
 
-_CUB_TEXTS, _CUB_FOLDER, _CUB_HELD_OUT = "text_c10", "CUB_200_2011", "seen_test_images.txt"
+CUB_TEXTS, CUB_IMAGES = "text_c10", "CUB_200_2011"
 _CUB_LIST = re.compile(r"(trainval|train|val|test)classes(\d?)\.txt")
-_CUB_REMEDY = "Put the files of CUB_200_2011 and of its captions (text_c10) there as they are published."
 
 
-def read_cub(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
+def read_cub(path: Path, split: str | None, images: Path | None) -> Listing:
     """CUB-200-2011 with the captions of Reed et al.: birds of 200 classes, splits by class.
 
     FOLDER/text_c10/CLASS/NAME.txt     the captions, one a line; CLASS is 001.Black_footed_Albatross, ...
@@ -103,36 +136,176 @@ def read_cub(path: Path, split: str | None, images: Path | None) -> CaptionDatas
     classes), "test" (other classes), and "train1", "val1", ... of the lists with numbers. Sources: Wah et al. 2011;
     Reed et al. 2016; the class splits of Xian et al. 2017, as PCME uses them (§4.1.2). Raises UserError.
     """
-    texts = next(filter(Path.is_dir, (path / _CUB_TEXTS, *sorted(path.glob(f"*/{_CUB_TEXTS}")))), path / _CUB_TEXTS)
-    folders = [path, path / _CUB_FOLDER, texts.parent]
-
-    def lines(name: str) -> list[str]:
-        file = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        if file is None:
-            raise UserError(f"There is no {name} in {path}.", _CUB_REMEDY)
-        return read_lines(file)
-
-    rows = [line.partition(" ")[2].strip() for line in lines("images.txt")]
-    names = parse_all(path / "images.txt", "a list of NUMBER CLASS/NAME.jpg", rows, as_inside, "line")
-    lists = {file.name for folder in folders for file in folder.glob("*classes*.txt") if _CUB_LIST.fullmatch(file.name)}
-    classes = {"".join(_CUB_LIST.fullmatch(name).groups()): set(lines(name)) for name in sorted(lists)}
-    if "train" in classes:
-        classes.setdefault("trainval", classes["train"])
-    if not {"trainval", "test"} <= set(classes):
-        raise UserError(f"{path} has no trainvalclasses.txt and testclasses.txt beside {_CUB_TEXTS}.", _CUB_REMEDY)
-    held_out = {line for folder in folders for line in _optional_lines(folder / _CUB_HELD_OUT)}
-    members = {one: {name for name in names if name.partition("/")[0] in of} for one, of in classes.items()}
-    splits = {"train": members["trainval"] - held_out, "val": members["trainval"] & held_out, "test": members["test"]}
-    splits |= {one: of - held_out for one, of in members.items() if one[-1].isdigit()}
-    split, parts = choose_split(split, (one for one, of in splits.items() if of), path)
+    texts = next(filter(Path.is_dir, (path / CUB_TEXTS, *sorted(path.glob(f"*/{CUB_TEXTS}")))), path / CUB_TEXTS)
+    folders = [path, path / CUB_IMAGES, texts.parent]
+    files = {file.name: file for folder in reversed(folders) for file in folder.glob("*.txt")}
+    for name in ("images.txt", "trainvalclasses.txt", "testclasses.txt"):
+        if name not in files:
+            remedy = f"Put the files of {CUB_IMAGES} and of its captions ({CUB_TEXTS}) there as they are published."
+            raise UserError(f"There is no {name} in {path}.", remedy)
+    rows = [line.partition(" ")[2].strip() for line in read_lines(files["images.txt"])]
+    names = parse_all(files["images.txt"], "a list of NUMBER CLASS/NAME.jpg", rows, as_inside, "line")
+    held_out = set(read_lines(files["seen_test_images.txt"])) if "seen_test_images.txt" in files else set()
+    members = {}
+    for file in files.values():
+        if found := _CUB_LIST.fullmatch(file.name):
+            classes = set(read_lines(file))
+            members["".join(found.groups())] = {name for name in names if name.partition("/")[0] in classes}
+    seen = members["trainval"]
+    splits = {"train": seen - held_out, "val": seen & held_out, "test": members["test"]}
+    splits |= {one: some - held_out for one, some in members.items() if one[-1].isdigit()}
+    split, parts = choose_split(split, (one for one, some in splits.items() if some), path)
     chosen = [name for name in names if any(name in splits[part] for part in parts)]
     entries = []
-    for name in chosen:
-        captions = [line[:MAX_CAPTION_CHARS] for line in read_lines(texts / PurePosixPath(name).with_suffix(".txt"))]
-        entries.append(Entry(str(PurePosixPath(name).with_suffix("")), captions))
-    located = locate([(name,) for name in chosen], chosen, path, images, folders[:2])
-    return assemble(entries, path, split, located, classes=[PurePosixPath(name).parts[0] for name in chosen])
+    for name in map(PurePosixPath, chosen):
+        captions = [line[:MAX_CAPTION_CHARS] for line in read_lines(texts / name.with_suffix(".txt"))]
+        entries.append(Entry(str(name.with_suffix("")), captions, about={"class": name.parts[0]}))
+    return Listing(entries, _locate([[name] for name in chosen], chosen, path, images, folders[:2]), split, path)
 
 
-def _optional_lines(path: Path) -> list[str]:
-    return read_lines(path) if path.is_file() else []
+# ----------------------------------------------------------------------------------------------------------- precomp
+
+_CAPS = re.compile(r"(?P<prefix>.*?)(?P<name>[A-Za-z0-9]+)_caps\.txt(\.gz)?")
+_FILES_OF = {"test": ("testall", "test"), "val": ("dev", "val")}  # the files of a split, the preferred one first
+_PCME = {"testall": "test", "val": "dev"}  # its names of these files
+
+
+def read_precomp(path: Path, split: str | None, images: Path | None) -> Listing:
+    """`NAME_caps.txt` of VSE++ and SCAN, five lines an image, with the ids of the images or captions beside it, if any.
+
+    `NAME_ids.txt` (one image id a line, or one for each caption) as SCAN and VSE++ ship it, or `coco_NAME_ids.npy` of
+    COCO annotation ids as PCME does. Images are found by COCO's names, by ID.jpg, or through `id_mapping.json`. Without
+    ids, images cannot be located and are named by their number. Raises UserError.
+    """
+    file, split = _find_caps(path, split, regions=False)
+    entries, has_ids = _read_captions(file)
+    if not has_ids:
+        what = f"Nothing beside {file} says which images its captions belong to."
+        remedy = f"Put {_stem(file)}_ids.txt with one image id a line there, or name a Karpathy json."
+        return Listing(entries, UserError(what, remedy), split, file)
+    folders = [file.parent, file.parent.parent]
+    mapping = next(filter(Path.is_file, (folder / "id_mapping.json" for folder in folders)), None)  # of VSE-infinity
+    with checked(mapping or file, "a mapping of ids to images"):
+        known = {key: as_inside(name) for key, name in (read_json(mapping) if mapping else {}).items()}
+    candidates = [[*filter(None, [known.get(str(entry.id))]), *_image_files(entry.id)] for entry in entries]
+    return Listing(entries, _locate(candidates, [str(e.id) for e in entries], file, images, folders), split, file)
+
+
+def read_with_regions(path: Path, split: str | None, images: Path | None) -> Listing:
+    """`read_precomp` of captions with `NAME_ims.npy` beside them, whose regions stand in for the images' pixels.
+
+    `NAME_scenes.jsonl` has the scenes and stated captions of the synthetic world. Raises UserError.
+    """
+    if images is not None:
+        raise UserError(
+            f"{path} is read with its regions, so that the image folder {images} would not be used.",
+            "Leave the image folder out, or name the format precomp to read pixels.",
+        )
+    file, split = _find_caps(path, split, regions=True)
+    entries, _ = _read_captions(file)
+    truth = file.with_name(f"{_stem(file)}_scenes.jsonl")
+    if truth.is_file():
+        scenes = parse_all(truth, "a list of scenes", read_lines(truth), lambda line: dict(json.loads(line)), "line")
+        if [scene.get("captions") for scene in scenes] != [entry.captions for entry in entries]:
+            what = f"{truth} does not describe the scenes of {file.name}."
+            raise UserError(what, "Write both again, or remove it.")
+        entries = [entry._replace(about=scene) for entry, scene in zip(entries, scenes)]
+    regions = read_regions(file.with_name(_stem(file) + REGIONS), [str(entry.id) for entry in entries], PER_IMAGE)
+    return Listing(entries, regions, split, file)
+
+
+def _stem(file: Path) -> str:
+    return file.name.partition("_caps.")[0]
+
+
+def _find_caps(path: Path, split: str | None, regions: bool) -> tuple[Path, str | None]:
+    """The caption file and its split, None where none was asked for; `regions`: one with regions beside it."""
+    folder = path if any(path.glob("*_caps.txt*")) else path / "precomp"
+    files = [path] if path.is_file() else sorted(file for file in folder.glob("*") if _CAPS.fullmatch(file.name))
+    if regions:
+        files = [file for file in files if file.with_name(_stem(file) + REGIONS).is_file()]
+    names = [found["name"] if (found := _CAPS.fullmatch(file.name)) else "" for file in files]
+    canonical = {name: key for key, several in _FILES_OF.items() for name in several}
+    split, _ = choose_split(split, filter(None, [*(canonical.get(name, name) for name in names), *names]), path)
+    if split is not None:
+        wanted = next((name for name in _FILES_OF.get(split, (split,)) if name in names), None)
+        files = [file for file, name in zip(files, names) if name == wanted]
+    return only_file(files, path, "*_caps.txt" + (f" with *{REGIONS} beside it" if regions else "")), split
+
+
+def _read_captions(file: Path) -> tuple[list[Entry], bool]:
+    """The captions of every image, and whether the images' ids are known; else they are numbers."""
+    lines = [line.strip()[:MAX_CAPTION_CHARS] for line in read_text(file).split("\n")]
+    if not lines[-1]:
+        lines.pop()
+    if not lines or len(lines) % PER_IMAGE:
+        what = f"{file} has {len(lines)} lines, which is not {PER_IMAGE} for each image."
+        raise UserError(what, "Name a *_caps.txt with five captions an image, one a line.")
+    image_ids, caption_ids = _read_ids(file, len(lines) // PER_IMAGE)
+    entries = []
+    for i in range(len(lines) // PER_IMAGE):
+        rows = [k for k in range(PER_IMAGE * i, PER_IMAGE * (i + 1)) if lines[k]]
+        numbers = None if caption_ids is None else [caption_ids[k] for k in rows]
+        entries.append(Entry(image_ids[i] if image_ids else f"{_stem(file)}:{i}", [lines[k] for k in rows], numbers))
+    return entries, image_ids is not None
+
+
+def _read_ids(file: Path, total: int) -> tuple[list[int | str] | None, list[int] | None]:
+    """(id of each image, id of each caption), either None if unknown."""
+    beside = _id_file(file)
+    if beside is None:
+        return None, None
+    lines = PER_IMAGE * total
+    with checked(beside, "a row of ids"):
+        if beside.suffix == ".npy":  # dev_caps and test_caps are the first part of PCME's splits
+            ids = read_npy(io.BytesIO(read_bytes(beside))).tolist()[: max(lines, total)]
+        else:
+            ids = parse_all(beside, "a list of the ids of images", read_lines(beside), as_inside, "line")
+            ids = [int(one) for one in ids] if all(re.fullmatch("[0-9]{1,18}", one) for one in ids) else ids
+    if len(ids) == total:
+        return ids, None
+    remedy = f"Put the ids that belong to {file.name} there."
+    if len(ids) != lines:
+        raise UserError(f"{beside} has {len(ids)} ids, but {file} has {total} images.", remedy)
+    fives = [ids[i : i + PER_IMAGE] for i in range(0, lines, PER_IMAGE)]
+    if all(len(set(five)) == 1 for five in fives):
+        return ids[::PER_IMAGE], None
+    if not all(map(is_id, ids)):
+        raise UserError(f"{beside} does not give five captions in a row the same image.", remedy)
+    known = _image_of_caption()
+    image_ids = [known.get(str(one)) for one in ids]
+    if None in image_ids:
+        return None, ids
+    for i, five in enumerate(fives):
+        if len(set(image_ids[PER_IMAGE * i : PER_IMAGE * (i + 1)])) > 1:
+            what = f"The captions {five[0]} to {five[-1]} of {beside} do not belong to one image of COCO."
+            raise UserError(what, remedy)
+    return image_ids[::PER_IMAGE], ids
+
+
+def _id_file(file: Path) -> Path | None:
+    """The file of ids: coco_test_ids.npy belongs to coco_precomp_testall_caps.txt.gz."""
+    if (parts := _CAPS.fullmatch(file.name)) is None:
+        return None
+    name, corpus = parts["name"], parts["prefix"].partition("_")[0]
+    patterns = [f"{_stem(file)}_ids.txt*", *(f"{corpus}*{one}_ids.npy" for one in (name, _PCME.get(name, name)))]
+    return next((found for pattern in patterns for found in sorted(file.parent.glob(pattern))), None)
+
+
+def _image_of_caption() -> dict[str, int]:
+    """COCO's image of each annotation id of Karpathy's test split, from the package eccv_caption."""
+    spec = importlib.util.find_spec("eccv_caption")
+    path = spec and Path(spec.origin).parent / "data" / "original_caption_to_image.json"
+    images_of = json.loads(path.read_text()) if path and path.is_file() else {}
+    return {caption: images[0] for caption, images in images_of.items()}
+
+
+def _image_files(one: int | str) -> list[str]:
+    """Possible paths of an image below the image folder."""
+    if isinstance(one, str):
+        return [one, f"{one}.jpg"]
+    name, parts = f"{one:012d}.jpg", ("train", "val")
+    return [
+        *(f"{part}2014/COCO_{part}2014_{name}" for part in parts), *(f"COCO_{part}2014_{name}" for part in parts),
+        *(f"{part}2017/{name}" for part in parts), name, f"{one}.jpg",
+    ]  # fmt: skip

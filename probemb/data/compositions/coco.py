@@ -20,15 +20,14 @@ from torch import Tensor
 from probemb.data.boxes.geometry import Box, clipped
 from probemb.data.boxes.phrases import MAX_SIDE
 from probemb.data.compositions.concepts import ConceptImages, draw_splits
+from probemb.data.image_loader import locate
 from probemb.data.reading import (
-    all_located,
     as_id,
     as_inside,
     as_list,
     as_text,
     check_unique,
     checked,
-    locate,
     malformed,
     parse_all,
     read_json,
@@ -90,7 +89,7 @@ def read_coco(file: Path, images: Path | None, seed: int, test: set[str] | None 
     folder = file.name.removesuffix(".gz").removesuffix(".json").removeprefix("instances_")
     beside = [file.parent, file.parent.parent, file.parent / folder, file.parent.parent / folder]
     names = [(files[one], f"{folder}/{files[one]}") for one in chosen]
-    located = all_located(locate(names, ids, file, images, beside))
+    located = locate(names, ids, file, images, beside)
     return ConceptImages(located, ids, held, categories, draw_splits(ids, seed, test), file)
 
 

@@ -20,8 +20,9 @@ import numpy as np
 from probemb.data.compositions.concepts import ConceptImages
 from probemb.data.compositions.dataset import Compositions, Example, Part, Query
 from probemb.data.compositions.tuples import no_tuples
+from probemb.data.image_loader import locate
 from probemb.data.randomness import stream_of
-from probemb.data.reading import all_located, as_inside, choose_split, locate, parse_lines
+from probemb.data.reading import as_inside, choose_split, parse_lines
 from probemb.errors import UserError
 
 LABELS = "labels/*_detect_all.txt"
@@ -100,7 +101,7 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
     if not rows:
         raise UserError(f"The labels of {path} list no image in the split '{split}'.", "Fetch the labels again.")
     names, texts = map(list, zip(*rows))
-    located = all_located(locate([(name,) for name in names], names, path, images, [path]))
+    located = locate([(name,) for name in names], names, path, images, [path])
     concepts = sorted(set(texts))
     number = {text: place for place, text in enumerate(concepts)}
     held = [([number[text]], None) for text in texts]

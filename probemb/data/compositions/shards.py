@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from probemb.data.captions.webdataset import walk_samples
 from probemb.data.compositions.coco import MAX_OBJECTS, read_box, read_categories, read_size
 from probemb.data.compositions.concepts import SPLITS, ConceptImages, Held, draw_splits
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import Images, find_tars
+from probemb.data.image_loader import Images, find_tars, walk_samples
 from probemb.data.reading import as_list, is_id, read_json, split_name
 from probemb.data.shards.samples import parse_sample, read_sample
 from probemb.errors import UserError

@@ -131,8 +131,7 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
         ("b.txt", b"captions without an image"),
         ("c.png", shade(3)), ("c.txt", b" \n"),
         *pair("d", 4, captions=["x"], image_id="391895"),
-        *pair("e", 5, captions=["x"], caption_ids=[1, 2]),
-        *pair("f", 6, captions=["x"], caption_ids=["1"]),
+        *pair("f", 6, captions=[{"id": "1", "caption": "x"}]),
         ("g.png", shade(7)),
         ("notes.json", b"[]"),
     ]  # fmt: skip
@@ -142,7 +141,6 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
         "b": "there are captions, but no image",
         "c": "there is no caption",
         "d": "the image_id is not a whole number from 0 on",
-        "e": "there are 2 caption_ids for 1 captions",
         "f": "a caption id is not a whole number from 0 on",
     }
 

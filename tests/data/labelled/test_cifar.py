@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from probemb.data.labelled.images import find_images, resolve_classes
+from probemb.data.labelled import find_images, resolve_classes
 from probemb.errors import UserError
 
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

@@ -8,8 +8,7 @@ from timm.data import ImageNetInfo
 from torchvision.transforms.functional import to_tensor
 
 from probemb.data.image_loader import ImageBatches, describe_bad
-from probemb.data.labelled.classes import imagenet_classes
-from probemb.data.labelled.images import find_images, resolve_classes
+from probemb.data.labelled import find_images, imagenet_classes, resolve_classes
 from probemb.errors import UserError
 from tests.world import N_CLASSES, write_tar
 

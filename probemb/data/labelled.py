@@ -1,0 +1,475 @@
+"""Labelled images in any of their layouts, the classes in the order of the labels, and prompts that describe these."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from glob import glob
+from importlib.resources import files
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+from PIL import Image
+
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_place, walk_samples
+from probemb.data.reading import (
+    as_list,
+    as_text,
+    check_unique,
+    checked,
+    listed,
+    malformed,
+    parse_lines,
+    read_json,
+    read_lines,
+    read_text,
+)
+from probemb.data.shards.samples import IMAGE_EXTENSIONS, parse_sample, read_sample
+from probemb.errors import UserError, nearest
+
+WNID = re.compile(r"n\d{8}")
+BUILT_IN = "the built-in ImageNet names"
+SINGLE_TEMPLATE = "a photo of a {}."
+Templates = Sequence[str] | dict[str, list[str]]  # for all classes, or the prompts of each class by its name
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes to choose from.
+
+    Attributes:
+        names: for prompts, in the order of the labels.
+        keys: name of each class in the data (a WordNet id, a folder), or None if only the order is known.
+        source: for messages.
+    """
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...] | None
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def only(self, keys: Sequence[str]) -> Classes:
+        """Those with one of these keys, in the same order."""
+        kept = [(name, key) for name, key in zip(self.names, self.keys, strict=True) if key in set(keys)]
+        if len(kept) == len(self):
+            return self
+        return Classes(*map(tuple, zip(*kept)), f"{self.source}, {len(kept)} of them")
+
+
+@dataclass(kw_only=True)
+class LabelledImages(Images):
+    """Images and their labels.
+
+    Attributes:
+        marks: the label in the data: a class index, or the name of the class folder.
+        folders: all class folders in sorted order, including empty ones; None where labels are indices.
+        class_file: classes.json or classes.txt beside the data.
+        classes, templates: what the data's own layout says; None without.
+    """
+
+    marks: list[int | str]
+    folders: list[str] | None = None
+    class_file: Path | None = None
+    classes: Classes | None = None
+    templates: tuple[str, ...] | None = None
+
+
+def find_images(data: str | Path, labels: str | Path | None = None, exif: bool = False) -> LabelledImages:
+    """List the labelled images under a path, without decoding any.
+
+    Args:
+        data: a path of one of LAYOUTS; tars also by a pattern.
+        labels: a file of "NAME LABEL" lines for images without a class folder; LABEL is a class index or WordNet id.
+        exif: turn images as their EXIF orientation says.
+
+    Raises UserError: the path is missing, holds no labelled image, or cannot be read.
+    """
+    path = Path(data)
+    if not path.exists() and not find_tars(path) and not glob(str(path)):
+        raise UserError(
+            f"The data path {data} does not exist.",
+            f"Name {listed(list(LAYOUTS), 'or')}, or make the synthetic data with `python -m tools.make_scenes "
+            "data/scenes` and name a folder in it.",
+        )
+    if labels is not None:
+        found = _read_listed(path, _read_labels(Path(labels)))
+    else:
+        found = next(images for read in LAYOUTS.values() if (images := read(path)) is not None)
+    if not found.places:
+        why = f"; the first of {len(found.bad)} unusable samples: {': '.join(found.bad[0])}" if found.bad else ""
+        raise UserError(
+            f"{data} holds no labelled images{why}.",
+            "Put images into one folder a class, or beside KEY.cls in webdataset shards, or list them in --labels.",
+        )
+    folder = path if path.is_dir() else Path(found.places[0].file).parent
+    class_file = next((folder / name for name in CLASS_FILES if (folder / name).is_file()), None)
+    return replace(found, source=str(data), exif=exif, class_file=None if found.classes else class_file)
+
+
+# -------------------------------------------------------------------------------------- class folders and label files
+
+
+def _is_image(name: str) -> bool:
+    base = name.rsplit("/", 1)[-1]
+    return not base.startswith(".") and base.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+
+
+def _folders(path: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _images_under(path: Path) -> list[Place]:
+    """The images of tars, or of a folder and the folders in it, named by their paths inside."""
+    if tars := find_tars(path):
+        prefix = "{}:" if len(tars) > 1 else ""
+        members = ((tar, member) for tar in tars for member in list_members(tar) if _is_image(member.name))
+        return [Place(prefix.format(tar.name) + one.name, str(tar), one.offset, one.size) for tar, one in members]
+    places = []
+    for folder in ("", *_folders(path)):
+        names = sorted(filter(_is_image, os.listdir(path / folder)))
+        places += [Place(os.path.join(folder, name), str(path / folder / name)) for name in names]
+    return places
+
+
+def _read_class_folders(path: Path) -> LabelledImages:
+    """Images whose folder, on disk or in tars, is their class."""
+    folders = _folders(path) if path.is_dir() else []
+    split = next((name for name in ("val", "validation", "test", "train") if name in folders), None)
+    if split and not any(map(WNID.fullmatch, folders)):
+        raise UserError(f"{path} holds splits, not classes: {', '.join(folders[:5])}.", f"Say --data {path / split}.")
+    marked, bad = [], []
+    for place in _images_under(path):
+        mark = place.name.rpartition(":")[2].removeprefix("./").rpartition("/")[0].rpartition("/")[2]
+        if mark:
+            marked.append((mark, place))
+        else:
+            bad.append((place.name, "it is in no class folder"))
+    if bad and not marked:
+        raise UserError(
+            f"{path} holds images, such as {bad[0][0]}, without a class folder and without KEY.cls.",
+            'Give their labels with --labels FILE, one "NAME LABEL" a line (LABEL: class index or WordNet id).',
+        )
+    marks, places = map(list, zip(*sorted(marked))) if marked else ([], [])
+    return LabelledImages(places=places, marks=marks, bad=bad, folders=sorted({*marks, *folders}), source=str(path))
+
+
+def _read_labels(path: Path) -> dict[str, int | str]:
+    """Class index or WordNet id of each name, without folder and ending; more columns are not read."""
+    labels: dict[str, int | str] = {}
+
+    def parse(line: str) -> None:
+        words = re.split(r"[,\s]+", line.strip())
+        if not labels and words[0].lower() in ("imageid", "name", "filename", "image"):
+            return
+        if len(words) < 2 or not re.fullmatch(r"[0-9]{1,9}|n\d{8}", words[1]):
+            raise ValueError(f"{line[:60]!r} is not NAME and class index (from 0, sorted WordNet ids) or WordNet id")
+        mark = int(words[1]) if words[1].isdigit() else words[1]
+        if labels.setdefault(_stem(words[0]), mark) != mark:
+            raise ValueError(f"it gives {words[0][:100]} another label than a line before")
+        if type(mark) is not type(next(iter(labels.values()))):
+            raise ValueError("class indices and WordNet ids are mixed")
+
+    parse_lines(path, "a list of labels", parse)
+    return labels
+
+
+def _stem(name: str) -> str:
+    base = name.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+    return base.rpartition(".")[0] if _is_image(base) else base
+
+
+def _read_listed(path: Path, labels: dict[str, int | str]) -> LabelledImages:
+    places = _images_under(path)
+    if missing := [place.name for place in places if _stem(place.name) not in labels]:
+        raise UserError(f"--labels lacks {len(missing)} of {len(places)} images, such as {missing[0]}.", "Add them.")
+    marks = [labels[_stem(place.name)] for place in places]
+    folders = sorted(set(marks)) if any(isinstance(mark, str) for mark in marks) else None
+    return LabelledImages(places=places, marks=marks, folders=folders, source=str(path))
+
+
+# ------------------------------------------------------------------------------------------------------------- shards
+
+
+def _read_labelled_shards(path: Path) -> LabelledImages | None:
+    """Shards with KEY.cls."""
+    tars = find_tars(path)
+    labelled = any(member.name.endswith(".cls") for tar in tars for member in list_members(tar))
+    return _read_shards(tars) if labelled else None
+
+
+def _read_shards(tars: Sequence[Path]) -> LabelledImages:
+    found = LabelledImages(places=[], marks=[], source=str(tars[0]))
+    for name, place, span, file in walk_samples(tars):
+        if place is None:
+            continue
+        try:
+            label = {ext: member for ext, member in span.parts.items() if ext == "cls"}
+            words = read_sample(file.fileno(), span._replace(parts=label))
+            found.marks.append(parse_sample({"jpg": b"-", **words}, need_caption=False).label)
+            found.places.append(place)
+        except BadSample as error:
+            found.bad.append((name, str(error)))
+    return found
+
+
+def _read_benchmark(path: Path) -> LabelledImages | None:
+    """A split of CLIP_benchmark, or the test split of its data set.
+
+    classnames.txt                            one name a line; the line is the label
+    zeroshot_classification_templates.txt     one template a line, with {c} where the class name goes
+    test/nshards.txt                          the number of shards of a split
+    test/0.tar, test/1.tar, ...               KEY.jpg (or .png, .webp) and KEY.cls
+    dataset_type.txt                          "retrieval" of a set with KEY.txt in place of KEY.cls, without classes
+    """
+    split = path if (path / "nshards.txt").is_file() else path / "test"
+    root, count = split.parent, split / "nshards.txt"
+    kind = root / "dataset_type.txt"
+    if kind.is_file() and read_text(kind).strip() == "retrieval":
+        raise UserError(
+            f"{root} is a data set for retrieval: its images have captions and no classes.",
+            f"Evaluate it with `python -m zeroshot.retrieval --data {split if split.is_dir() else path}`.",
+        )
+    if not count.is_file() or not (root / "classnames.txt").is_file():
+        return None
+    with checked(count, "the number of shards beside it", "Fetch the shards that are missing."):
+        tars = sorted(split.glob("*.tar"), key=lambda tar: int(tar.stem))
+        if not tars or len(tars) != int(read_text(count)):
+            raise ValueError(f"there are {len(tars)}")
+    file = root / "zeroshot_classification_templates.txt"
+    templates = tuple(read_templates(file)) if file.is_file() else None
+    return replace(_read_shards(tars), classes=read_classes(root / "classnames.txt"), templates=templates)
+
+
+# -------------------------------------------------------------------------------------------------------------- CIFAR
+
+_CIFAR_PIXELS = 3 * 32 * 32
+_CIFAR_REMEDY = "Fetch the binary version from https://www.cs.toronto.edu/~kriz/cifar.html, and name its folder."
+_CIFAR = {  # bytes before the pixels, of which the last is the label; classes; the file of their names; the test images
+    "CIFAR-10": (1, 10, "batches.meta.txt", "test_batch.bin"),
+    "CIFAR-100": (2, 100, "fine_label_names.txt", "test.bin"),
+}
+_CIFAR_PICKLES = {"cifar-10-batches-py": "CIFAR-10", "cifar-100-python": "CIFAR-100"}  # folders of the Python version
+
+
+@dataclass(kw_only=True)
+class CifarImages(LabelledImages):
+    """Images of 32 x 32 pixels that are stored as they are: the red plane, the green one, the blue one."""
+
+    def open(self, index: int) -> Image.Image:
+        """One image. Raises BadSample."""
+        data = read_place(self.places[index])
+        if len(data) != _CIFAR_PIXELS:
+            raise BadSample(f"has {len(data)} of {_CIFAR_PIXELS} bytes")
+        return Image.fromarray(np.frombuffer(data, np.uint8).reshape(3, 32, 32).transpose(1, 2, 0).copy())
+
+
+def _read_cifar(path: Path) -> CifarImages | None:
+    """The test images of a folder, or those of a file or a pattern of files, beside the file of the class names."""
+    inner = sorted(path.glob("cifar-*"))
+    for one in (path, path.parent, *inner):
+        if form := _CIFAR_PICKLES.get(one.name):
+            raise UserError(f"{path} is the Python version of {form}: pickles, which can run code.", _CIFAR_REMEDY)
+    for form, (before, n_classes, names, test) in _CIFAR.items():
+        named = [one / test for one in (path, *inner)] if path.is_dir() else map(Path, sorted(glob(str(path))))
+        files = [file for file in named if file.suffix == ".bin" and (file.parent / names).is_file()]
+        if not files:
+            continue
+        found, size = CifarImages(places=[], marks=[], source=str(path)), before + _CIFAR_PIXELS
+        for file in files:
+            with checked(file, form, _CIFAR_REMEDY):
+                labels = np.memmap(file, np.uint8, "r").reshape(-1, size)[:, before - 1].tolist()
+                if max(labels) >= n_classes:
+                    raise ValueError(f"it holds a label {max(labels)}")
+            starts = range(before, len(labels) * size, size)
+            found.places += [Place(f"{file.name}/{i:05d}", str(file), at, _CIFAR_PIXELS) for i, at in enumerate(starts)]
+            found.marks += labels
+        names = files[0].parent / names
+        found.classes = Classes(tuple(line.replace("_", " ") for line in read_lines(names)), None, str(names))
+        if len(found.classes) != n_classes:
+            raise malformed(names, f"the {n_classes} names of {form}", f"it has {len(found.classes)}")
+        return found
+    return None
+
+
+# The readers give None for data of another layout; the first that does not counts, and the last always gives images.
+LAYOUTS: dict[str, Callable[[Path], LabelledImages | None]] = {
+    "CIFAR's binary files": _read_cifar,
+    "a data set of CLIP_benchmark": _read_benchmark,
+    "webdataset shards with KEY.cls": _read_labelled_shards,
+    "a folder or tar with a folder for each class": _read_class_folders,
+}
+
+# ------------------------------------------------------------------------------------------------------------ classes
+
+
+def imagenet_classes(keys: Sequence[str] | None = None) -> Classes:
+    """The 1000 ILSVRC classes under CLIP's names, in the order of the sorted WordNet ids; keys: `imagenet_folders`."""
+    return Classes(tuple(IMAGENET_CLASSNAMES), None if keys is None else tuple(keys), BUILT_IN)
+
+
+def imagenet_folders(folders: Sequence[str]) -> tuple[str, ...] | None:
+    """Folder names of all 1000 classes, if these are folders of ImageNet: all or some WordNet ids (ImageNet, -A, -R,
+    -Sketch), or the numbers 0 to 999 (ImageNetV2). None for other folders.
+    """
+    numbers = tuple(map(str, range(1000)))
+    if set(folders) == set(numbers):
+        return numbers
+    if folders and all(map(WNID.fullmatch, folders)):
+        wnids = tuple((files("timm") / "data" / "_info" / "imagenet_synsets.txt").read_text().split())
+        return wnids if set(folders) <= set(wnids) else None
+    return None
+
+
+def read_classes(path: str | Path) -> Classes:
+    """Read a class-name file.
+
+    One of: one name a line; a JSON list of names; a JSON object {folder: name}; a JSON list of objects with a "name"
+    (or "open_clip_name"), and optionally an "index" and a "wnid" or "folder".
+    Raises UserError: a missing, empty or unreadable file, an empty name, an index that is missing or occurs twice.
+    """
+    path, keys = Path(path), None
+    text = read_text(path)
+    with checked(path, "a class-name file", "Write one class name a line, or a JSON list of names."):
+        if path.suffix.lower() == ".json":
+            names, keys = _classes_from_json(json.loads(text))
+        else:
+            names = text.rstrip().splitlines()
+        names = tuple(as_text(name, "a name").strip() for name in names)
+        if not all(names) or not names:
+            raise ValueError(f"class {names.index('')} has no name" if names else "it is empty")
+    check_unique(keys or (), "class", path)
+    return Classes(names, tuple(keys) if keys else None, str(path))
+
+
+def _classes_from_json(content: object) -> tuple[list, list[str] | None]:
+    """Names and keys. Raises ValueError, KeyError, TypeError."""
+    if isinstance(content, dict):
+        return list(content.values()), list(content)
+    if not all(isinstance(entry, dict) for entry in content):
+        return list(content), None
+    if any("index" in entry for entry in content):
+        content = sorted(content, key=lambda entry: entry["index"])
+        if [entry["index"] for entry in content] != list(range(len(content))):
+            raise ValueError(f'its "index" entries are not 0 to {len(content) - 1}, each once')
+    names = [entry.get("name", entry.get("open_clip_name")) for entry in content]
+    keys = [entry.get("wnid", entry.get("folder")) for entry in content]
+    return names, None if None in keys else list(map(str, keys))
+
+
+def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes, list[int]]:
+    """The classes to choose from, and the index of each image's class.
+
+    `wanted` (--classes) is a file, "imagenet", or None: classes.json or classes.txt beside the data, else what its
+    layout says, else ImageNet's names if the folders are those of ImageNet or of a variant with a part of its classes,
+    or there are 1000 labels, else the names of the class folders. Raises UserError: the classes do not fit the labels.
+    """
+    folders = images.folders
+    n_marks = len(folders if folders is not None else set(images.marks))
+    variant = None if folders is None else imagenet_folders(folders)
+    if wanted == "imagenet":
+        classes = imagenet_classes(variant)
+    elif wanted or images.class_file:
+        classes = read_classes(wanted or images.class_file)
+    elif images.classes is not None:
+        classes = images.classes
+    elif variant is not None:
+        classes = imagenet_classes(variant).only(folders)
+    elif folders is None and n_marks == 1000:
+        classes = imagenet_classes()
+    elif folders is not None and not any(map(WNID.fullmatch, folders)):
+        names = tuple(folder.replace("_", " ").strip() or folder for folder in folders)
+        classes = Classes(names, tuple(folders), "the names of the class folders")
+    else:
+        raise UserError(
+            f"{images.source} has {n_marks} classes and does not say what they are called.",
+            "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's.",
+        )
+    if not classes.source.startswith(BUILT_IN) and classes.names != tuple(IMAGENET_CLASSNAMES):  # which repeats two
+        check_unique((" ".join(name.casefold().split()) for name in classes.names), "class name", classes.source)
+    return classes, assign_labels(images, classes)
+
+
+def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
+    """Index of each image's class. Raises UserError if the classes do not fit."""
+    if images.folders is None:
+        for place, mark in zip(images.places, images.marks):
+            if mark >= len(classes):
+                what = f"{place.name} has label {mark}, but there are only {len(classes)} class names"
+                raise UserError(f"{what} in {classes.source}.", "Pass --classes the file that belongs to this data.")
+        return list(images.marks)
+    fitting = (keys for keys in (classes.keys, classes.names) if keys and set(images.folders) <= set(keys))
+    keys = next((keys for keys in fitting if len(set(keys)) == len(keys)), None)
+    if keys is None and classes.keys is None and len(images.folders) == len(classes):
+        keys = images.folders
+    if keys is None:
+        unknown = next(folder for folder in images.folders if folder not in (classes.keys or ()))
+        what = f"The class folder {unknown} of {images.source} is not in {classes.source}."
+        raise UserError(
+            what + nearest(unknown, classes.keys or classes.names),
+            "Pass --classes a file with one name for each folder in sorted order, or a JSON object {folder: name}.",
+        )
+    place = {key: i for i, key in enumerate(keys)}
+    return [place[mark] for mark in images.marks]
+
+
+def remarks(labels: Sequence[int], classes: Classes) -> list[str]:
+    """Reasons why an accuracy over these labels says less: classes without images, a single class."""
+    if len(classes) == 1:
+        return [f"There is one class, {classes.names[0]}: every image counts as correct, whatever the model says."]
+    empty = sorted(set(range(len(classes))) - set(labels))
+    if not empty:
+        return []
+    named = ", ".join(classes.names[i] for i in empty[:3]) + (", …" if len(empty) > 3 else "")
+    return [f"{len(empty)} of {len(classes)} classes have no images ({named}): they only compete with the others."]
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+
+def imagenet_templates() -> list[str]:
+    """CLIP's 80 ImageNet templates, each with one `{}` for the class name."""
+    return [template("{}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
+    """CLIP's 80 templates, or those of a file: one a line, each with `{}` (or CLIP_benchmark's `{c}`) where the class
+    name goes, or a JSON object {class name: [prompts]} with the same number of prompts for every class.
+
+    Raises UserError: a missing or empty file, a template without `{}`, a class without prompts.
+    """
+    if path is None:
+        return imagenet_templates()
+    path = Path(path)
+    if path.suffix.lower() != ".json":
+        templates = list(dict.fromkeys(line.replace("{c}", "{}") for line in read_lines(path)))
+        if not templates or any(one.count("{}") != 1 for one in templates):
+            raise malformed(path, "a list of templates", "a line does not hold {} exactly once, or there is none")
+        return templates
+    found = read_json(path)
+    with checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
+        prompts = {name: as_list(found[name], "the prompts") for name in class_names}
+        for text in chain(*prompts.values()):
+            as_text(text, "a prompt")
+        if len({len(row) for row in prompts.values()} | {0}) != 2:
+            raise ValueError("the classes have no prompts, or different numbers of them")
+    return prompts
+
+
+def prompt_texts(class_names: Sequence[str], templates: Templates) -> list[str]:
+    """All C x P texts, the prompts of one class next to each other."""
+    if isinstance(templates, dict):
+        return [prompt for name in class_names for prompt in templates[name]]
+    return [template.replace("{}", name) for name in class_names for template in templates]
+
+
+def count_prompts(templates: Templates) -> int:
+    """P, the number of prompts of a class."""
+    return len(next(iter(templates.values())) if isinstance(templates, dict) else templates)
