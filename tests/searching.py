@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.data.scenes import draw_captions, sample_to_json, scene
 from probemb.data.shards.index import Shard, write_index
 from probemb.search.embeddings import open_embeddings
 from tests.world import jpeg, write_tar
 from tools.build_index import main as build
 from tools.embed import main as embed
+from tools.make_scenes.captions import draw_captions
+from tools.make_scenes.world import scene
 from tools.search.command import open_searchers, parse
 
 N = 40
@@ -44,7 +45,7 @@ def gallery(tmp_path_factory, run_folder):
     members, told, jpegs = [], [], []
     for i in range(N):
         one = scene("test", i)
-        row = sample_to_json(one, draw_captions(one, 3))
+        row = {"captions": [caption.text for caption in draw_captions(one, 3)]}
         if i < 3:
             row = {"captions": [(EVIL, BACKWARDS, MARKUP)[i], "a further caption", "a third one"]}
         row["url"] = HOSTILE_URLS[i] if i < len(HOSTILE_URLS) else f"https://photos.example/{i}.jpg?a=1&b=2"

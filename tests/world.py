@@ -8,7 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from probemb.data.scenes import class_names, class_scene, draw_captions, render, sample_to_json, scene
+from tools.make_scenes.captions import draw_captions, write_truth
+from tools.make_scenes.command import Plan, make
+from tools.make_scenes.drawing import render
+from tools.make_scenes.world import KINDS, class_scene, scene
 
 N_CLASSES, PER_CLASS = 8, 4
 
@@ -38,7 +41,7 @@ def pictures():
 
 @pytest.fixture(scope="session")
 def names():
-    return class_names()[:N_CLASSES]
+    return list(KINDS[:N_CLASSES])
 
 
 @pytest.fixture(scope="session")
@@ -68,13 +71,15 @@ def shards(tmp_path_factory, pictures, names):
 
 @pytest.fixture(scope="session")
 def captioned(tmp_path_factory):
-    """One tar of 24 scenes with three captions each."""
-    members = []
-    for i in range(24):
-        one = scene("test", i)
-        row = sample_to_json(one, draw_captions(one, 3))
-        members += [(f"{i:03d}.jpg", jpeg(one)), (f"{i:03d}.json", json.dumps(row).encode())]
-    return write_tar(tmp_path_factory.mktemp("captioned") / "val.tar", members)
+    """One tar of 24 scenes with three captions each, and their truth."""
+    members, ids, drawn = [], [f"{i:03d}" for i in range(24)], [scene("test", i) for i in range(24)]
+    captions = [draw_captions(one, 3) for one in drawn]
+    for name, one, row in zip(ids, drawn, captions):
+        text = {"captions": [caption.text for caption in row]}
+        members += [(f"{name}.jpg", jpeg(one)), (f"{name}.json", json.dumps(text).encode())]
+    tar = write_tar(tmp_path_factory.mktemp("captioned") / "val.tar", members)
+    write_truth(tar.with_name("truth.npz"), ids, drawn, captions)
+    return tar
 
 
 @pytest.fixture(scope="session")
@@ -96,8 +101,6 @@ def composed_scenes(tmp_path_factory):
 
 
 def make_scenes(tmp_path_factory, **plan):
-    from tools.make_scenes import Plan, make
-
     out = tmp_path_factory.mktemp("scenes") / "world"
     make(Plan(**plan), out, workers=1)
     return out

@@ -43,7 +43,7 @@ from probemb.models.inputs import create_transforms
 from probemb.models.options import ModelOptions
 from probemb.models.towers.timm import TimmTower, pretrained_trunk, timm_tower
 from probemb.progress import progress
-from tools.scene_forms import FEATURES, region_features
+from tools.make_scenes.forms import FEATURES, region_features
 from zeroshot.localisation import GridOptions
 
 SPLITS = {"val": "dev"}  # the published files' name of a split

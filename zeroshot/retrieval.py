@@ -6,7 +6,7 @@
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --judgements judgements.tsv.gz
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --select-data data/flickr8k
 
-All captions of an image are its positives; the synthetic data have exact ones, and COCO's test split has CxC, ECCV
+All captions of an image are its positives; data with known truth have exact ones, and COCO's test split has CxC, ECCV
 Caption and plausible matches. Source: PCME++ §4.1, §C.5.
 """
 

@@ -21,6 +21,7 @@ import numpy as np
 from probemb.errors import UserError, nearest
 
 MAX_FILE = 1 << 30  # bytes of an annotation file, unpacked
+MAX_ARRAYS = 4 << 30  # bytes of an .npz, unpacked
 MAX_ID = 2**63 - 1
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, OSError, csv.Error)
 REMEDY = "Correct the file, or fetch it again."
@@ -108,17 +109,32 @@ def read_json(path: Path) -> object:
         return json.loads(text)
 
 
-def read_npy(file: str | os.PathLike | BinaryIO, *, mapped: bool = False) -> np.ndarray:
-    """The array of a .npy file, memory-mapped and read-only if `mapped`. Raises ValueError, OSError."""
+@contextmanager
+def _hostile() -> Iterator[None]:
+    """Bytes that are no arrays fail in many ways."""
     try:
-        array = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
+        yield
     except (OSError, ValueError):
         raise
-    except Exception as error:  # hostile bytes fail in many ways
+    except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def read_npy(file: str | os.PathLike | BinaryIO, *, mapped: bool = False) -> np.ndarray:
+    """The array of a .npy file, memory-mapped and read-only if `mapped`. Raises ValueError, OSError."""
+    with _hostile():
+        array = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
     if not isinstance(array, np.ndarray):
         raise ValueError("it is an archive of arrays")
     return array
+
+
+def read_npz(file: str | os.PathLike, *names: str) -> list[np.ndarray]:
+    """Arrays of an .npz file. Raises ValueError, OSError."""
+    with _hostile(), np.load(file, allow_pickle=False) as arrays:
+        if sum(member.file_size for member in arrays.zip.infolist()) > MAX_ARRAYS:
+            raise ValueError(f"it has more than {MAX_ARRAYS >> 30} GiB")
+        return [arrays[name] for name in names]
 
 
 # ------------------------------------------------------------------------------------------------------------ values

@@ -321,8 +321,8 @@ def level_correlation(values_NL: Tensor) -> float:
 
 
 # ---------------------------------------------------------------------------- semantic continuity. Source: jWAE, Fig. 2
-# Likeness of two images is the cosine of their captions' tf-idf, which no model has seen as such; on the synthetic
-# scenes it is the share of an image's captions that are true of the other. S steps.
+# Likeness of two images is the cosine of their captions' tf-idf, which no model has seen as such; where the
+# true matches are known it is the share of an image's captions that are true of the other. S steps.
 
 
 class Walk(NamedTuple):
@@ -338,7 +338,7 @@ class Walk(NamedTuple):
 
 def likeness_of(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
     """Similarity of the meanings of images, by their captions alone, (N, N) in [0, 1]."""
-    if captions.scenes is not None:
+    if captions.truth is not None:
         true_NM = exact_match(captions, kept).float()
         owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
         counts = torch.bincount(owner, minlength=len(kept))

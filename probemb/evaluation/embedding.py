@@ -17,7 +17,6 @@ from torch import Tensor
 
 from probemb.cross_attention import Tokens, unit_tokens
 from probemb.data.image_loader import ImageBatches, Images
-from probemb.data.scenes import ambiguity, match_matrix
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device, loader_workers
@@ -188,15 +187,20 @@ def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
 
 
 def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
-    """(N, M) bool for the synthetic world: whether each caption, or each of the `rows`, is true of each image."""
-    described = [caption for i in kept for caption in captions.scenes[i][1]]
-    described = described if rows is None else [described[row] for row in rows]
-    return torch.from_numpy(match_matrix([captions.scenes[i][0] for i in kept], described))
+    """(N, M) bool, of data with known truth: whether each caption, or each of the `rows`, is true of each image."""
+    truth, columns = captions.truth, _columns(captions, kept)
+    columns = columns if rows is None else [columns[row] for row in rows]
+    images = [truth.images[str(captions.image_ids[i])] for i in kept]
+    return torch.from_numpy(truth.matches[np.ix_(images, columns)])
 
 
 def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
-    """(M,) float64, the share of all images that each caption fits, for the synthetic world."""
-    return torch.tensor([ambiguity(caption) for i in kept for caption in captions.scenes[i][1]], dtype=torch.float64)
+    """(M,) float64, the share of all images that each caption fits, of data with known truth."""
+    return torch.from_numpy(captions.truth.ambiguity[_columns(captions, kept)])
+
+
+def _columns(captions: CaptionDataset, kept: Sequence[int]) -> list[int]:
+    return [captions.truth.texts[text] for i in kept for text in captions.captions[i]]
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens

@@ -1,7 +1,7 @@
 """Retrieval of embedded pairs: every ranking against every kind of positives, and the weights of "tolerance".
 
-Kinds of positives: own captions, captions of the class, all true captions of the scenes, and the benchmarks of COCO's
-test split (COCO 5K and 1K, CxC, ECCV Caption, plausible matches).
+Kinds of positives: own captions, captions of the class, all true captions where these are known, and the benchmarks of
+COCO's test split (COCO 5K and 1K, CxC, ECCV Caption, plausible matches).
 
 N images, M captions, L object categories; Q queries and G gallery items of one direction.
 """
@@ -47,7 +47,6 @@ SIDES = {"i2t": "images", "t2i": "captions"}  # the queries of each direction
 PLAUSIBLE = {"r@1": "pmr1", "r_precision": "pmrp"}
 ALL = "all"  # rows
 SHOWN = 3  # closest items of each query that are kept
-MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is held at once, a byte each
 
 GRID = (-4.0, -2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 CHOSEN_BY = {"map_at_r": "mAP@R", "recall": "mean of R@1, R@5 and R@10"}  # both in [0, 1]
@@ -95,7 +94,7 @@ def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str,
     kinds = {OWN: own_captions(pairs.owner, len(pairs.images))}
     if captions.classes is not None:
         kinds[CLASS] = class_captions(captions, pairs.owner, pairs.kept)
-    if captions.scenes is not None:
+    if captions.truth is not None:
         kinds[TRUE] = Positives.from_matrix(exact_match(captions, pairs.kept))
     return kinds
 
@@ -143,13 +142,6 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
         remedy = "Name COCO's instances_val2014.json with --instances."
         raise UserError("Plausible matches need the objects that the images show.", remedy)
     return names
-
-
-def refuse_too_many_exact_pairs(captions: CaptionDataset) -> None:
-    """Raise UserError if the scenes' exact positives, a byte for each pair, are too many."""
-    n_pairs = len(captions) * captions.n_captions
-    if captions.scenes is not None and n_pairs > MAX_EXACT_PAIRS:
-        raise UserError(f"{n_pairs:,} pairs of images and captions do not fit into memory.", "Evaluate fewer shards.")
 
 
 # --------------------------------------------------------------------------------------------------------- measurements

@@ -66,7 +66,7 @@ def findings(
     """
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
-    if captions.scenes is not None:
+    if captions.truth is not None:
         found["ambiguity_spearman"] = spearman(u(pairs.texts), true_ambiguity(captions, pairs.kept))
     texts = [text for i in pairs.kept for text in captions.captions[i]]
     words = torch.tensor([float(len(text.split())) for text in texts])
@@ -227,8 +227,8 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
 
     Returns:
         "own": "pairs"; "lies_in", the share of images that lie in their captions; "lies_in_other", of as many images in
-        the caption of another one; "nested": see `direction`, None but for the synthetic world, whose captions' sets of
-        images are known. Estimates are {"value", "low", "high"}, 95 % by bootstrap over the images.
+        the caption of another one; "nested": see `direction`, None where the true matches are unknown. Estimates
+        are {"value", "low", "high"}, 95 % by bootstrap over the images.
     """
     rows = _drawn(len(pairs.owner), OWN_PAIRS, seed)
     owner, texts = pairs.owner[rows], pairs.texts[rows]
@@ -240,7 +240,7 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
 
     strangers = lie_in(other[apart], texts[apart]) if apart.any() else None
     own = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": strangers}
-    if captions.scenes is None:
+    if captions.truth is None:
         return {"own": own, "nested": None}
     rows = _drawn(len(pairs.owner), CAPTIONS, seed)
     match_NM = exact_match(captions, pairs.kept, rows.tolist())
@@ -388,7 +388,7 @@ def evaluate_predictors(
         all and the share that is right, None without match probability.
     """
     images, texts = pairs.images.to(device), pairs.texts.to(device)
-    ambiguity = None if captions.scenes is None else true_ambiguity(captions, pairs.kept)
+    ambiguity = None if captions.truth is None else true_ambiguity(captions, pairs.kept)
     first = None
     if model.matches:
         right = correct["captions"].double().mean()

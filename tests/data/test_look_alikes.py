@@ -9,10 +9,11 @@ from PIL import Image
 
 from probemb.data.labelled import find_images
 from probemb.data.look_alikes import ALIKE, MAX_SHARE, describe, leave_out, same_picture, seen_in
-from probemb.data.scenes import render, scene
 from probemb.errors import UserError
 from tests.orientation import stored
 from tests.world import save
+from tools.make_scenes.drawing import render
+from tools.make_scenes.world import scene
 
 
 def photograph(seed, size=(160, 120)):

@@ -9,7 +9,6 @@ from torch.nn.functional import normalize
 from probemb import Gaussian, distances
 from probemb.data.boxes import CropTriplet, crop_triplets, find_phrases
 from probemb.data.captions.find import find_captions
-from probemb.data.scenes import match_matrix
 from probemb.evaluation import analyses
 from probemb.evaluation.analyses import (
     TASKS,
@@ -38,6 +37,8 @@ from probemb.evaluation.localisation import crop
 from probemb.evaluation.rankings import RankingOptions
 from probemb.evaluation.uncertainty import geometric_sigma
 from probemb.models import create_model, create_tokenizer, create_transforms
+from tools.make_scenes.captions import draw_captions, match_matrix
+from tools.make_scenes.world import scene
 
 N, D = 12, 6
 
@@ -289,6 +290,7 @@ def test_likeness_of_scenes_is_the_share_of_captions_that_are_true(captioned):
     found = likeness_of(data, kept)
     for row, i in enumerate(kept):
         for column, j in enumerate(kept):
-            true = match_matrix([data.scenes[j][0]], data.scenes[i][1])[0]
+            stated = [caption.predicate for caption in draw_captions(scene("test", i), 3)]
+            true = match_matrix([scene("test", j)], stated)
             assert found[row, column] == pytest.approx(true.mean())
     assert (found.diagonal() == 1).all()

@@ -31,7 +31,7 @@ from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.metrics.plausible import plausible_match_r_precision
 from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
 from probemb.models import load_model
-from tools.make_scenes import Plan, make
+from tools.make_scenes.command import Plan, make
 
 
 def gaussians(n, dim=8, seed=0):

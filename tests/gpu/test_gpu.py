@@ -30,7 +30,7 @@ from probemb.search import build_index, load_index, search
 from probemb.search.embeddings import open_embeddings
 from tests.steps import take_step
 from tools.bench.step import configured, make_trainer, random_batch
-from tools.make_scenes import Plan, make
+from tools.make_scenes.command import Plan, make
 
 ON_CPU = bool(os.environ.get("GPU_CHECK_ON_CPU"))
 DEVICE = "cpu" if ON_CPU else "cuda"

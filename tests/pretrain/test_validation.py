@@ -15,7 +15,7 @@ from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import create_tokenizer, create_transforms
 from tests.ranks import run_ranks
 from tests.steps import engine_of
-from tools.make_scenes import Plan, make
+from tools.make_scenes.command import Plan, make
 
 
 def tiny():

@@ -1,8 +1,9 @@
 """tools.build_vocabulary: from shards and caption files, with clear errors."""
 
-from probemb.data.scenes import draw_captions, scene
 from probemb.data.words import count_words, frequent_words
 from tools.build_vocabulary import main
+from tools.make_scenes.captions import draw_captions
+from tools.make_scenes.world import scene
 
 
 def test_from_shards(scenes, tmp_path, capsys):

@@ -4,8 +4,8 @@ import numpy as np
 
 from probemb.data.compositions import find_compositions
 from probemb.data.compositions.shards import read_concept_shards
-from probemb.data.scenes import boxes, render
-from probemb.data.scenes.composed import composed_concepts, composed_scene, groups, impossible_pairs, scene_concepts
+from tools.make_scenes.compositions import CONCEPTS, composed_scene, groups, impossible_pairs, scene_concepts
+from tools.make_scenes.drawing import boxes, render
 
 
 def scenes(split, count):
@@ -13,16 +13,15 @@ def scenes(split, count):
 
 
 def test_concepts_are_those_of_the_objects_and_the_camera():
-    names = composed_concepts()
-    assert len(set(names)) == 67
+    assert len(set(CONCEPTS)) == 67
     for one in scenes("test", 200):
         expected = {f"{thing.colour} {thing.shape}" for thing in one.things}
         assert len(expected) == len(one.things)  # all different
         expected |= {"drawing"} & {one.medium}
         expected |= {f"{one.light} picture"} - {"normal picture"}
-        assert {names[concept] for concept in scene_concepts(one)} == expected
+        assert {CONCEPTS[concept] for concept in scene_concepts(one)} == expected
         assert len({thing.cell for thing in one.things}) == len(one.things)
-        assert any({names.index(f"{t.colour} {t.shape}") for t in one.things} <= set(group) for group in groups(0))
+        assert any({CONCEPTS.index(f"{t.colour} {t.shape}") for t in one.things} <= set(group) for group in groups(0))
 
 
 def test_shards_say_what_the_pictures_show(composed_scenes):

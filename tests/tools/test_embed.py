@@ -12,7 +12,6 @@ from PIL import Image
 
 from probemb.data.images import decode_image
 from probemb.data.remote import Remote
-from probemb.data.scenes import scene
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
 from probemb.models import load_model, weights_sha256
@@ -24,6 +23,7 @@ from tests.webserver import serve
 from tests.world import jpeg, write_tar
 from tools.build_index import main as build
 from tools.embed import main, partition_name
+from tools.make_scenes.world import scene
 from tools.search.query import QueryImage, read_picture
 
 PER_SHARD = 6

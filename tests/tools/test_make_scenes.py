@@ -8,12 +8,15 @@ import pytest
 
 from probemb.data.captions.find import find_captions
 from probemb.data.images import decode_image
-from probemb.data.scenes import class_label, class_names, match_matrix, render, sample_from_json, scene
 from probemb.data.shards.index import read_index
 from probemb.data.words import find_vocabulary
 from probemb.errors import UserError
+from probemb.evaluation.embedding import exact_match, true_ambiguity
 from tests.shards import iterate_samples
-from tools.make_scenes import Plan, make
+from tools.make_scenes.captions import ambiguity, draw_captions, match_matrix
+from tools.make_scenes.command import Plan, make
+from tools.make_scenes.drawing import render
+from tools.make_scenes.world import scene
 
 PLAN = Plan(train=25, val=8, classes_images=24, size=32, shard_size=10, boxes=True)
 SMALL_BY_CLASS = Plan(train=0, val=0, classes_images=0, size=16, class_captions=96)
@@ -31,18 +34,25 @@ def made(tmp_path_factory):
     return out
 
 
-def test_samples_carry_the_truth(made):
+def test_samples_are_scenes_with_true_captions(made):
     samples = list(iterate_samples([shard.path for shard in read_index(made / "train")]))
     assert [sample.key for sample in samples] == [f"{i:08d}" for i in range(25)]
     for index, sample in enumerate(samples):
-        found, stated = sample_from_json(sample.meta)
-        assert found == scene("0 train", index)
-        assert [caption.text for caption in stated] == sample.captions
-        assert len(stated) == 5
-        drawn = np.asarray(render(found, 32)).astype(int)
+        captions = draw_captions(scene("0 train", index))
+        assert [caption.text for caption in captions] == sample.captions
+        assert len(captions) == 5
+        drawn = np.asarray(render(scene("0 train", index), 32)).astype(int)
         stored = np.asarray(decode_image(sample.image)).astype(int)
         assert np.abs(drawn - stored).mean() < 8  # JPEG
-        assert match_matrix([found], stated).all()
+        assert match_matrix([scene("0 train", index)], [caption.predicate for caption in captions]).all()
+
+
+def test_the_truth_is_that_of_the_scenes_also_of_some(made):
+    some, drawn = find_captions(made / "val").only([5, 2]), [scene("0 val", i) for i in (5, 2)]
+    stated = [caption.predicate for one in drawn for caption in draw_captions(one)]
+    np.testing.assert_array_equal(exact_match(some, [0, 1]), match_matrix(drawn, stated))
+    assert true_ambiguity(some, [0, 1]).tolist() == [ambiguity(one) for one in stated]
+    assert find_captions(made / "train").truth is None
 
 
 def test_the_same_arguments_give_the_same_bytes(made, tmp_path):
@@ -63,7 +73,7 @@ def test_scenes_by_class(tmp_path):
     for place in (0, 1):  # colours, shapes
         assert {name.split()[place] for name in test} == {name.split()[place] for name in train}
     for one in found.values():
-        assert all(class_names()[class_label(scene)] == name for (scene, _), name in zip(one.scenes, one.classes))
+        assert all(name in captions[0] for name, captions in zip(one.classes, one.captions))
     assert find_vocabulary([out / "by-class"]) == out / "vocabulary.txt"
     assert not make(SMALL_BY_CLASS, out, workers=1)
 

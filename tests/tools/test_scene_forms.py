@@ -1,6 +1,6 @@
 """`make_scenes --boxes`: the published forms, and that what they say is true of the pictures."""
 
-import json
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -9,13 +9,10 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from probemb.data.scenes import boxes, render, sample_from_json, scene
-from probemb.data.scenes.world import COLOURS, SHAPES
-from tools.scene_forms import BACKGROUND, CROP, FEATURES, REGIONS, WHOLE
-
-
-def known(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
+from tools.make_scenes.captions import draw_captions
+from tools.make_scenes.drawing import boxes, render
+from tools.make_scenes.forms import CROP, FEATURES, REGIONS, choose_regions
+from tools.make_scenes.world import COLOURS, SHAPES, scene
 
 
 def share(box, other):
@@ -26,59 +23,52 @@ def share(box, other):
 
 
 def test_regions_are_crops_of_the_picture(boxed_scenes):
-    made, split = boxed_scenes, "dev"
-    features = np.load(made / "regions" / f"{split}_ims.npy", allow_pickle=False)
-    rows = known(made / "regions" / f"{split}_scenes.jsonl")
+    folder = boxed_scenes / "regions"
+    features = np.load(folder / "dev_ims.npy", allow_pickle=False)
     assert features.shape == (8, REGIONS, FEATURES)
     assert features.dtype == np.float32
-    assert len(rows) == len(features)
-    assert (made / "regions" / f"{split}_ids.txt").read_text().split() == [str(i) for i in range(len(rows))]
-    captions = (made / "regions" / f"{split}_caps.txt").read_text().splitlines()
-    for i, row in enumerate(rows):
-        found, stated = sample_from_json(row)
-        assert found == scene("0 val", i)
-        assert captions[5 * i : 5 * i + 5] == [caption.text for caption in stated]
-        picture = render(found, 48)
-        assert sorted(row["objects"]) == sorted([*range(len(found.things)), WHOLE] + [-2] * (5 - len(found.things)))
-        for feature, box, what in zip(features[i], row["regions"], row["objects"]):
+    assert (folder / "dev_ids.txt").read_text().split() == [str(i) for i in range(8)]
+    captions = (folder / "dev_caps.txt").read_text().splitlines()
+    for i in range(8):
+        one = scene("0 val", i)
+        assert captions[5 * i : 5 * i + 5] == [caption.text for caption in draw_captions(one)]
+        picture, regions, things = render(one, 48), choose_regions(one, 48), boxes(one, 48)
+        assert {*things, (0, 0, 48, 48)} <= set(regions)
+        assert len(set(regions)) == REGIONS
+        for feature, box in zip(features[i], regions):
             crop = picture.resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
             np.testing.assert_allclose(feature[:-5], np.asarray(crop).ravel() / 127.5 - 1, atol=0.02)
             left, top, right, bottom = np.array(box) / 48
-            np.testing.assert_allclose(
-                feature[-5:], [left, top, right, bottom, (right - left) * (bottom - top)], atol=1e-3
-            )
-            if what >= 0:
-                assert box == row["boxes"][what]
-            if what == BACKGROUND:
-                assert sum(share(box, thing) for thing in row["boxes"]) < 0.6
+            placed = [left, top, right, bottom, (right - left) * (bottom - top)]
+            np.testing.assert_allclose(feature[-5:], placed, atol=1e-3)
+            if box not in things and box != (0, 0, 48, 48):
+                assert sum(share(box, thing) for thing in things) < 0.6
 
 
 def test_phrases_are_marked_in_the_captions(boxed_scenes):
-    made = boxed_scenes
-    rows = {row["image_id"]: row for row in known(made / "entities" / "scenes.jsonl")}
-    listed = [int(line) for split in ("val", "test") for line in (made / f"entities/{split}.txt").read_text().split()]
-    assert listed == list(rows)
+    folder = boxed_scenes / "entities"
     types = Counter()
-    for number, row in rows.items():
-        lines = (made / "entities" / "Sentences" / f"{number}.txt").read_text().splitlines()
-        root = ElementTree.parse(made / "entities" / "Annotations" / f"{number}.xml").getroot()
+    for split, i in itertools.product(("val", "test"), range(8)):
+        number, one = int((folder / f"{split}.txt").read_text().split()[i]), scene(f"0 {split}", i)
+        lines = (folder / "Sentences" / f"{number}.txt").read_text().splitlines()
+        root = ElementTree.parse(folder / "Annotations" / f"{number}.xml").getroot()
         placed = {}
-        for one in root.iter("object"):
-            box = one.find("bndbox")
+        for row in root.iter("object"):
+            box = row.find("bndbox")
             if box is not None:
                 corners = [int(box.find(corner).text) for corner in ("xmin", "ymin", "xmax", "ymax")]
-                for name in one.iter("name"):
+                for name in row.iter("name"):
                     placed.setdefault(name.text, []).append(corners)
-        for line, caption in zip(lines, row["captions"], strict=True):
+        for line, caption in zip(lines, draw_captions(one), strict=True):
             plain = re.sub(r"\[/EN#\d+/\w+ ([^\]]+)\]", r"\1", line)
-            assert plain.replace(" ,", ",").replace(" .", ".") == caption
+            assert plain.replace(" ,", ",").replace(" .", ".") == caption.text
             for number_of_phrase, kind, phrase in re.findall(r"\[/EN#(\d+)/(\w+) ([^\]]+)\]", line):
                 types[kind] += 1
-                check_phrase(kind, phrase, placed.get(number_of_phrase, []), row)
+                check_phrase(kind, phrase, placed.get(number_of_phrase, []), one)
     assert set(types) == {"exact", "kind", "shape", "colour", "object", "scene"}
 
 
-def check_phrase(kind, phrase, placed, row):
+def check_phrase(kind, phrase, placed, one):
     """The boxes are those of as many objects as the phrase says, which have its shape and colour."""
     if kind == "scene":
         assert placed == []
@@ -87,12 +77,12 @@ def check_phrase(kind, phrase, placed, row):
     word = phrase.split()[0]
     number = {"two": 2, "three": 3, "several": None}.get(word, 1)
     assert len(placed) == number or (number is None and len(placed) > 1)
-    things, spots = row["scene"]["things"], row["boxes"]
+    spots = boxes(one, 48)
     for box in placed:
         left, top, right, bottom = box[0] - 1, box[1] - 1, box[2], box[3]  # whole pixels around the exact box
         close = [i for i, at in enumerate(spots) if np.abs(np.array(at) - [left, top, right, bottom]).max() < 1.001]
         assert len(close) == 1
-        shape, colour = things[close[0]][:2]
+        shape, colour = one.things[close[0]].shape, one.things[close[0]].colour
         assert not {w.removesuffix("s") for w in phrase.replace("crosses", "cross").split()} & (
             {w.removesuffix("s") for w in SHAPES} - {shape.removesuffix("s")}
         )

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from probemb.data.scenes import class_scene
 from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.pretrain.stream.test_stream import make, take, write_corpus, write_shard
 from tests.world import jpeg, write_tar
+from tools.make_scenes.world import class_scene
 from tools.shards import main
 
 IMAGE = jpeg(class_scene("test", 0))

@@ -5,9 +5,9 @@ import torch
 
 from probemb.data.boxes import crop_triplets, find_phrases
 from probemb.data.captions.find import find_captions
-from probemb.data.scenes import scene
 from tests.world import jpeg
-from tools.make_scenes import Plan, make
+from tools.make_scenes.command import Plan, make
+from tools.make_scenes.world import scene
 from zeroshot.analyses import main
 from zeroshot.evaluations.analyses import SHARES, mix
 

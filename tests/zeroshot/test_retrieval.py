@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from probemb.data.captions.find import find_captions
-from probemb.data.scenes import scene
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.embedding import exact_match
 from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
 from probemb.models import load_model
 from tests.world import jpeg, write_tar
+from tools.make_scenes.world import scene
 from zeroshot.retrieval import main
 
 sklearn = pytest.importorskip("sklearn.metrics")

@@ -63,7 +63,6 @@ def evaluate(config: RetrievalConfig) -> None:
     captions = runner.open_captions(config)
     if any(RANKINGS[name].scores is None for name in rankings):
         refuse_small_gallery(config.factory, min(len(captions), captions.n_captions))
-    retrieval.refuse_too_many_exact_pairs(captions)
     selection = find_selection(config, captions)
     wanted = retrieval.choose_benchmarks(config.benchmarks, captions, config.instances is not None)
     objects = read_objects(config.instances, captions.image_ids) if "pmrp" in wanted else None

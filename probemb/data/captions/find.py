@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from probemb.data.captions.published import (
     CUB_IMAGES,
     CUB_TEXTS,
@@ -29,12 +31,26 @@ from probemb.data.captions.published import (
 )
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import CLASS_FILES, REGIONS, Images, find_tars, walk_samples
-from probemb.data.reading import AUTO, as_id, check_unique, choose_split, listed, split_name
-from probemb.data.scenes.predicates import sample_from_json
+from probemb.data.reading import AUTO, as_id, check_unique, checked, choose_split, listed, read_npz, split_name
 from probemb.data.shards.samples import TEXT_EXTENSIONS, Sample, parse_sample, read_sample
 from probemb.errors import UserError
 
+TRUTH = "truth.npz"  # beside shards
 _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
+
+
+class Truth(NamedTuple):
+    """Every true match of images and texts.
+
+    Attributes:
+        images, texts: the row of each image's id, as a text, and the column of each text.
+        matches: (N, T) bool; ambiguity: (T,) float64, the share of all images of its world that a text fits.
+    """
+
+    images: dict[str, int]
+    texts: dict[str, int]
+    matches: np.ndarray
+    ambiguity: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ class CaptionDataset:
         captions: for each image its captions, at least one.
         image_ids: COCO's id of each image if known, else a name; unique.
         caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None if unknown.
-        scenes: (scene, captions with predicates) of each image of the synthetic world; None for other data.
+        truth: of all images and captions, where it is known; may hold more.
         classes: the class of each image, where images and captions of a class are matches of each other; else None.
         split: the one that was asked for; None: everything.
         source: the path given, for messages.
@@ -55,7 +71,7 @@ class CaptionDataset:
     captions: list[list[str]]
     image_ids: list[int | str]
     caption_ids: list[list[int]] | None = None
-    scenes: list[tuple] | None = None
+    truth: Truth | None = None
     classes: list[str] | None = None
     split: str | None = None
     source: str = ""
@@ -78,7 +94,7 @@ class CaptionDataset:
 
     def only(self, rows: Sequence[int]) -> CaptionDataset:
         """The same data with these images alone, in this order."""
-        lists = {name: getattr(self, name) for name in ("captions", "image_ids", "caption_ids", "scenes", "classes")}
+        lists = {name: getattr(self, name) for name in ("captions", "image_ids", "caption_ids", "classes")}
         chosen = {name: values and [values[i] for i in rows] for name, values in lists.items()}
         located = replace(self.images, places=[self.images.places[i] for i in rows])
         return replace(self, located=located, **chosen)
@@ -139,7 +155,7 @@ def read_shards(path: Path, split: str | None, images: Path | None = None) -> Li
     if len({entry.id for entry in entries}) < len(entries):  # keys are unique in a tar
         named = zip(entries, located.places)
         entries = [entry._replace(id=place.name) if isinstance(entry.id, str) else entry for entry, place in named]
-    return Listing(entries, located, split, path)
+    return Listing(entries, located, split, path, tars[0].with_name(TRUTH))
 
 
 def _find_shards(path: Path, split: str | None) -> tuple[list[Path], str | None]:
@@ -172,7 +188,7 @@ def _entry(sample: Sample) -> Entry:
     rows = [row for row in rows if isinstance(row, dict) and row["caption"].strip()]  # empty ones are dropped
     ids = [as_id(row["id"], "a caption id") for row in rows if "id" in row]
     name = sample.key if number is None else as_id(number, "the image_id")
-    return Entry(name, sample.captions, ids if len(ids) == len(sample.captions) else None, sample.meta)
+    return Entry(name, sample.captions, ids if len(ids) == len(sample.captions) else None, sample.meta.get("class"))
 
 
 # ------------------------------------------------------------------------------------------------------------ formats
@@ -224,21 +240,20 @@ def find_captions(
     duplicate ids, or names that lead out of the folder.
     """
     path, folder = Path(data), None if images is None else Path(images)
-    entries, located, split, source = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
+    entries, located, split, source, truth = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
     if not entries:
         raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
     for entry in entries:
         if not entry.captions:
             raise UserError(f"The image {entry.id} of {source} has no caption.", "Add one, or remove the image.")
-    ids, captions, caption_ids, about = map(list, zip(*entries))
+    ids, captions, caption_ids, classes = map(list, zip(*entries))
     check_unique(ids, "image id", source)
     caption_ids = None if None in caption_ids else caption_ids
     check_unique((number for row in caption_ids or () for number in row), "caption id", source)
-    classes = [meta.get("class") for meta in about]
     if isinstance(located, Images):
         located.exif = exif
     return CaptionDataset(
-        captions, ids, caption_ids, _read_scenes(about, captions),
+        captions, ids, caption_ids, truth and read_truth(truth, ids, captions),
         classes if all(isinstance(name, str) for name in classes) else None, split, str(source), located,
     )  # fmt: skip
 
@@ -263,11 +278,18 @@ def _recognise(path: Path, images: Path | None) -> str:
     raise UserError(f"{path} holds no captions.", f"Name {listed(titles, 'or')}, or {make}.")
 
 
-def _read_scenes(about: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
-    """(scene, captions) of each image of the synthetic world; None if any is from elsewhere."""
-    try:
-        found = [sample_from_json(meta) for meta in about]
-    except (TypeError, ValueError, AttributeError):
+def read_truth(file: Path, ids: Sequence[int | str], captions: Sequence[Sequence[str]]) -> Truth | None:
+    """The truth of an .npz of `Truth`'s arrays, its images and texts as lists; None if there is no such file.
+
+    Raises UserError: malformed, or not of all images and captions.
+    """
+    if not file.is_file():
         return None
-    stated = [[caption.text for caption in captions] for _, captions in found]
-    return found if stated == [list(captions) for captions in texts] else None
+    with checked(file, "the truth of images and captions"):
+        images, texts, matches, ambiguity = read_npz(file, "images", "texts", "matches", "ambiguity")
+        rows, columns = ({one: i for i, one in enumerate(names.tolist())} for names in (images, texts))
+        if matches.dtype != bool or matches.shape != (len(rows), len(columns)) or ambiguity.shape != (len(columns),):
+            raise ValueError("its matches or ambiguities are not those of its images and texts")
+        if lacking := [*(set(map(str, ids)) - rows.keys()), *(set().union(*captions) - columns.keys())]:
+            raise ValueError(f"it does not know {lacking[0]!r}")
+    return Truth(rows, columns, matches, ambiguity.astype(np.float64))

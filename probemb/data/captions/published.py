@@ -7,9 +7,8 @@ import importlib.util
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -40,23 +39,24 @@ PER_IMAGE = 5  # captions of an image in a precomp file
 
 
 class Entry(NamedTuple):
-    """An image: COCO's id or a name, its captions and their ids if known, and what else is said about it."""
+    """An image: COCO's id or a name, its captions, and their ids and its class if known."""
 
     id: int | str
     captions: list[str]
     caption_ids: list[int] | None = None
-    about: Mapping = MappingProxyType({})
+    label: str | None = None
 
 
 class Listing(NamedTuple):
     """The images with captions of a path, the images' locations or the error to raise where they are needed, the split
-    (None: all), and the file.
+    (None: all), the file, and the one that holds their truth, if there is one.
     """
 
     entries: list[Entry]
     located: Images | UserError
     split: str | None
     source: Path
+    truth: Path | None = None
 
 
 def _locate(candidates: Sequence[Sequence[str]], names: Sequence[str], *where) -> Images | UserError:
@@ -159,7 +159,7 @@ def read_cub(path: Path, split: str | None, images: Path | None) -> Listing:
     entries = []
     for name in map(PurePosixPath, chosen):
         captions = [line[:MAX_CAPTION_CHARS] for line in read_lines(texts / name.with_suffix(".txt"))]
-        entries.append(Entry(str(name.with_suffix("")), captions, about={"class": name.parts[0]}))
+        entries.append(Entry(str(name.with_suffix("")), captions, label=name.parts[0]))
     return Listing(entries, _locate([[name] for name in chosen], chosen, path, images, folders[:2]), split, path)
 
 
@@ -194,7 +194,7 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> Listing:
 def read_with_regions(path: Path, split: str | None, images: Path | None) -> Listing:
     """`read_precomp` of captions with `NAME_ims.npy` beside them, whose regions stand in for the images' pixels.
 
-    `NAME_scenes.jsonl` has the scenes and stated captions of the synthetic world. Raises UserError.
+    `NAME_truth.npz` has their truth, if it is known. Raises UserError.
     """
     if images is not None:
         raise UserError(
@@ -203,15 +203,8 @@ def read_with_regions(path: Path, split: str | None, images: Path | None) -> Lis
         )
     file, split = _find_caps(path, split, regions=True)
     entries, _ = _read_captions(file)
-    truth = file.with_name(f"{_stem(file)}_scenes.jsonl")
-    if truth.is_file():
-        scenes = parse_all(truth, "a list of scenes", read_lines(truth), lambda line: dict(json.loads(line)), "line")
-        if [scene.get("captions") for scene in scenes] != [entry.captions for entry in entries]:
-            what = f"{truth} does not describe the scenes of {file.name}."
-            raise UserError(what, "Write both again, or remove it.")
-        entries = [entry._replace(about=scene) for entry, scene in zip(entries, scenes)]
     regions = read_regions(file.with_name(_stem(file) + REGIONS), [str(entry.id) for entry in entries], PER_IMAGE)
-    return Listing(entries, regions, split, file)
+    return Listing(entries, regions, split, file, file.with_name(f"{_stem(file)}_truth.npz"))
 
 
 def _stem(file: Path) -> str:

@@ -50,7 +50,7 @@ def test_splits_of_coco(coco, tmp_path, split, ids):
     numbers = [[row[1] for row in COCO].index(one) for one in ids]
     assert found.caption_ids == [[5 * n + c for c in range(5)] for n in numbers]
     assert found.captions == [[f"caption {5 * n + c}" for c in range(5)] for n in numbers]
-    assert found.scenes is None
+    assert found.truth is None
     assert found.split == ("val" if split == "dev" else split)
     assert (len(found), found.n_captions) == (len(ids), 5 * len(ids))
     assert found.flat() == [text for texts in found.captions for text in texts]

@@ -8,7 +8,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import ImageBatches
 from probemb.errors import UserError
 from probemb.evaluation.embedding import exact_match
-from tools.make_scenes import main as make_scenes
+from tools.make_scenes.command import main as make_scenes
 
 R, W = 4, 6
 
@@ -40,11 +40,10 @@ def test_scenes_as_regions_have_every_true_match(tmp_path):
     """The same truth as the shards of the same scenes; that of other captions is refused."""
     make_scenes([str(tmp_path / "scenes"), "--train", "0", "--val", "12", "--classes-images", "0", "--boxes"])
     regions, shards = find_captions(tmp_path / "scenes/regions", "val"), find_captions(tmp_path / "scenes/val")
-    assert (regions.captions, regions.scenes) == (shards.captions, shards.scenes)
+    assert regions.captions == shards.captions
     assert torch.equal(exact_match(regions, range(12)), exact_match(shards, range(12)))
-    truth = tmp_path / "scenes/regions/dev_scenes.jsonl"
-    truth.write_text("\n".join(truth.read_text().splitlines()[::-1]) + "\n")
-    with pytest.raises(UserError, match=r"does not describe the scenes of dev_caps\.txt"):
+    (tmp_path / "scenes/regions/test_truth.npz").replace(tmp_path / "scenes/regions/dev_truth.npz")
+    with pytest.raises(UserError, match=r"dev_truth\.npz is not the truth .*: it does not know"):
         find_captions(tmp_path / "scenes/regions", "val")
 
 

@@ -3,6 +3,7 @@
 The objects' exact places, sizes and rotations, the background, and the grain depend on the scene's seed alone.
 """
 
+import io
 import math
 import random
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from probemb.data.scenes.world import MIDDLE, Scene, Thing
+from tools.make_scenes.world import MIDDLE, Scene, Thing
 
 _RGB = {
     "red": (214, 32, 38),
@@ -70,6 +71,13 @@ def boxes(scene: Scene, size: int = 64) -> list[tuple[float, float, float, float
     return found
 
 
+def jpeg(scene: Scene, size: int) -> bytes:
+    """The encoded picture."""
+    encoded = io.BytesIO()
+    render(scene, size).save(encoded, "JPEG", quality=90, subsampling=0)
+    return encoded.getvalue()
+
+
 def _oversampling(size: int) -> int:
     """Images are drawn so many times larger and averaged, which smooths the edges."""
     return 3 if size <= 160 else 2
@@ -96,13 +104,7 @@ def _place(thing: Thing, side: int, draw: random.Random) -> list[list[tuple[floa
     return [[(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in outline] for outline in _OUTLINES[thing.shape]]
 
 
-def _draw_thing(
-    canvas: Image.Image,
-    thing: Thing,
-    outlines: list[list[tuple[float, float]]],
-    drawing: bool,
-    background: tuple[int, ...],
-) -> None:
+def _draw_thing(canvas: Image.Image, thing: Thing, outlines: list, drawing: bool, background: tuple[int, ...]) -> None:
     side = canvas.size[0]
     # A mask, because a ring shows the background through its hole.
     mask = Image.new("L", canvas.size, 0)

@@ -2,7 +2,8 @@
 
     python -m tools.make_scenes data/scenes --train 20000 --val 1000 --classes-images 1000
 
-    OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.txt (captions, exact to vague), KEY.json (scene, what captions state)
+    OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.txt (captions, exact to vague), KEY.json (the scene)
+    OUT/val/truth.npz                which caption is true of which image, and how vague each is; not of training splits
     OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object per image, for zero-shot classification: 192 classes
     OUT/classes/prompts.json         80 captions of other pictures of each class, exact to vague, as its prompts
     OUT/by-class/{train,val,test}    the same of one object each, with their class in KEY.json (--class-captions): 48
@@ -11,7 +12,7 @@
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
---boxes adds the same world in published formats: regions/, entities/, visual_genome/, cub/ (`tools/scene_forms.py`).
+--boxes adds the same world in published formats: regions/, entities/, visual_genome/, cub/ (`forms.py`).
 
 Each shard folder has its index.json. The same arguments give the same bytes. The set is written beside OUT and renamed
 when it is complete; a complete set of the same arguments is kept.
@@ -30,19 +31,28 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from probemb.cli.command import Parser, run_command
+from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
+
+from probemb.cli.command import Parser
 from probemb.cli.ranges import Processes
-from probemb.data import scenes
+from probemb.data.captions.find import TRUTH
 from probemb.data.shards.index import Shard, file_sha256, read_index, write_index
 from probemb.data.shards.samples import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.progress import progress
+from tools.make_scenes import world
+from tools.make_scenes.captions import draw_captions, write_truth
+from tools.make_scenes.compositions import composed_sample, write_combinations
+from tools.make_scenes.drawing import jpeg
+from tools.make_scenes.forms import plan_forms, write_form
+from tools.make_scenes.world import KINDS, SEEN, SIZED_KINDS, UNSEEN, Scene
 from tools.pools import process_pool
-from tools.scene_forms import composed_counts, composed_sample, jpeg, plan_forms, write_combinations, write_form
 
 RECORD = "scenes.json"
 BY_CLASS, COMPOSED = "by-class/", "compositions/"
+MAX_PAIRS = 2_000_000_000  # of images and captions of a split whose truth is known
+Side = restricted_number_type("Side", int, [(">=", 16), ("<=", 1024)])
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,22 @@ class Plan:
         parts = {"train": self.train, "val": self.val, "classes": self.classes_images}
         shares = {"train": 1.0, "val": 0.125, "test": 0.25}
         parts |= {f"{BY_CLASS}{split}": round(share * self.class_captions) for split, share in shares.items()}
-        parts |= {f"{COMPOSED}{split}": count for split, count in composed_counts(self.compositions).items()}
+        sixths = {"train": 4, "val": 1, "test": 1}
+        parts |= {f"{COMPOSED}{split}": self.compositions * share // 6 for split, share in sixths.items()}
         return {name: count for name, count in parts.items() if count}
+
+    def scene(self, part: str, index: int) -> Scene:
+        """Scene `index` of a part with captions, or of the classes."""
+        seed = f"{self.seed} {part}"  # parts never share a scene's random state
+        if part == "classes":
+            return world.class_scene(seed, index)
+        if part.startswith(BY_CLASS):
+            return world.class_scene(seed, index, UNSEEN if part.endswith("test") else SEEN)
+        return world.scene(seed, index)
+
+    def has_truth(self, part: str) -> bool:
+        """True of every part with captions that no model is trained on."""
+        return part in ("val", f"{BY_CLASS}val", f"{BY_CLASS}test")
 
 
 class ShardTask(NamedTuple):
@@ -85,30 +109,28 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     """Members of sample `index` of a part, by extension; a pure function of the arguments."""
     if part.startswith(COMPOSED):
         return composed_sample(plan.seed, part.removeprefix(COMPOSED), index, plan.size)
-    seed = f"{plan.seed} {part}"  # parts never share a scene's random state
+    scene = plan.scene(part, index)
     if part == "classes":
-        scene = scenes.class_scene(seed, index)
-        text = {"cls": str(scenes.sized_class_label(scene)).encode()}
-    else:
-        by_class = part.removeprefix(BY_CLASS) if part.startswith(BY_CLASS) else None
-        scene = scenes.scene_of_split(seed, index, by_class == "test") if by_class else scenes.scene(seed, index)
-        captions = scenes.draw_captions(scene, plan.captions)
-        found = scenes.sample_to_json(scene, captions)
-        if by_class:
-            found["class"] = scenes.class_names()[scenes.class_label(scene)]
-        row = json.dumps(found, separators=(",", ":"))
-        text = {"txt": encode_captions(caption.text for caption in captions), "json": row.encode()}
-    return {"jpg": jpeg(scene, plan.size), **text}
+        return {"jpg": jpeg(scene, plan.size), "cls": str(scene.things[0].sized_kind).encode()}
+    row = {"scene": asdict(scene)} | ({"class": KINDS[scene.things[0].kind]} if part.startswith(BY_CLASS) else {})
+    text = encode_captions(caption.text for caption in draw_captions(scene, plan.captions))
+    return {"jpg": jpeg(scene, plan.size), "txt": text, "json": json.dumps(row, separators=(",", ":")).encode()}
+
+
+def part_truth(plan: Plan, part: str, folder: Path) -> None:
+    """Write the truth of a part."""
+    scenes = [plan.scene(part, index) for index in range(plan.parts()[part])]
+    ids = [f"{index:08d}" for index in range(len(scenes))]
+    write_truth(folder / part / TRUTH, ids, scenes, [draw_captions(scene, plan.captions) for scene in scenes])
 
 
 def caption_prompts(seed: int, count: int = 80) -> dict[str, list[str]]:
     """Prompts of each zero-shot class: captions, exact to vague, of other pictures of the class."""
-    prompts = {name: [] for name in scenes.sized_class_names()}
-    texts, drawn = list(prompts.values()), itertools.count()
+    texts, drawn = [[] for _ in SIZED_KINDS], itertools.count()
     while min(map(len, texts)) < count:
-        scene = scenes.class_scene(f"{seed} prompts", next(drawn))
-        texts[scenes.sized_class_label(scene)] += [caption.text for caption in scenes.draw_captions(scene)]
-    return {name: row[:count] for name, row in prompts.items()}
+        scene = world.class_scene(f"{seed} prompts", next(drawn))
+        texts[scene.things[0].sized_kind] += [caption.text for caption in draw_captions(scene)]
+    return {name: row[:count] for name, row in zip(SIZED_KINDS, texts)}
 
 
 def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
@@ -140,16 +162,18 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
             if shard.path.parent.name == "train":  # also by class
                 words += found
             advance(shard.samples)
-        for form in _run_all(write_form, forms, workers):
-            advance(form.count)
+        for count in _run_all(write_form, forms, workers):
+            advance(count)
     for part in plan.parts():
         write_index(folder / part, [shards[task.path] for task in tasks if task.part == part])
+        if plan.has_truth(part):
+            part_truth(plan, part, folder)
     if plan.compositions:
         write_combinations(folder / COMPOSED, plan.seed)
     if words:
         write_vocabulary(folder / VOCABULARY, frequent_words(words))
     if plan.classes_images:
-        names = "".join(f"{name}\n" for name in scenes.sized_class_names())
+        names = "".join(f"{name}\n" for name in SIZED_KINDS)
         (folder / "classes" / "classes.txt").write_text(names, encoding="utf-8")
         prompts = json.dumps(caption_prompts(plan.seed), indent=1)
         (folder / "classes" / "prompts.json").write_text(prompts + "\n", encoding="utf-8")
@@ -208,42 +232,42 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
     return True
 
 
-OPTIONS = {  # least value and help
-    "train": (0, "training images"),
-    "val": (0, "validation images"),
-    "classes_images": (0, "images for zero-shot classification"),
-    "size": (16, "side of an image in pixels"),
-    "seed": (None, "number of the world"),
-    "shard_size": (1, "samples per shard"),
-    "captions": (1, "captions per image"),
-    "class_captions": (0, "images of one object with captions and a class; an eighth more for val, a quarter for test"),
-    "compositions": (0, "images of up to five objects for composed retrieval, split 4:1:1; 15000 give all lists"),
-}
+OPTIONS = {  # type and help
+    "train": (NonNegativeInt, "training images"),
+    "val": (NonNegativeInt, "validation images"),
+    "classes_images": (NonNegativeInt, "images for zero-shot classification"),
+    "size": (Side, "side of an image in pixels"),
+    "seed": (int, "number of the world"),
+    "shard_size": (PositiveInt, "samples per shard"),
+    "captions": (PositiveInt, "captions per image"),
+    "class_captions": (
+        NonNegativeInt, "images of one object with captions and a class; an eighth more for val, a quarter for test"
+    ),
+    "compositions": (
+        NonNegativeInt, "images of up to five objects for composed retrieval, split 4:1:1; 15000 give all lists"
+    ),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.make_scenes", description="Write the synthetic world as webdataset shards.")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    for name, (_, text) in OPTIONS.items():
+    for name, (kind, text) in OPTIONS.items():
         text += " (default: %(default)s)"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Plan, name), help=text)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Plan, name), help=text)
     parser.add_argument("--boxes", action="store_true", help="also write forms with regions, boxes and classes")
     parser.add_argument("--workers", type=Processes, default=2, help="processes (default: %(default)s)")
     options = parser.parse_args(argv)
-    for name, (least, _) in OPTIONS.items():
-        value = getattr(options, name)
-        if least is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value} is too small.", f"Give at least {least}.")
-    if options.size > 1024:
-        raise UserError(f"--size {options.size} is too large.", "Give at most 1024 pixels.")
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
     if not plan.parts():
         raise UserError("No images were requested.", "Give --train, --val or --classes-images a number above 0.")
+    for part, count in plan.parts().items():
+        if plan.has_truth(part) and count * count * plan.captions > MAX_PAIRS:
+            raise UserError(
+                f"The truth of {count:,} images of {part} with {plan.captions} captions each does not fit into memory.",
+                f"Ask for at most {MAX_PAIRS:,} pairs.",
+            )
     fresh = make(plan, options.out, options.workers)
     counts = ", ".join(f"{count:,} {part}" for part, count in plan.parts().items())
     print(f"{'wrote' if fresh else 'kept, already complete,'} {options.out}: {counts} images")
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,0 +1,267 @@
+"""The synthetic world in published formats with regions and boxes.
+
+regions/        SCAN's and VSRN's region features: SPLIT_ims.npy (N, R, F) float32, SPLIT_caps.txt, SPLIT_ids.txt,
+                and what is true of them in SPLIT_truth.npz
+entities/       Flickr30k Entities: Annotations/ID.xml, Sentences/ID.txt, flickr30k-images/ID.jpg, val.txt, test.txt
+visual_genome/  Visual Genome: region_descriptions.json, image_data.json, VG_100K/ID.jpg
+cub/            CUB-200-2011 with its ten captions an image: images/CLASS/NAME.jpg, text_c10/CLASS/NAME.txt, lists
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from itertools import count as count_from
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+from PIL import Image
+
+from probemb.data.boxes.geometry import Box
+from tools.make_scenes import world
+from tools.make_scenes.captions import Caption, Mention, draw_captions, write_truth
+from tools.make_scenes.drawing import boxes, jpeg, render
+from tools.make_scenes.world import KINDS, SEEN, UNSEEN, Scene
+
+CAPTIONS = 5  # of an image in regions/ and entities/, as the published files have
+
+
+class Form(NamedTuple):
+    """One piece of work: `count` images of a part, written into a folder below the set's, in order, by one process."""
+
+    write: Callable[[Form], None]
+    folder: Path
+    part: str
+    count: int
+    seed: str  # of the part's scenes: `val` of a form shows the images of the set's `val`
+    size: int  # side of an image in pixels
+
+    def lines(self, name: str, rows: Iterable) -> None:
+        (self.folder / name).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+
+
+def plan_forms(folder: Path, counts: dict[str, int], seed: int, size: int) -> list[Form]:
+    """All forms of a set whose parts train, val and classes have so many images."""
+    train, val, classes = (counts.get(part, 0) for part in ("train", "val", "classes"))
+    planned = [(write_regions, "regions", "train", train), (write_regions, "regions", "val", val)]
+    planned += [(write_regions, "regions", "test", val), (write_entities, "entities", "val", val)]
+    planned += [(write_visual_genome, "visual_genome", "crops", val), (write_cub, "cub", "classes", classes)]
+    return [
+        Form(write, folder / name, part, count, f"{seed} {part}", size) for write, name, part, count in planned if count
+    ]
+
+
+def write_form(form: Form) -> int:
+    """The number of its images."""
+    form.folder.mkdir(exist_ok=True)
+    form.write(form)
+    return form.count
+
+
+# ------------------------------------------------------------------------------------------------------------- regions
+# An image has R = 6 regions in a random order: its objects, the whole image, and background. A region's F = 437
+# features are its crop of 12 x 12 pixels, row by row in RGB from -1 to 1, and its box: left, top, right, bottom and
+# area as shares of the image.
+
+REGIONS, CROP = 6, 12
+FEATURES = 3 * CROP * CROP + 5
+
+
+def write_regions(form: Form) -> None:
+    name = {"val": "dev"}.get(form.part, form.part)
+    file = form.folder / f"{name}_ims.npy"
+    features = np.lib.format.open_memmap(file, "w+", np.float32, (form.count, REGIONS, FEATURES))
+    ids = [str(index) for index in range(form.count)]
+    scenes = [world.scene(form.seed, index) for index in range(form.count)]
+    captions = [draw_captions(scene, CAPTIONS) for scene in scenes]
+    for row, scene in zip(features, scenes):
+        row[:] = region_features(render(scene, form.size), choose_regions(scene, form.size))
+    features.flush()
+    form.lines(f"{name}_caps.txt", (caption.text for row in captions for caption in row))
+    form.lines(f"{name}_ids.txt", ids)
+    if form.part != "train":
+        write_truth(form.folder / f"{name}_truth.npz", ids, scenes, captions)
+
+
+def choose_regions(scene: Scene, size: int) -> list[Box]:
+    """REGIONS boxes (left, top, right, bottom) in pixels; a pure function of the scene."""
+    draw, things = random.Random(f"regions {scene.seed}"), boxes(scene, size)
+
+    def somewhere() -> Box:
+        """A box up to the size of a small object."""
+        width, height = (size * (0.1 + 0.2 * draw.random()) for _ in range(2))
+        left, top = (size - width) * draw.random(), (size - height) * draw.random()
+        return left, top, left + width, top + height
+
+    def covered(a: Box) -> float:
+        """Pixels that a box shares with the objects."""
+        return sum(
+            max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1])) for b in things
+        )
+
+    found = [*things, (0.0, 0.0, float(size), float(size))]
+    while len(found) < REGIONS:
+        found.append(min([somewhere() for _ in range(24)], key=covered))  # the emptiest of 24
+    order = sorted((draw.random(), row) for row in range(REGIONS))
+    return [found[row] for _, row in order]
+
+
+def region_features(image: Image.Image, regions: list[Box]) -> np.ndarray:
+    """(R, FEATURES) float32 of the regions of one image."""
+    width, height = image.size
+    rows = np.empty((len(regions), FEATURES), dtype=np.float32)
+    for row, box in zip(rows, regions):
+        crop = image.resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
+        left, top, right, bottom = box[0] / width, box[1] / height, box[2] / width, box[3] / height
+        row[:-5] = np.asarray(crop, dtype=np.float32).reshape(-1) / 127.5 - 1
+        row[-5:] = left, top, right, bottom, (right - left) * (bottom - top)
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ entities
+# The captions with their noun phrases marked: [/EN#ID/TYPE phrase]. One id is one object, or one group of objects, in
+# all captions of an image. Boxes count pixels from 1, both ends included. The test split is as large as the val split.
+
+
+def write_entities(form: Form) -> None:
+    captions, annotations, pictures = (form.folder / x for x in ("Sentences", "Annotations", "flickr30k-images"))
+    for folder in (captions, annotations, pictures):
+        folder.mkdir()
+    for split, first in (("val", 1_000_000), ("test", 2_000_000)):
+        for index in range(form.count):
+            number, scene = first + index, world.scene(form.seed.removesuffix(form.part) + split, index)
+            drawn = draw_captions(scene, CAPTIONS)
+            ids = phrase_ids(scene, drawn, 16 * number)
+            sentences = "".join(f"{marked(scene, caption, ids)}\n" for caption in drawn)
+            (captions / f"{number}.txt").write_text(sentences, encoding="utf-8")
+            (annotations / f"{number}.xml").write_bytes(annotation(scene, ids, f"{number}.jpg", form.size))
+            (pictures / f"{number}.jpg").write_bytes(jpeg(scene, form.size))
+        form.lines(f"{split}.txt", range(first, first + form.count))
+
+
+def phrase_ids(scene: Scene, captions: list[Caption], first: int) -> dict[tuple[int, ...], int]:
+    """The id of each object or group of objects (indices) that the captions mention; () is the picture itself."""
+    ids: dict[tuple[int, ...], int] = {}
+    for caption in captions:
+        for mention in caption.mentions:
+            ids.setdefault(_meant(scene, mention), first + len(ids))
+    return ids
+
+
+def _meant(scene: Scene, mention: Mention) -> tuple[int, ...]:
+    return tuple(sorted(scene.things.index(thing) for thing in mention.things))
+
+
+def phrase_type(mention: Mention) -> str:
+    """Type of a phrase: exact (shape, colour, and size or place), kind (shape and colour), shape, colour, object (none
+    of them), or scene (the picture itself, without a box)."""
+    if not mention.things:
+        return "scene"
+    pattern = mention.pattern
+    if pattern.shape and pattern.colour:
+        return "exact" if pattern.size or pattern.place else "kind"
+    return "shape" if pattern.shape else "colour" if pattern.colour else "object"
+
+
+def marked(scene: Scene, caption: Caption, ids: dict[tuple[int, ...], int]) -> str:
+    """The caption with its phrases marked, and its punctuation set apart, as the published sentences have it."""
+
+    def apart(text: str) -> str:
+        return text.replace(",", " ,").replace(".", " .")
+
+    text, at = "", 0
+    for mention in caption.mentions:
+        phrase = caption.text[mention.start : mention.end]
+        text += apart(caption.text[at : mention.start])
+        text += f"[/EN#{ids[_meant(scene, mention)]}/{phrase_type(mention)} {phrase}]"
+        at = mention.end
+    return text + apart(caption.text[at:])
+
+
+def annotation(scene: Scene, ids: dict[tuple[int, ...], int], name: str, size: int) -> bytes:
+    """The XML of an image: the box of each object with the ids of all phrases that mean it."""
+    root = ElementTree.Element("annotation")
+
+    def add(parent: ElementTree.Element, kind: str, *values: tuple[str, int]) -> ElementTree.Element:
+        element = ElementTree.SubElement(parent, kind)
+        for key, value in values:
+            ElementTree.SubElement(element, key).text = str(value)
+        return element
+
+    ElementTree.SubElement(root, "filename").text = name
+    add(root, "size", ("width", size), ("height", size), ("depth", 3))
+    for thing, (left, top, right, bottom) in enumerate(boxes(scene, size)):
+        names = [("name", number) for meant, number in ids.items() if thing in meant]
+        if names:
+            corners = [("xmin", math.floor(left) + 1), ("ymin", math.floor(top) + 1)]
+            corners += [("xmax", math.ceil(right)), ("ymax", math.ceil(bottom))]
+            add(add(root, "object", *names), "bndbox", *corners)
+    if () in ids:
+        add(root, "object", ("name", ids[()]), ("scene", 1), ("nobndbox", 1))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root) + b"\n"
+
+
+# ------------------------------------------------------------------------------------------------------- visual_genome
+# Every image has two or three objects, each a region described by shape, colour and size. Crop triplets A, B and their
+# union follow from any two regions, with "a and b" as the union's caption (`probemb.data.boxes.crop_triplets`).
+
+
+def write_visual_genome(form: Form) -> None:
+    (form.folder / "VG_100K").mkdir()
+    regions, images = [], []
+    for index in range(form.count):
+        several = (world.scene(f"{form.seed} {index}", i) for i in count_from())
+        number, scene = index + 1, next(one for one in several if len(one.things) > 1)
+        (form.folder / "VG_100K" / f"{number}.jpg").write_bytes(jpeg(scene, form.size))
+        regions.append(json.dumps({"id": number, "regions": described(scene, number, form.size)}))
+        images.append(json.dumps({"image_id": number, "width": form.size, "height": form.size}))
+    for name, rows in (("region_descriptions.json", regions), ("image_data.json", images)):
+        (form.folder / name).write_text("[" + ",\n".join(rows) + "]\n", encoding="utf-8")
+
+
+def described(scene: Scene, number: int, size: int) -> list[dict]:
+    """The regions of an image, with whole pixels counted from 0."""
+    found = []
+    for i, (thing, (left, top, right, bottom)) in enumerate(zip(scene.things, boxes(scene, size))):
+        x, y = math.floor(left), math.floor(top)
+        phrase = f"a {thing.size} {thing.colour} {thing.shape}"
+        place = {"x": x, "y": y, "width": math.ceil(right) - x, "height": math.ceil(bottom) - y}
+        found.append({"region_id": 4 * number + i, "image_id": number, "phrase": phrase, **place})
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- cub
+# The classes are shape x colour. No class of the test split is trained on, but every shape and every colour is. Every
+# eighth image of the 48 training classes is held out of training. The images are those of the set's `classes`.
+
+
+def write_cub(form: Form) -> None:
+    folders = [f"{i + 1:03d}.{name.replace(' ', '_')}" for i, name in enumerate(KINDS)]
+    for name in folders:
+        (form.folder / "images" / name).mkdir(parents=True)
+        (form.folder / "text_c10" / name).mkdir(parents=True)
+    form.lines("classes.txt", [f"{i + 1} {name}" for i, name in enumerate(folders)])
+    form.lines("trainvalclasses.txt", [folders[i] for i in SEEN])
+    form.lines("testclasses.txt", [folders[i] for i in UNSEEN])
+    numbered = ("images.txt", "image_class_labels.txt", "bounding_boxes.txt", "train_test_split.txt")
+    lines: dict[str, list[str]] = {name: [] for name in (*numbered, "seen_test_images.txt")}
+    for index in range(form.count):
+        scene = world.class_scene(form.seed, index)
+        label = scene.things[0].kind
+        name = f"{folders[label]}/{index:08d}"
+        (form.folder / "images" / f"{name}.jpg").write_bytes(jpeg(scene, form.size))
+        text = "".join(f"{caption.text}\n" for caption in draw_captions(scene, 10))
+        (form.folder / "text_c10" / f"{name}.txt").write_text(text, encoding="utf-8")
+        left, top, right, bottom = boxes(scene, form.size)[0]
+        box = f"{left:.1f} {top:.1f} {right - left:.1f} {bottom - top:.1f}"
+        held_out = label in SEEN and index // len(folders) % 8 == 7
+        for file, value in zip(numbered, (f"{name}.jpg", label + 1, box, int(label in SEEN and not held_out))):
+            lines[file].append(f"{index + 1} {value}")
+        lines["seen_test_images.txt"] += [f"{name}.jpg"] * held_out
+    for name, rows in lines.items():
+        form.lines(name, rows)
