@@ -41,7 +41,7 @@ from probemb.machine import choose_device, loader_workers
 from probemb.models.dual_encoder import channel_statistics
 from probemb.models.inputs import create_transforms
 from probemb.models.options import ModelOptions
-from probemb.models.towers.timm import TimmTower, pretrained_trunk, timm_tower
+from probemb.models.towers.trunks import TimmTower, pretrained_trunk, timm_tower
 from probemb.progress import progress
 from tools.make_scenes.forms import FEATURES, region_features
 from zeroshot.localisation import GridOptions

@@ -7,15 +7,13 @@ a "tower" key in its part, a kind of `towers`; all other keys of that part are t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import open_clip
 import torch
-from open_clip.model import CustomTextCLIP, _build_text_tower, _build_vision_tower
+from open_clip.model import _build_text_tower, _build_vision_tower
 from torch import nn
 
 from probemb.errors import UserError, nearest
@@ -28,26 +26,20 @@ SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "i18n": "timm/ViT-B-16-SigLIP-i18n-256
 def architecture(name: str, image_size: int | None = None) -> dict:
     """The configuration of a name, a fresh copy; `image_size` replaces its own.
 
-    Raises:
-        UserError: an unknown name, an architecture that cannot be made probabilistic, or an impossible size.
+    Raises UserError: an unknown name, an architecture that cannot be made probabilistic, or an impossible size.
     """
     config = read_architecture(name)
-    if config is None:
+    if config is None or (why := obstacle(config)):
+        what = f"'{name}' cannot become probabilistic: {why}." if config else f"There is no model '{name}'."
         raise UserError(
-            f"There is no model '{name}'.{nearest(name, supported_names())}",
+            f"{what}{nearest(name, supported_names())}",
             f"Name one of open_clip's models (open_clip.list_models() prints them) or {', '.join(OWN)}.",
-        )
-    if why := obstacle(config):
-        raise UserError(
-            f"The model '{name}' cannot become probabilistic here: {why}.", "Choose another, such as ViT-B-16."
         )
     if image_size is not None:
         patch_size = config["vision_cfg"].get("patch_size") or 1  # a ResNet has null
         if reads_regions(config) or image_size < patch_size:
-            raise UserError(
-                f"{name} does not read images of {image_size} pixels.",
-                f"Leave image_size out, or try {14 * patch_size}.",
-            )
+            remedy = f"Leave image_size out, or try {14 * patch_size}."
+            raise UserError(f"{name} does not read images of {image_size} pixels.", remedy)
         config["vision_cfg"]["image_size"] = image_size
     return config
 
@@ -77,8 +69,7 @@ def obstacle(config: dict) -> str | None:
     vision, text = config.get("vision_cfg"), config.get("text_cfg")
     if not vision or not text or "genlip_cfg" in config:
         return "it does not embed both images and texts"
-    more = vision.get("timm_model_kwargs")
-    if "naflex" in str(vision.get("timm_model_name")) or (isinstance(more, dict) and more.get("use_naflex")):
+    if "naflex" in f"{vision.get('timm_model_name')} {vision.get('timm_model_kwargs')}":
         return "it reads images as patches of any number and shape (NaFlex)"
     if text.get("hf_model_name") and find_spec("transformers") is None:
         return "its text tower needs the package transformers (pip install 'probemb[hf]')"
@@ -118,9 +109,9 @@ def is_open_clip(config: dict) -> bool:
 
 
 class Stock(nn.Module):
-    """The deterministic model behind a probabilistic one, as far as open_clip knows its towers.
+    """The deterministic model behind a probabilistic one, with the names of open_clip's `CustomTextCLIP`.
 
-    `visual` and `text` are open_clip's, None for one of ours. `logit_scale`, (1,), is the log of the inverse
+    `visual` and `text` are open_clip's towers, None for one of ours. `logit_scale`, (1,), is the log of the inverse
     temperature; `logit_bias`, (1,), is None where the architecture was not made for a sigmoid loss.
     """
 
@@ -128,20 +119,9 @@ class Stock(nn.Module):
         super().__init__()
         self.visual = None if "tower" in config["vision_cfg"] else stock_image_tower(config)
         self.text = None if "tower" in config["text_cfg"] else stock_text_tower(config)
-        bias = config.get("init_logit_bias")
-        self.logit_scale = nn.Parameter(torch.full((1,), float(config.get("init_logit_scale", np.log(1 / 0.07)))))
+        scale, bias = config.get("init_logit_scale", math.log(1 / 0.07)), config.get("init_logit_bias")
+        self.logit_scale = nn.Parameter(torch.full((1,), float(scale)))
         self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), float(bias)))
-
-
-def build_stock(config: dict) -> CustomTextCLIP | Stock:
-    """The deterministic model of an architecture: open_clip's own if it can build it."""
-    if not is_open_clip(config):
-        return Stock(config)
-    # Of a captioning model (CoCa) only the two towers: its decoder, "multimodal_cfg", has no part in embeddings.
-    options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
-    options["text_cfg"] = _random_text(config["text_cfg"])
-    with _hub_errors(config):
-        return CustomTextCLIP(**options, nonscalar_logit_scale=True)
 
 
 def stock_image_tower(config: dict) -> nn.Module:
@@ -150,24 +130,14 @@ def stock_image_tower(config: dict) -> nn.Module:
 
 
 def stock_text_tower(config: dict) -> nn.Module:
-    """open_clip's text tower of a configuration, with random weights."""
-    with _hub_errors(config):
-        return _build_text_tower(config["embed_dim"], _random_text(config["text_cfg"]), config.get("quick_gelu", False))
-
-
-def _random_text(text: dict) -> dict:
-    """A text configuration whose Hugging Face model, if it has one, is built without downloading its weights."""
-    return {**text, "hf_model_pretrained": False} if text.get("hf_model_name") else text
-
-
-@contextmanager
-def _hub_errors(config: dict) -> Iterator[None]:
-    """UserError for a Hugging Face configuration that cannot be read."""
+    """open_clip's text tower of a configuration, with random weights: those of Hugging Face are not downloaded."""
+    text = config["text_cfg"]
+    text = {**text, "hf_model_pretrained": False} if text.get("hf_model_name") else text
     try:
-        yield
+        return _build_text_tower(config["embed_dim"], text, config.get("quick_gelu", False))
     except OSError as error:  # what transformers raises without network, and for a name that does not exist
         raise UserError(
-            f"The configuration of the text tower '{config['text_cfg'].get('hf_model_name')}' could not be read.",
+            f"The configuration of the text tower '{text.get('hf_model_name')}' could not be read.",
             "Check the network, or give hf_model_name a folder that holds the model's config.json.",
         ) from error
 

@@ -15,25 +15,17 @@ from pathlib import Path
 
 import torch
 from open_clip.transform import PreprocessCfg
-from torch import nn
 
 from probemb.data.words import count_words, find_vocabulary, frequent_words, read_vectors, read_vocabulary
 from probemb.errors import UserError
-from probemb.models.architectures import (
-    architecture,
-    build_stock,
-    is_open_clip,
-    read_architecture,
-    reads_words,
-    tower_kind,
-)
+from probemb.models.architectures import Stock, architecture, read_architecture, reads_words, tower_kind
 from probemb.models.dual_encoder import DualEncoder, plain
 from probemb.models.formats import CONFIG as OPEN_CLIP_CONFIG
-from probemb.models.formats import ModelFiles, check_architecture, open_clip_preprocessing
+from probemb.models.formats import check_architecture, open_clip_preprocessing
 from probemb.models.heads import GPO_SIZES
-from probemb.models.hub import build_saved, read_config, saved_files
+from probemb.models.hub import ModelFiles, build_saved, read_config, saved_files
 from probemb.models.options import SAVED, ModelOptions
-from probemb.models.towers.timm import pretrained_trunk
+from probemb.models.towers.trunks import pretrained_trunk
 from probemb.models.weights import fill_stock, find_pretrained, load_strictly, read_state_dict
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
@@ -63,24 +55,29 @@ def create_model(name: str, **options) -> DualEncoder:
     if files and (files.config is None or files.config.name != OPEN_CLIP_CONFIG):
         with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
             source = build_saved(*files)
-    if o.uncertainty != "branch":
-        theirs = source.config["architecture"]["text_cfg"] if source else {}
-        if (theirs.get("embed_cls") and theirs.get("no_causal_mask")) or not o.pretrained:
-            config["text_cfg"] |= {"embed_cls": True, "no_causal_mask": True}
-    _set_embed_dim(config, name, o, source)
-    _set_vocabulary(config, o, source)
+    text, theirs = config["text_cfg"], source.config["architecture"]["text_cfg"] if source else {}
+    if o.uncertainty != "branch" and (not o.pretrained or (theirs.get("embed_cls") and theirs.get("no_causal_mask"))):
+        text |= {"embed_cls": True, "no_causal_mask": True}
+    if o.head == "clip" and o.embed_dim is not None:
+        config["embed_dim"] = o.embed_dim
+        if not text.get("projection", True):  # the states of a GRU in one direction are the embedding
+            text["hidden"] = o.embed_dim
+    if o.vocabulary is not None:
+        given = o.vocabulary
+        text["vocabulary"] = read_vocabulary(given) if isinstance(given, str | Path) else list(given)
+    elif "vocabulary" in theirs:
+        text["vocabulary"] = theirs["vocabulary"]
     if o.match == "cosine":
         config.setdefault("init_logit_bias", LOGIT_BIAS)  # so that open_clip builds it with a bias too
-    stock, preprocess = _starting_point(config, name, o, source, files)
+    stock, preprocess = _starting_point(config, o, source, files)
     pooling = o.pooling if o.pooling is not None else {} if o.head in ("pie", "mlp") else dict(GPO_SIZES)
     own_dim = GPO_EMBED_DIM if o.head in ("gpo", "pie") else config["embed_dim"]
-    layers = o.n_unc_layers if o.n_unc_layers is not None else o.layers[0]
     model = DualEncoder(
         {
             "name": name,
             **{key: plain(getattr(o, key)) for key in SAVED},
             "embed_dim": o.embed_dim or own_dim,
-            "n_unc_layers": plain(layers),
+            "n_unc_layers": plain(o.layers[0] if o.n_unc_layers is None else o.n_unc_layers),
             "pooling": pooling,
             "architecture": plain(config),
             "preprocess": preprocess if o.crop_pct is None else {**preprocess, "crop_pct": o.crop_pct},
@@ -112,59 +109,28 @@ def _start_scalars(model: DualEncoder, o: ModelOptions, source: DualEncoder | No
         scalar.fill_(given if start is None else start)
 
 
-def _set_embed_dim(config: dict, name: str, o: ModelOptions, source: DualEncoder | None) -> None:
-    """Put D into the architecture where its own projection makes it. Raises UserError: weights of another D."""
-    if o.head == "clip" and o.embed_dim not in (None, config["embed_dim"]):
-        if o.pretrained and source is None:
-            raise UserError(
-                f"Pretrained weights of '{name}' embed into {config['embed_dim']} dimensions, not {o.embed_dim}.",
-                "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
-            )
-        config["embed_dim"] = o.embed_dim
-        if not config["text_cfg"].get("projection", True):  # the states of a GRU in one direction are the embedding
-            config["text_cfg"]["hidden"] = o.embed_dim
-
-
-def _set_vocabulary(config: dict, o: ModelOptions, source: DualEncoder | None) -> None:
-    """Put the words into the architecture, so that a saved model carries them."""
-    text, given = config["text_cfg"], o.vocabulary
-    theirs = source.config["architecture"]["text_cfg"] if source else {}
-    if not reads_words(config):
-        if given is not None:
-            raise UserError(f"{o.name} reads no whole words, so a vocabulary has no use.", "Leave vocabulary out.")
-    elif given is not None:
-        text["vocabulary"] = read_vocabulary(given) if isinstance(given, str | Path) else list(given)
-    elif "vocabulary" in theirs:
-        text["vocabulary"] = theirs["vocabulary"]
-
-
 def _starting_point(
-    config: dict, name: str, o: ModelOptions, source: DualEncoder | None, files: ModelFiles | None
-) -> tuple[nn.Module, dict]:
+    config: dict, o: ModelOptions, source: DualEncoder | None, files: ModelFiles | None
+) -> tuple[Stock, dict]:
     """The deterministic model that the new one takes over, and the preprocessing that belongs to its weights."""
     if o.image_weights and (tower_kind(config, "vision_cfg") != "timm" or source is not None):
         raise UserError(
             "image_weights are for a new model with an image tower from timm.",
             "Set image_weights to null, or name an architecture such as resnet-gru without pretrained.",
         )
-    if source is not None:
-        return build_stock(config), source.config["preprocess"]
-    if o.pretrained and not is_open_clip(config):
-        raise UserError(
-            f"'{o.pretrained}' is no run and no folder with a model, which '{name}' starts from.",
-            "Give a run or a folder that save_model wrote, or leave pretrained out.",
-        )
     weights, wanted = None, {}
-    if files is not None:
+    if source is None and files is not None:
         weights = files.weights
-        wanted = open_clip_preprocessing(read_config(files.config), files.config, name, config)
-    elif o.pretrained:
-        weights, wanted = find_pretrained(name, o.pretrained, config.get("quick_gelu", False))
-    stock = build_stock(config)
+        wanted = open_clip_preprocessing(read_config(files.config), files.config, o.name, config)
+    elif source is None and o.pretrained:
+        weights, wanted = find_pretrained(o.name, o.pretrained, config.get("quick_gelu", False))
+    stock = Stock(config)
     if weights:
         fill_stock(stock, read_state_dict(weights), weights)
     if o.image_weights:
         stock.visual, wanted = pretrained_trunk(config["vision_cfg"], o.image_weights)
+    if source is not None:
+        return stock, source.config["preprocess"]
     return stock, plain({**vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))), **wanted})
 
 
@@ -177,32 +143,21 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
     UserError, which calls the source `where`: the architecture, the image size, or a head of the same kind differ.
     """
     ours, theirs = model.options, source.options
-    names = model.config["name"], source.config["name"]
     same_head = ours.head == theirs.head
     both_probabilistic = ours.probabilistic and theirs.probabilistic
     same_branch = both_probabilistic and (ours.uncertainty, ours.layers) == (theirs.uncertainty, theirs.layers)
     same_composer = type(model.composer) is type(source.composer) and ours.embed_dim == theirs.embed_dim
     same_size = (ours.covariance == "spherical") == (theirs.covariance == "spherical")  # as many outputs
-    architectures = (m.config["architecture"] for m in (model, source))
-    check_architecture(names[0], next(architectures), names[1], next(architectures), where)
-    if ours.head == "clip" != theirs.head:
-        raise UserError(
-            f"{where} has a '{theirs.head}' head and no projection for the 'clip' head of this model.",
-            f"Choose head '{theirs.head}', or start from a model with head 'clip'.",
-        )
-    if same_head:
-        keys = ["embed_dim", *["pooling"] * (ours.head == "gpo"), *["uncertainty_bias"] * same_branch]
-        for key in keys:
-            if getattr(ours, key) != getattr(theirs, key):
-                raise UserError(
-                    f"{where} has {key} {getattr(theirs, key)}, this model has {getattr(ours, key)}.",
-                    f"Set {key} to {getattr(theirs, key)}, or choose another head to start with a random one.",
-                )
+    (name, shape), (their_name, their_shape) = ((m.config["name"], m.config["architecture"]) for m in (model, source))
+    check_architecture(name, shape, their_name, their_shape, where)
     if both_probabilistic and not same_branch:
-        logger.warning(
-            f"{where} has {_uncertainty(theirs)}, this model has {_uncertainty(ours)}: the uncertainty starts from "
-            "random weights."
+        here, there = (
+            f"{o.n_unc_layers} blocks in its uncertainty branch"
+            if o.uncertainty == "branch"
+            else f"an uncertainty token ({o.uncertainty})"
+            for o in (ours, theirs)
         )
+        logger.warning(f"{where} has {there}, this model has {here}: the uncertainty starts from random weights.")
     own, given = model.state_dict(), source.state_dict()
 
     def taken(key: str) -> bool:
@@ -217,13 +172,8 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
             return same_branch and same_head and same_size
         return same_branch or getattr(model, tower).place(name).part != "branch"
 
-    load_strictly(model, {key: given[key] if taken(key) else own[key] for key in own}, where)
-
-
-def _uncertainty(o: ModelOptions) -> str:
-    if o.uncertainty != "branch":
-        return f"an uncertainty token ({o.uncertainty})"
-    return f"{o.n_unc_layers} blocks in its uncertainty branch"
+    kept = {key: own[key] for key in own if not taken(key)}
+    load_strictly(model, kept | {key: given[key] for key in own if key in given and key not in kept}, where)
 
 
 def vocabulary_for(
@@ -244,16 +194,11 @@ def fill_word_vectors(model: DualEncoder, path: str | Path) -> str:
 
     Raises UserError: the model reads no words, or the vectors are malformed, of another width, or of no word of it.
     """
-    config = model.config
-    if not reads_words(config["architecture"]):
-        raise UserError(
-            f"{config['name']} reads no whole words, so word vectors have no use.", "Leave word_vectors out."
-        )
-    words = config["architecture"]["text_cfg"]["vocabulary"]
-    found = model.text.fill_embedding(read_vectors(path, words))
+    words = model.config["architecture"]["text_cfg"].get("vocabulary", ())
+    found = model.text.fill_embedding(read_vectors(path, words)) if words else 0
     if not found:
         raise UserError(
-            f"{path} has a vector of none of the {len(words):,} words of the vocabulary.",
+            f"{path} has a vector of none of the {len(words):,} words of the model's vocabulary.",
             "Name vectors of the captions' language, with lower-case words, or leave word_vectors out.",
         )
     few = ", fewer than half: the others are random" if found < len(words) / 2 else ""

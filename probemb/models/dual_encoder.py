@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from probemb.cross_attention import CrossAttention
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.models.architectures import build_stock
+from probemb.models.architectures import Stock
 from probemb.models.composers import create_composer
 from probemb.models.match import MatchModel
 from probemb.models.options import DEFAULTS, SAVED, ModelOptions
@@ -41,7 +41,7 @@ class DualEncoder(nn.Module):
     Args:
         config: as `model.config` returns it: "name" (for display), "architecture" (open_clip's form, see
             `architectures.py`), "preprocess" (open_clip's PreprocessCfg), and `options.SAVED`.
-        stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
+        stock: the deterministic model (`Stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
         options: `ModelOptions` of the configuration.
@@ -57,7 +57,7 @@ class DualEncoder(nn.Module):
         self._config = config = {**DEFAULTS, **deepcopy(config)}
         self.options = o = ModelOptions(**{key: config[key] for key in SAVED})
         shape = config["architecture"]
-        stock = stock or build_stock(shape)
+        stock = stock or Stock(shape)
         self.visual = make_tower(shape, "vision_cfg", o, o.layers[0], stock.visual)
         self.visual.normalization = channel_statistics(config["preprocess"])
         self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)

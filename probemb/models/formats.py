@@ -11,11 +11,9 @@ A folder in open_clip's layout, as `tools.export` writes and open_clip's hub rep
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from open_clip import CLIP
@@ -24,50 +22,33 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
 from probemb.errors import UserError
-from probemb.models.architectures import SIGLIP, build_stock, complete, is_open_clip, obstacle, read_architecture
+from probemb.models.architectures import SIGLIP, Stock, complete, is_open_clip, obstacle, read_architecture
 from probemb.models.dual_encoder import DualEncoder, plain
 from probemb.models.heads import GPO_SIZES
-from probemb.models.weights import PREPROCESS_KEYS, check_quick_gelu, fill_stock, load_strictly, write_model
+from probemb.models.weights import PREPROCESS_KEYS, check_quick_gelu, fill_stock, load_strictly, refused, write_model
 
 # ------------------------------------------------------------------------------------------- untrusted configurations
 
-SIZES = {
-    *("layers", "width", "widths", "hidden", "heads", "head_width", "mlp_ratio", "patch_size", "image_size"),
-    *("context_length", "vocab_size", "regions", "features", "convolutions", "groups"),
-}
 
+def check_sizes(config: dict, make: Callable[[], nn.Module], state: dict[str, Tensor]) -> None:
+    """Raise ValueError for an untrusted architecture that asks for far more than its weights have.
 
-def check_sizes(config: dict, state: dict[str, Tensor]) -> None:
-    """Raise ValueError for an untrusted architecture with sizes that its weights cannot have."""
-    largest = max((n for tensor in state.values() for n in tensor.shape), default=0)
-    most = {"layers": len(state), **dict.fromkeys(("width", "hidden", "vocab_size", "features"), largest)}
-    for part in ("vision_cfg", "text_cfg"):
-        for key in SIZES & config[part].keys():
-            found = config[part][key]
-            for size in found if isinstance(found, list) else [found]:
-                if size is not None and not (type(size) in (int, float) and 0 < size <= most.get(key, 10**5)):
-                    raise ValueError(f"{part} has {key} {found}")
-
-
-def check_memory(make: Callable[[], nn.Module], state: dict[str, Tensor]) -> None:
-    """Raise ValueError if a model of an untrusted configuration has tensors far larger than its weights, which resized
-    position embeddings may exceed. `make` builds it; here without memory.
+    Its numbers are bounded first, so that `make()` builds it, here without memory, in little time. Then no tensor may
+    be far larger than in the weights, which resized position embeddings may exceed.
     """
+    largest = max((n for tensor in state.values() for n in tensor.shape), default=0)
+    for part in ("vision_cfg", "text_cfg"):
+        for key, value in config[part].items():
+            most = len(state) if key in ("layers", "graph_layers", "convolutions") else max(largest, 10**5)
+            for size in value if isinstance(value, list) else [value]:
+                if isinstance(size, int | float) and not abs(size) <= most:
+                    raise ValueError(f"{part} has {key} {value}")
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         wanted = make().state_dict()
-    largest = max((tensor.numel() for tensor in state.values()), default=0)
+    most = max((tensor.numel() for tensor in state.values()), default=0)
     for name, tensor in wanted.items():
-        if tensor.numel() > 16 * (state[name].numel() if name in state else largest):
+        if tensor.numel() > 16 * (state[name].numel() if name in state else most):
             raise ValueError(f"{name} has {tensor.numel():,} numbers, far more than the weights")
-
-
-@contextmanager
-def refused(what: str, remedy: str) -> Iterator[None]:
-    """UserError for whatever building a model of a malformed configuration raises."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
-        raise UserError(f"{what} ({type(error).__name__}: {error}).", remedy) from error
 
 
 # ----------------------------------------------------------------------------------------------- PCME++'s and ProLIP's
@@ -77,14 +58,18 @@ VISION_KEYS = ("layers", "width", "head_width", "mlp_ratio", "patch_size", "imag
 TEXT_KEYS = ("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "ls_init_value")
 PCMEPP_MARKS = {"visual.uncertainty_proj", "uncertainty_text_projection", "negative_scale", "shift"}
 PROLIP_MARKS = {"visual.unc_embedding", "visual.uncertainty_proj.weight", "text.unc_emb", "logit_bias"}
+# Beginnings of their names, and of ours; the first one that fits is replaced.
 PCMEPP_NAMES = {
     "visual.uncertainty_proj": "visual.log_var_head.weight",
     "uncertainty_text_projection": "text.log_var_head.weight",
-    **{"logit_scale": "logit_scale", "negative_scale": "scale", "shift": "shift"},
+    "negative_scale": "scale",
+    **{name: name for name in ("visual.", "logit_scale", "shift")},
+    "": "text.",
 }
-PROLIP_HEADS = {
+PROLIP_NAMES = {
     "visual.uncertainty_proj.": "visual.log_var_head.",
     "text.text_uncertainty_projection.": "text.log_var_head.",
+    "": "",
 }
 
 
@@ -102,34 +87,34 @@ def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Pat
     out is read from the shapes of the weights. Raises UserError, which names `source`: they do not fit each other.
     """
     with refused(f"{source} is not a complete PCME++ model", "Download both config.json and the weights again."):
-        architecture = _architecture(state_dict, config, "", n_prefix=1, text_keys=TEXT_KEYS)
+        architecture = _architecture(state_dict, config, "", n_prefix=1)
         layers = [_depth(state_dict, f"{tower}uncertainty_transformer") for tower in ("visual.", "")]
         layers = layers[0] if layers[0] == layers[1] else layers
         model = _model("PCMEPP", architecture, n_unc_layers=layers, uncertainty_bias=False)
-        state = {}
-        for key, value in state_dict.items():
-            name = PCMEPP_NAMES.get(key, key if key.startswith("visual.") else f"text.{key}")
-            value = value.T if name.endswith("log_var_head.weight") else value
-            state[name] = value.reshape(1) if key in ("logit_scale", "negative_scale", "shift") else value
+        state = _renamed(state_dict, PCMEPP_NAMES)
+        for tower in ("visual", "text"):
+            state[f"{tower}.log_var_head.weight"] = state[f"{tower}.log_var_head.weight"].T
         load_strictly(model, state, source)
     return model
 
 
 def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
-    """As `import_pcmepp`, with uncertainty "prolip-code".
+    """As `import_pcmepp`, with uncertainty "prolip-code", and the class token behind a text that is not causal.
 
     [UNC] here is one vector: theirs is an embedding and a row of the position embeddings, which are added.
     """
     with refused(f"{source} is not a complete ProLIP model", "Download both config.json and the weights again."):
-        architecture = _prolip_architecture(state_dict, config)
+        architecture = _architecture(state_dict, config, "text.", n_prefix=2, more=("norm_kwargs", "hf_tokenizer_name"))
+        text, length = architecture["text_cfg"], len(state_dict["text.positional_embedding"]) - 2
+        text |= {"context_length": length, "embed_cls": True, "no_causal_mask": True, "pool_type": "last"}
+        text |= {"proj_bias": "text.text_projection.bias" in state_dict}
+        if text["vocab_size"] == SIGLIP["vocab_size"]:
+            text |= {"pad_id": SIGLIP["pad_id"], "tokenizer_kwargs": {"clean": "canonicalize"}}
+            text.setdefault("hf_tokenizer_name", SIGLIP["name"])
+        architecture["init_logit_bias"] = state_dict["logit_bias"].item()
         about = {"objective": "prolip", "match": "cosine", "max_logit_scale": None, "uncertainty": "prolip-code"}
         model = _model("ProLIP", architecture, n_unc_layers=0, uncertainty_bias=True, **about)
-        state = {}
-        for key, value in state_dict.items():
-            theirs = next((name for name in PROLIP_HEADS if key.startswith(name)), None)
-            key = PROLIP_HEADS[theirs] + key.removeprefix(theirs) if theirs else key
-            state[key] = value.reshape(1) if key in ("logit_scale", "logit_bias") else value
-        length = architecture["text_cfg"]["context_length"]
+        state = _renamed(state_dict, PROLIP_NAMES)
         for tower, token, row in (("visual", "unc_embedding", 1), ("text", "unc_emb", length)):
             positions = state[f"{tower}.positional_embedding"]
             state[f"{tower}.uncertainty_token"] = state.pop(f"{tower}.{token}") + positions[row]
@@ -138,31 +123,27 @@ def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Pat
     return model
 
 
-def _model(name: str, architecture: dict, **more) -> DualEncoder:
-    """A model of the authors' with random weights; images are prepared as for CLIP."""
+def _renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    """Tensors under our names, scalars of shape (1,)."""
+    begins = {key: next(name for name in names if key.startswith(name)) for key in state}
+    return {
+        names[begins[key]] + key.removeprefix(begins[key]): value.reshape(1) if value.ndim == 0 else value
+        for key, value in state.items()
+    }
+
+
+def _model(name: str, architecture: dict, stock: nn.Module | None = None, preprocess: dict | None = None, **more):
+    """A DualEncoder of others' weights with head "clip"; images are prepared as for CLIP, but for `preprocess`."""
     config = {"name": name, "head": "clip", "embed_dim": architecture["embed_dim"], "pooling": dict(GPO_SIZES)}
-    preprocess = plain(vars(PreprocessCfg(size=architecture["vision_cfg"]["image_size"])))
-    return DualEncoder({**config, "architecture": architecture, "preprocess": preprocess, **more})
-
-
-def _prolip_architecture(state: dict[str, Tensor], config: dict) -> dict:
-    """open_clip's configuration, with the class token behind a text that is not causal."""
-    keys = (*TEXT_KEYS, "norm_kwargs", "hf_tokenizer_name")
-    architecture = _architecture(state, config, "text.", n_prefix=2, text_keys=keys)
-    text = architecture["text_cfg"]
-    text["context_length"] = len(state["text.positional_embedding"]) - 2
-    text |= {"embed_cls": True, "no_causal_mask": True, "pool_type": "last"}
-    text |= {"proj_bias": "text.text_projection.bias" in state}
-    if text["vocab_size"] == SIGLIP["vocab_size"]:
-        text |= {"pad_id": SIGLIP["pad_id"], "tokenizer_kwargs": {"clean": "canonicalize"}}
-        text.setdefault("hf_tokenizer_name", SIGLIP["name"])
-    return {**architecture, "init_logit_bias": state["logit_bias"].item()}
+    size = architecture["vision_cfg"].get("image_size", 224)
+    preprocess = {**plain(vars(PreprocessCfg(size=size))), **(preprocess or {})}
+    return DualEncoder({**config, "architecture": architecture, "preprocess": preprocess, **more}, stock)
 
 
 def _architecture(
-    state: dict[str, Tensor], config: dict, text_prefix: str, n_prefix: int, text_keys: tuple[str, ...]
+    state: dict[str, Tensor], config: dict, text_prefix: str, n_prefix: int, more: tuple[str, ...] = ()
 ) -> dict:
-    """open_clip's configuration, from the shapes, then from theirs: of text_cfg the `text_keys`.
+    """open_clip's configuration, from the shapes, then from theirs; of text_cfg also the keys `more`.
 
     `text_prefix` is of the text tower's tensors; `n_prefix` tokens stand before the patches of an image.
     """
@@ -174,17 +155,12 @@ def _architecture(
     text = {"context_length": len(state[f"{text_prefix}positional_embedding"]), "vocab_size": len(embedding)}
     text |= {"width": embedding.shape[1], "heads": max(embedding.shape[1] // 64, 1)}
     text |= {"layers": _depth(state, f"{text_prefix}transformer")}
-    theirs_vision, theirs_text = config.get("vision_cfg") or {}, config.get("text_cfg") or {}
-    vision |= {key: theirs_vision[key] for key in VISION_KEYS if theirs_vision.get(key) is not None}
-    text |= {key: theirs_text[key] for key in text_keys if theirs_text.get(key) is not None}
-    check_sizes({"vision_cfg": vision, "text_cfg": text}, state)
-    architecture = {
-        "embed_dim": state["visual.proj"].shape[1],
-        "vision_cfg": vision,
-        "text_cfg": text,
-        "quick_gelu": bool(config.get("quick_gelu", False)),
-    }
-    check_memory(lambda: build_stock(architecture), state)
+    for ours, part, keys in ((vision, "vision_cfg", VISION_KEYS), (text, "text_cfg", (*TEXT_KEYS, *more))):
+        theirs = config.get(part) or {}
+        ours |= {key: theirs[key] for key in keys if theirs.get(key) is not None}
+    size, quick_gelu = state["visual.proj"].shape[1], bool(config.get("quick_gelu", False))
+    architecture = {"embed_dim": size, "vision_cfg": vision, "text_cfg": text, "quick_gelu": quick_gelu}
+    check_sizes(architecture, lambda: Stock(architecture), state)
     return architecture
 
 
@@ -205,19 +181,6 @@ FREE = {"image_size", "context_length", "hf_tokenizer_name", "tokenizer_kwargs",
 FREE |= {"timm_model_pretrained", "hf_model_pretrained", "patch_dropout", "timm_drop", "timm_drop_path"}
 
 
-class ModelFiles(NamedTuple):
-    """The two files of a saved model; a configuration may be missing, or inside the weights."""
-
-    weights: Path
-    config: Path | None
-
-
-def find_open_clip(folder: Path) -> ModelFiles | None:
-    """The files of a folder in open_clip's layout; None for any other."""
-    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    return ModelFiles(weights, folder / CONFIG) if weights and (folder / CONFIG).is_file() else None
-
-
 def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: dict) -> dict:
     """The preprocessing that weights in open_clip's layout require of a model `name` that starts from them.
 
@@ -226,14 +189,9 @@ def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: 
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         theirs, preprocess = _open_clip_config(about)
-        quick_gelu = bool(architecture.get("quick_gelu", False))
-        check_quick_gelu(str(source.parent), name, bool(theirs.get("quick_gelu", False)), quick_gelu)
-        same = dict(theirs)
-        for part in ("vision_cfg", "text_cfg"):
-            ours = architecture[part]
-            same[part] = {key: value for key, value in theirs[part].items() if key not in FREE}
-            same[part] |= {key: ours[key] for key in FREE & ours.keys()}
-        check_architecture(name, architecture, "CLIP", same, str(source.parent))
+        given, wanted = (bool(config.get("quick_gelu", False)) for config in (theirs, architecture))
+        check_quick_gelu(str(source.parent), name, given, wanted)
+        check_architecture(name, architecture, "CLIP", theirs, str(source.parent), FREE)
     return {key: value for key, value in preprocess.items() if key in PREPROCESS_KEYS}
 
 
@@ -245,58 +203,40 @@ def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> D
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         architecture, preprocess = _open_clip_config(about)
-        check_sizes(architecture, state)
-        check_memory(lambda: build_stock(architecture), state)
-        stock = build_stock(architecture)
-        size = architecture["vision_cfg"].get("image_size", 224)
-        about = {"name": "CLIP", "head": "clip", "pooling": dict(GPO_SIZES), "embed_dim": architecture["embed_dim"]}
+        check_sizes(architecture, lambda: Stock(architecture), state)
+        fill_stock(stock := Stock(architecture), state, weights)
         point = {"probabilistic": False, "n_unc_layers": 0, "max_logit_scale": None, "uncertainty_bias": True}
         match = "distance" if stock.logit_bias is None else "cosine"
-        preprocess = {**plain(vars(PreprocessCfg(size=size))), **preprocess}
-        config = {**about, **point, "match": match, "architecture": architecture, "preprocess": preprocess}
-        fill_stock(stock, state, weights)
-        return DualEncoder(config, stock)
+        return _model("CLIP", architecture, stock, preprocess, match=match, **point)
 
 
 def _open_clip_config(about: dict) -> tuple[dict, dict]:
     """The architecture and the preprocessing of a configuration. Raises ValueError, KeyError, TypeError."""
     config = complete(plain(about["model_cfg"]))
-    if config["vision_cfg"].get("timm_model_name"):
-        config["vision_cfg"]["timm_model_pretrained"] = False  # the weights are here, and none are fetched
     if not is_open_clip(config) or (why := obstacle(config)):
         raise ValueError(why if is_open_clip(config) else "it is no architecture of open_clip's")
-    if not isinstance(config["embed_dim"], int):
-        raise ValueError(f"embed_dim is {config['embed_dim']!r}")
+    if config["vision_cfg"].get("timm_model_name"):
+        config["vision_cfg"]["timm_model_pretrained"] = False  # the weights are here, and none are fetched
     preprocess = (about.get("preprocess_cfg") or {}).items()
     return config, {key: plain(value) for key, value in preprocess if key in PREPROCESSING and value is not None}
 
 
-def check_architecture(name: str, ours: dict, their_name: str, theirs: dict, where: str) -> None:
-    """Raise UserError where two architectures differ; `where`: the source of theirs."""
-    here, there = _full_architecture(ours), _full_architecture(theirs)
-    different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+def check_architecture(
+    name: str, ours: dict, their_name: str, theirs: dict, where: str, ignored: set[str] = frozenset()
+) -> None:
+    """Raise UserError where two architectures differ but in `ignored` keys; `where`: the source of theirs."""
+    different = []
+    for part, defaults in (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg)):
+        here, there = (c[part] if "tower" in c[part] else asdict(defaults(**c[part])) for c in (ours, theirs))
+        keys = (key for key in {**here, **there} if key not in ignored and here.get(key) != there.get(key))
+        different += [f"{part}.{key} {str(there.get(key))[:80]} against {str(here.get(key))[:80]}" for key in keys]
+    if bool(ours.get("quick_gelu")) != bool(theirs.get("quick_gelu")):
+        different += ["quick_gelu"]
     if different:
-        listed = ", ".join(
-            [f"{key} {shortened(there.get(key))} against {shortened(here.get(key))}" for key in different[:4]]
-            + ["…"] * bool(different[4:])
-        )
         raise UserError(
-            f"{where} is a {their_name} and does not fit {name} ({listed}).",
+            f"{where} is a {their_name} and does not fit {name} ({', '.join(different[:4])}).",
             "Name the architecture and the image size that it was trained with.",
         )
-
-
-def shortened(value) -> str:
-    return f"of {len(value):,} words" if isinstance(value, list) and len(value) > 8 else str(value)
-
-
-def _full_architecture(config: dict) -> dict:
-    """Everything that a configuration says or leaves to open_clip's defaults, but for the projection."""
-    flat = {"quick_gelu": bool(config.get("quick_gelu", False))}
-    for part, label, defaults in (("vision_cfg", "image", CLIPVisionCfg), ("text_cfg", "text", CLIPTextCfg)):
-        cfg = config[part] if "tower" in config[part] else asdict(defaults(**config[part]))
-        flat |= {f"{label} {key}": value for key, value in cfg.items()}
-    return flat
 
 
 def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
@@ -310,20 +250,18 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
     WITHOUT_BIAS. Raises UserError: open_clip has no such model, or the folder cannot be written.
     """
     folder, config, shape = Path(folder), model.config, model.config["architecture"]
-    what = None
-    if config["head"] != "clip":
-        what = f"its head is '{config['head']}'"
-    elif not is_open_clip(shape):
-        what = "open_clip has no such architecture"
-    elif config["uncertainty"] != "branch":
-        what = "its means depend on an uncertainty token, which open_clip's towers do not have"
-    if what:
-        raise UserError(
-            f"The model ({config['name']}) cannot be exported to open_clip: {what}.",
-            "Export a model of one of open_clip's architectures with head 'clip' and an uncertainty branch.",
-        )
+    for applies, what in (
+        (config["head"] != "clip", f"its head is '{config['head']}'"),
+        (not is_open_clip(shape), "open_clip has no such architecture"),
+        (config["uncertainty"] != "branch", "its means depend on an uncertainty token, which open_clip's towers lack"),
+    ):
+        if applies:
+            raise UserError(
+                f"The model ({config['name']}) cannot be exported to open_clip: {what}.",
+                "Export a model of one of open_clip's architectures with head 'clip' and an uncertainty branch.",
+            )
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        names = list(build_stock(shape).state_dict())
+        names = list(Stock(shape).state_dict())
     held = model.state_dict()
     state = {name: held[name].detach().cpu().contiguous() for name in names}
     state |= {name: state[name].reshape(()) for name in ("logit_scale", "logit_bias") if name in state}

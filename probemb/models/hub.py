@@ -18,15 +18,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.models import formats
 from probemb.models.dual_encoder import DualEncoder
-from probemb.models.formats import ModelFiles, check_memory, check_sizes, find_open_clip, published_reader, refused
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
-from probemb.models.weights import SHA256, digest_tensors, load_strictly, read_state_dict, tensors_sha256, write_model
+from probemb.models.weights import (
+    SHA256,
+    digest_tensors,
+    load_strictly,
+    read_state_dict,
+    refused,
+    tensors_sha256,
+    write_model,
+)
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything
@@ -46,7 +53,11 @@ class LoadedModel(NamedTuple):
     transforms: Transforms
 
 
-# --------------------------------------------------------------------------------------------------------------- saving
+class ModelFiles(NamedTuple):
+    """The two files of a saved model; a configuration may be missing, or inside the weights."""
+
+    weights: Path
+    config: Path | None
 
 
 def save_model(model: DualEncoder, folder: str | Path) -> Path:
@@ -58,9 +69,6 @@ def save_model(model: DualEncoder, folder: str | Path) -> Path:
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_model(folder / WEIGHTS, state, folder / CONFIG, {**FORMAT, **model.config}, embed=True)
     return folder
-
-
-# -------------------------------------------------------------------------------------------------------------- loading
 
 
 def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", resize: str = "pil") -> LoadedModel:
@@ -79,10 +87,10 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
     Raises:
         UserError: nothing is found, or the weights are not this project's or do not fit their configuration.
     """
-    weights, config = _locate(path_or_name)
-    model = build_saved(weights, config).to(device).eval().requires_grad_(False)
+    files = _locate(path_or_name)
+    model = build_saved(*files).to(device).eval().requires_grad_(False)
     _loaded[str(path_or_name)] = weakref.ref(model)
-    return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model, resize=resize))
+    return LoadedModel(model, create_tokenizer(model, files.weights.parent), create_transforms(model, resize=resize))
 
 
 def lasting_name(path_or_name: str | Path) -> str:
@@ -91,9 +99,12 @@ def lasting_name(path_or_name: str | Path) -> str:
     return str(path.absolute()) if path.exists() else str(path_or_name)
 
 
+# ------------------------------------------------------------------------------------------------------------- finding
+
+
 def is_hub_name(source: str) -> bool:
     """True if a source is looked up on the hub: hf-hub:owner/name, or owner/name that does not look like a path."""
-    local = source.partition("/")[0].lower() in LOCAL_FOLDERS or Path(source).parent.is_dir()
+    local = source.partition("/")[0].lower() in LOCAL_FOLDERS or os.path.isdir(os.path.dirname(source))
     local = local or source.endswith((".safetensors", ".pt"))
     return bool(HUB_NAME.fullmatch(source.removeprefix(HUB_PREFIX))) and (source.startswith(HUB_PREFIX) or not local)
 
@@ -102,96 +113,71 @@ def saved_files(source: str) -> ModelFiles | None:
     """The files of a saved model, ours or in open_clip's layout: a folder, weights with their configuration inside, or
     a hub name. None for an open_clip tag, or a file of weights alone.
     """
-    path = Path(source)
-    if path.is_file():
-        return _locate(source) if path.suffix == ".safetensors" and _embedded_config(path) is not None else None
-    return _locate(source) if path.is_dir() or is_hub_name(str(source)) else None
+    if os.path.isfile(source):
+        return _locate(source) if read_config(Path(source)) else None
+    return _locate(source) if os.path.isdir(source) or is_hub_name(str(source)) else None
 
 
-def _locate(path_or_name: str | Path) -> ModelFiles:
-    path, name = Path(path_or_name), str(path_or_name)
-    why = "the path does not exist"
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        if is_hub_name(name):
-            return _download(name.removeprefix(HUB_PREFIX))
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-    else:
-        if path.name in formats.WEIGHTS and find_open_clip(path.parent):
-            return ModelFiles(path, path.with_name(formats.CONFIG))
-        candidates = [path / "model" / WEIGHTS, path / WEIGHTS, path / PICKLED_WEIGHTS] if path.is_dir() else [path]
-        theirs = find_open_clip(path)
-        if theirs and not candidates[0].is_file() and not _is_saved_here(path):
-            return theirs
-        for weights in candidates:
-            if weights.is_file() and (path.is_dir() or path.suffix == ".safetensors"):
-                config = weights.with_name(CONFIG)
-                return ModelFiles(weights, config if config.is_file() else None)
-        why = f"tried {', '.join(map(str, candidates))}, and {formats.CONFIG} with {' or '.join(formats.WEIGHTS)}"
+def _locate(source: str | Path) -> ModelFiles:
+    path, name, found = Path(source), str(source), None
+    if os.path.isfile(path):
+        config = path.with_name(formats.CONFIG if path.name in formats.WEIGHTS else CONFIG)
+        return ModelFiles(path, config if config.is_file() else None)
+    if os.path.isdir(path):
+        folder = path / "model" if (path / "model" / WEIGHTS).is_file() else path
+        found = _first_layout(lambda file: folder / file if (folder / file).is_file() else None)
+    elif is_hub_name(name):
+        found = _download(name.removeprefix(HUB_PREFIX))
+    if found:
+        return found
     raise UserError(
-        f"There is no model at {name[:200]} ({why}).",
-        "Give a run that has saved its model, a folder with model.safetensors and config.json, a .safetensors file, or "
-        f"a hub name (owner/name, or {HUB_PREFIX}owner/name where a folder could be meant).",
+        f"There is no model at {name[:200]} (tried {WEIGHTS} and {PICKLED_WEIGHTS}, and {formats.CONFIG} with "
+        f"{' or '.join(formats.WEIGHTS)}).",
+        "Check the path, or the network; give a run that has saved its model, a folder with model.safetensors and "
+        f"config.json, a .safetensors file, or a hub name ({HUB_PREFIX}owner/name where a folder could be meant).",
     )
 
 
-def _is_saved_here(folder: Path) -> bool:
-    """True if a folder has a model that open_clip's files beside it do not stand for."""
-    if (folder / CONFIG).is_file():
-        return _describes_model(read_config(folder / CONFIG))
-    return (folder / WEIGHTS).is_file() and _embedded_config(folder / WEIGHTS) is not None
+def _first_layout(get: Callable[[str], Path | None]) -> ModelFiles | None:
+    """The files of a folder or repository, ours or the authors' before open_clip's; `get` gives one, None if missing.
+
+    A config.json of another library (transformers, timm) says nothing of the files in open_clip's layout beside it.
+    """
+    config, names = get(CONFIG), (WEIGHTS, PICKLED_WEIGHTS)
+    about = read_config(config) if config else {}
+    if about.get("format") != FORMAT["format"] and "vision_cfg" not in about and (theirs := get(formats.CONFIG)):
+        config, names = theirs, formats.WEIGHTS
+    weights = next(filter(None, map(get, names)), None)
+    return weights and ModelFiles(weights, config)
 
 
-def _describes_model(config: dict) -> bool:
-    """True if config.json is this project's or of PCME++ or ProLIP, and not the one of transformers or timm."""
-    return config.get("format") == FORMAT["format"] or "vision_cfg" in config
-
-
-def _download(name: str) -> ModelFiles:
+def _download(name: str) -> ModelFiles | None:
     """The files of a hub repository, or of its cached copy without network."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    unreachable = False
+    offline = False
 
-    def first(*files: str) -> Path | None:
-        nonlocal unreachable
-        for file in files:
-            try:
-                return Path(hf_hub_download(name, file, local_files_only=unreachable))
-            except EntryNotFoundError as error:
-                unreachable = isinstance(error, LocalEntryNotFoundError)
-        return None
+    def get(file: str) -> Path | None:
+        nonlocal offline
+        try:
+            return Path(hf_hub_download(name, file, local_files_only=offline))
+        except EntryNotFoundError as error:
+            offline = isinstance(error, LocalEntryNotFoundError)
+            return None
 
-    try:
-        config, names = first(CONFIG), (WEIGHTS, PICKLED_WEIGHTS)
-        other_library = config is None or not _describes_model(read_config(config))
-        if other_library and (theirs := first(formats.CONFIG)):
-            config, names = theirs, formats.WEIGHTS
-        weights = config and first(*names)
-        why = "no network, or no such files" if unreachable else "no such files"
-    except UserError:
-        raise
-    except Exception as error:  # the client raises its HTTP library's errors and its own
-        weights, why = None, type(error).__name__
-    if not weights:
-        raise UserError(
-            f"There is no folder {name}, and the hub's {name} could not be read ({why}; tried {CONFIG} with {WEIGHTS}, "
-            f"and {formats.CONFIG}).",
-            "Check the path or the hub name, and the network.",
-        )
-    return ModelFiles(weights, config)
+    with refused(
+        f"There is no folder {name}, and the hub's {name} could not be read", "Check the name and the network."
+    ):
+        return _first_layout(get)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
 
 
 def build_saved(weights: Path, config_path: Path | None) -> DualEncoder:
     """The model of two files. Raises UserError: they do not fit each other, or the weights are damaged."""
-    if config_path and config_path.name == formats.CONFIG:
-        about, state = read_config(config_path), read_state_dict(weights)
-        _check_tensors(state, about.get(SHA256), weights)
-        return formats.import_open_clip(state, about, weights, config_path)
-    embedded = _embedded_config(weights)
+    embedded = read_config(weights)
     config = read_config(config_path) if config_path else embedded
     if config is None:
         raise UserError(
@@ -204,10 +190,16 @@ def build_saved(weights: Path, config_path: Path | None) -> DualEncoder:
             f"{config_path} and {weights} do not belong together.",
             f"Save the model again, or delete {CONFIG} to use the configuration stored in the weights.",
         )
-    state = read_state_dict(weights)
-    if reader := published_reader(state):
+    state, where = read_state_dict(weights), config_path or weights
+    if (expected := next(filter(None, sums), None)) and tensors_sha256(state) != expected:
+        raise UserError(
+            f"{weights} is damaged: its tensors are not the ones that were saved (their SHA-256 differs).",
+            "Copy the file again, or save the model again.",
+        )
+    if where.name == formats.CONFIG:
+        return formats.import_open_clip(state, config, weights, where)
+    if reader := formats.published_reader(state):
         return reader(state, config, weights)
-    where = config_path or weights
     if not FORMAT.items() <= config.items():
         raise UserError(
             f"{where} does not describe a model of this project (version {FORMAT['version']}).",
@@ -215,52 +207,23 @@ def build_saved(weights: Path, config_path: Path | None) -> DualEncoder:
         )
     remedy = f"Restore the {CONFIG} that was saved with the weights."
     with refused(f"{where} describes no model that can be built", remedy):
-        check_sizes(config["architecture"], state)
         about = {key: value for key, value in config.items() if key not in FORMAT}
-        check_memory(lambda: DualEncoder(about), state)
+        formats.check_sizes(about["architecture"], lambda: DualEncoder(about), state)
         model = DualEncoder(about)
         create_transforms(model)
     load_strictly(model, state, weights)
-    _check_tensors(state, next(filter(None, sums), None), weights)
     return model
 
 
-def _check_tensors(state: dict[str, Tensor], expected: str | None, weights: Path) -> None:
-    if expected is not None and tensors_sha256(state) != expected:
-        raise UserError(
-            f"{weights} is damaged: its tensors are not the ones that were saved (their SHA-256 differs).",
-            "Copy the file again, or save the model again.",
-        )
-
-
-def _embedded_config(weights: Path) -> dict | None:
-    """The configuration inside a weights file, if it has one."""
-    if weights.suffix != ".safetensors":
-        return None
-    try:
-        with safe_open(weights, framework="pt") as file:
-            text = (file.metadata() or {}).get("config")
-        return None if text is None else _object(text)
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{weights} is not a readable safetensors file.", "The file may be cut short: copy or save it again."
-        ) from error
-
-
-def read_config(path: Path) -> dict:
-    """The JSON object in a file. Raises UserError."""
-    try:
-        return _object(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not the configuration of a model.", "Restore the file that was saved with the weights."
-        ) from error
-
-
-def _object(text: str) -> dict:
-    if not isinstance(config := json.loads(text), dict):
-        raise ValueError("no JSON object")
-    return config
+def read_config(path: Path) -> dict | None:
+    """The JSON object in a file, or inside a file of weights; None if these have none. Raises UserError."""
+    with refused(f"{path} cannot be read", "It may be damaged or cut short: copy it or save the model again."):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                text = (file.metadata() or {}).get("config")
+        else:
+            text = path.read_text(encoding="utf-8") if path.suffix == ".json" else None
+        return None if text is None else dict(json.loads(text))
 
 
 # -------------------------------------------------------------------------------------------------------------- digests

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-from open_clip.transform import AugmentationCfg, MaybeConvertMode, PreprocessCfg, image_transform_v2
+from open_clip.transform import (
+    MaybeConvertMode,
+    MaybeToTensor,
+    PreprocessCfg,
+    color_jitter,
+    gray_scale,
+    image_transform_v2,
+)
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToTensor
+from torchvision.transforms import (
+    Compose,
+    InterpolationMode,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+)
 
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.image_loader import Images, RegionImages
@@ -24,6 +36,7 @@ from probemb.errors import UserError
 from probemb.models.architectures import reads_regions, reads_words
 from probemb.models.options import Augmentation
 from probemb.models.towers.words import WordTokenizer
+from probemb.models.weights import refused
 
 MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
 MAX_WORD = 128  # characters of one word: byte-pair encoding takes time quadratic in a word's length
@@ -41,11 +54,6 @@ class Transforms(NamedTuple):
     train: Callable[[Image.Image], Tensor]
     evaluate: Callable[[Image.Image], Tensor]
 
-    def __call__(self, image):
-        raise UserError(
-            "These are two transforms.", "Call transforms.evaluate(image), or in training transforms.train."
-        )
-
 
 def create_transforms(model_or_config, augmentation: Augmentation | None = None, resize: str = "pil") -> Transforms:
     """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else.
@@ -53,40 +61,29 @@ def create_transforms(model_or_config, augmentation: Augmentation | None = None,
     Regions come prepared: a model that reads them changes nothing. By `resize`, torch ("tensor") or PIL ("pil") crops
     and resizes, with the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
     """
-    config, augmentation = _config(model_or_config), augmentation or Augmentation()
+    config, a = _config(model_or_config), augmentation or Augmentation()
     if reads_regions(config.get("architecture")):
         return Transforms(identity, identity)
     wanted = dict(config["preprocess"])
     crop_pct = wanted.pop("crop_pct", None)
     preprocess = PreprocessCfg(**wanted)
-    with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
-        warnings.filterwarnings("ignore", message="Unused augmentation")
-        options = {key: getattr(augmentation, key) for key in ("color_jitter", "color_jitter_prob", "gray_scale_prob")}
-        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(augmentation.scale, **options))
-    crop = train.transforms[0]
-    if isinstance(crop, RandomResizedCrop):
-        crop.ratio = augmentation.ratio
     evaluate = image_transform_v2(replace(preprocess, resize_mode="shortest") if crop_pct else preprocess, False)
+    first, *rest = (x for x in evaluate.transforms if not isinstance(x, MaybeToTensor | Normalize))  # the model does
     if crop_pct:
-        first = evaluate.transforms[0]
-        evaluate.transforms[0] = Resize(int(np.max(preprocess.size) / crop_pct), first.interpolation)
-    train, evaluate = (_without_floats(t, resize) for t in (train, evaluate))
-    more = [RandomHorizontalFlip(augmentation.hflip)] if augmentation.hflip else []
-    if augmentation.re_prob:
-        more.append(RandomErasing(augmentation.re_prob, augmentation.re_count, preprocess.mean, preprocess.std))
-    return Transforms(Compose([*train.transforms, *more]), evaluate)
-
-
-def _without_floats(transform: Compose, resize: str) -> Compose:
-    """open_clip's transform without its last steps, conversion to float and normalisation."""
-    first, *steps = (step for step in transform.transforms if not isinstance(step, ToTensor | Normalize))
-    if resize == "pil":
-        return Compose([first, *steps, as_pixels])
-    if isinstance(first, RandomResizedCrop):
-        first = RandomCrop(first.size, first.scale, first.ratio, first.interpolation)
+        first = Resize(int(np.max(preprocess.size) / crop_pct), first.interpolation)
+    crop = RandomResizedCrop(preprocess.size, a.scale, a.ratio, InterpolationMode.BICUBIC)
+    if resize == "tensor":
+        crop, first = RandomCrop(crop.size, crop.scale, crop.ratio, crop.interpolation), Resized(first)
+        evaluate = [first, *(x for x in rest if not isinstance(x, MaybeConvertMode))]
+        train, last = [crop], []
     else:
-        first = Resized(first)
-    return Compose([first, *(step for step in steps if not isinstance(step, MaybeConvertMode))])
+        evaluate, train, last = [first, *rest, as_pixels], [crop, MaybeConvertMode()], [as_pixels]
+    train += [color_jitter(*a.color_jitter, p=a.color_jitter_prob)] if a.color_jitter_prob else []
+    train += [gray_scale(a.gray_scale_prob)] if a.gray_scale_prob else []
+    train += last
+    train += [RandomHorizontalFlip(a.hflip)] if a.hflip else []
+    train += [RandomErasing(a.re_prob, a.re_count, preprocess.mean, preprocess.std)] if a.re_prob else []
+    return Transforms(Compose(train), Compose(evaluate))
 
 
 def identity(regions: Tensor) -> Tensor:
@@ -102,83 +99,55 @@ def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[l
     A Hugging Face tokenizer whose files are in the model's `folder` is not asked of the hub. Raises UserError: it is
     not available, or the model has too small a vocabulary.
     """
-    text = _config(model_or_config)["architecture"]["text_cfg"]
-    context_length = text.get("context_length", 77)
-    if reads_words(_config(model_or_config)["architecture"]):
-        return WordTokenizer(text["vocabulary"], context_length)
-    name = text.get("hf_tokenizer_name")
+    config = _config(model_or_config)["architecture"]
+    text = config["text_cfg"]
+    length, name = text.get("context_length", 77), text.get("hf_tokenizer_name")
+    if reads_words(config):
+        return WordTokenizer(text["vocabulary"], length)
     if not name:
-        return Tokenizer(context_length, text.get("vocab_size", 49408))
-    local = folder is not None and (folder / TOKENIZER).is_file()
-    try:
+        return Tokenizer(length)
+    remedy = (
+        "Install the package transformers (pip install 'probemb[hf]') and check the network; or download the files of "
+        f"{name} elsewhere ({TOKENIZER}, tokenizer_config.json, special_tokens_map.json), and put them into the "
+        "model's folder."
+    )
+    with refused(f"The tokenizer '{name}' of this model is not available", remedy):
         return HFTokenizer(
-            str(folder) if local else name,
-            context_length=context_length,
+            str(folder) if folder is not None and (folder / TOKENIZER).is_file() else name,
+            context_length=length,
             tokenizer_mode=text.get("tokenizer_mode"),
             trust_remote_code=False,
             **text.get("tokenizer_kwargs", {}),
         )
-    except (ImportError, OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"The tokenizer '{name}' of this model is not available.",
-            "Install the package transformers (pip install 'probemb[hf]') and check the network; or download the "
-            f"files of {name} elsewhere ({TOKENIZER}, tokenizer_config.json, special_tokens_map.json), and put "
-            "them into the model's folder.",
-        ) from error
 
 
-class Tokenizer:
+class Tokenizer(SimpleTokenizer):
     """CLIP's byte-pair encoding, for texts of any origin: start token, words, end token, zeros.
 
     The tokens are open_clip's. In contrast to open_clip's tokenizer it reads no further than the context is long, cuts
     words at 128 characters, and bounds its cache, so that time and memory do not depend on the texts.
     """
 
-    def __init__(self, context_length: int, vocab_size: int = 49408):
-        self._bpe = SimpleTokenizer(context_length=context_length)
-        if self._bpe.vocab_size > vocab_size:
-            raise UserError(
-                f"The model has {vocab_size} token embeddings, but CLIP's vocabulary has {self._bpe.vocab_size}.",
-                "Set text_cfg.vocab_size of the architecture to 49408.",
-            )
-        self.context_length = context_length
-        self._special = dict(self._bpe.cache)
-        self._words: dict[str, tuple[int, ...]] = {}
+    def __init__(self, context_length: int):
+        super().__init__(context_length=context_length)
+        self._special = dict(self.cache)
 
-    def __call__(self, texts: list[str] | str) -> Tensor:
-        """(B, context_length) int64; a text that is too long is cut and still ends with the end token."""
-        texts = [texts] if isinstance(texts, str) else texts
-        result = np.zeros((len(texts), self.context_length), np.int64)
-        for row, text in zip(result, texts):
-            tokens = [self._bpe.sot_token_id, *self._encode(text), self._bpe.eot_token_id]
-            row[: len(tokens)] = tokens
-        return torch.from_numpy(result)
-
-    def _encode(self, text: str) -> list[int]:
-        room = self.context_length - 2
-        bpe, tokens = self._bpe, []
-        for match in bpe.pat.finditer(self._clean(text[:MAX_CHARACTERS])):
-            if len(tokens) >= room:
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for match in self.pat.finditer(self._clean(text[:MAX_CHARACTERS])):
+            if len(tokens) >= self.context_length - 2:
                 break
-            word = match.group()[:MAX_WORD]
-            found = self._words.get(word)
-            tokens.extend(self._encode_word(word) if found is None else found)
-        return tokens[:room]
+            if len(self.cache) >= MAX_CACHED_WORDS:
+                self.cache = dict(self._special)
+            letters = "".join(self.byte_encoder[byte] for byte in match.group()[:MAX_WORD].encode("utf-8", "replace"))
+            tokens += [self.encoder[piece] for piece in self.bpe(letters).split(" ")]
+        return tokens
 
     def _clean(self, text: str) -> str:
         """open_clip's cleaning, which leaves plain ASCII without entities alone but for its spaces and capitals."""
         if text.isascii() and text.isprintable() and "&" not in text:
             return " ".join(text.split()).lower()
-        return self._bpe.clean_fn(text)
-
-    def _encode_word(self, word: str) -> tuple[int, ...]:
-        bpe = self._bpe
-        if len(self._words) >= MAX_CACHED_WORDS:
-            self._words.clear()
-            bpe.cache = dict(self._special)
-        letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8", "replace"))
-        tokens = self._words[word] = tuple(bpe.encoder[piece] for piece in bpe.bpe(letters).split(" "))
-        return tokens
+        return self.clean_fn(text)
 
 
 def unknown_words(tokenizer: Callable, texts: Sequence[str]) -> list[str]:
@@ -207,10 +176,10 @@ def check_images(model, images: Images) -> None:
 
 def check_words(model, captions: CaptionDataset) -> None:
     """Raise UserError for captions of which a model's vocabulary has less than half of the words."""
-    architecture = _config(model).get("architecture")
+    architecture, texts = _config(model)["architecture"], captions.flat()
     if not reads_words(architecture):
         return
-    known, texts = set(architecture["text_cfg"]["vocabulary"]), captions.flat()
+    known = set(architecture["text_cfg"]["vocabulary"])
     words = [word for text in texts[:: 1 + len(texts) // SAMPLED_TEXTS] for word in split_words(text)]
     share = sum(word in known for word in words) / max(1, len(words))
     if words and share < 0.5:
@@ -224,20 +193,19 @@ def check_words(model, captions: CaptionDataset) -> None:
 def check_variances(model, name: str, wanted: str, remedy: str) -> None:
     """Raise UserError for a point model; `wanted`: what reads variances, with its verb."""
     if not model.probabilistic:
-        objective = getattr(model, "objective", None)
-        trained = f" (objective {objective})" if objective else ""
+        trained = f" (objective {model.objective})" if model.objective else ""
         raise UserError(f"{name} is a point model{trained}, which has no uncertainty, and {wanted}.", remedy)
 
 
 def check_single_embeddings(model, name: str) -> None:
     """Raise UserError for a model that does not compare pictures and texts by one embedding each."""
-    reasons = {
-        f"has {model.n_embeddings} embeddings of an item": model.n_embeddings > 1,
-        "compares the tokens of images and texts": model.attention is not None,
-        "reads precomputed regions of images": reads_regions(model.config["architecture"]),
-    }
-    for what in (what for what, applies in reasons.items() if applies):
-        raise UserError(
-            f"The model {name} {what}.",
-            "Name one with an embedding of each image; zeroshot.retrieval measures all others.",
-        )
+    for what, applies in (
+        (f"has {model.n_embeddings} embeddings of an item", model.n_embeddings > 1),
+        ("compares the tokens of images and texts", model.attention is not None),
+        ("reads precomputed regions of images", reads_regions(model.config["architecture"])),
+    ):
+        if applies:
+            raise UserError(
+                f"The model {name} {what}.",
+                "Name one with an embedding of each image; zeroshot.retrieval measures all others.",
+            )

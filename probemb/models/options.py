@@ -126,7 +126,6 @@ class ModelOptions(Towers):
                 raise UserError(f"The model's {field.name} is {value!r}.{nearest(str(value), choices)}", remedy)
         low, high = self.log_var_range or (0, 1)
         point, token = not self.probabilistic, self.uncertainty != "branch"
-        shaped = self.covariance != "ellipsoidal" or self.log_var_range is not None
         for key, wrong, remedy in (
             ("log_var_range", low >= high, "Give two numbers in ascending order, such as [-2.303, 2.303]."),
             ("crop_pct", not 0.1 <= (self.crop_pct or 1) <= 1, "Give a number from 0.1 to 1."),
@@ -134,7 +133,6 @@ class ModelOptions(Towers):
             ("head", self.uncertainty == "prolip-code" and self.head != "clip", "ProLIP's public code has head clip."),
             ("uncertainty", token and point, "A point model has none: leave it out."),
             ("n_unc_layers", (token or point) and any(self.layers), "It is of an uncertainty branch: leave it out."),
-            ("covariance", point and shaped, "A point model has no variances: leave it and log_var_range out."),
         ):
             if wrong:
                 raise UserError(f"The model's {key} is {getattr(self, key)}.", remedy)
@@ -227,23 +225,19 @@ class Augmentation:
 
     def check(self) -> None:
         """Raise UserError for ranges in the wrong order, and for a jitter without images or images without jitter."""
-        for name, limit in (("scale", 1.0), ("ratio", None)):
-            low, high = getattr(self, name)
-            if low > high or (limit and high > limit):
-                raise UserError(
-                    f"data.augmentation.{name} is {low:g} to {high:g}.",
-                    f"Give the smaller number first{', and at most 1 as the second' if limit else ''}.",
-                )
-        if (self.color_jitter is None) != (self.color_jitter_prob == 0):
-            raise UserError(
-                "Of data.augmentation.color_jitter and color_jitter_prob one is set and the other is not.",
-                "Set both, such as [0.32, 0.32, 0.32, 0.08] and 0.8, or leave both out.",
-            )
-        if self.color_jitter and self.color_jitter[3] > 0.5:
-            raise UserError(
-                f"The hue in data.augmentation.color_jitter changes by up to {self.color_jitter[3]:g}.",
-                "Set the fourth number to at most 0.5, which is every hue.",
-            )
+        jitter = self.color_jitter or (0, 0, 0, 0)
+        for name, wrong, remedy in (
+            ("scale", not self.scale[0] <= self.scale[1] <= 1, "Give the smaller share first, and at most 1."),
+            ("ratio", self.ratio[0] > self.ratio[1], "Give the smaller number first."),
+            ("color_jitter", jitter[3] > 0.5, "Set the fourth number to at most 0.5, which is every hue."),
+            (
+                "color_jitter",
+                (self.color_jitter is None) != (self.color_jitter_prob == 0),
+                "Set it and color_jitter_prob, or neither.",
+            ),
+        ):
+            if wrong:
+                raise UserError(f"data.augmentation.{name} is {getattr(self, name)}.", remedy)
 
 
 SAVED = (  # in config.json, beside "name", "architecture" and "preprocess"
@@ -263,11 +257,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, arg) for arg in args)
     if origin is tuple:
         return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
-    if hint is bool or not issubclass(hint, int | float):
+    if hint is bool or isinstance(value, bool) or not issubclass(hint, int | float):
         return type(value) is hint
-    if not isinstance(value, int if issubclass(hint, int) else int | float) or isinstance(value, bool):
-        return False
     try:
-        return math.isfinite(hint(value))
+        return isinstance(value, int if issubclass(hint, int) else int | float) and math.isfinite(hint(value))
     except ValueError:  # out of the range of one of jsonargparse's types
         return False

@@ -68,7 +68,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
 def test_paths_without_a_model(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"runs/absent \(the path does not exist"):  # not looked for on the hub
+    with pytest.raises(UserError, match=r"no model at runs/absent "):  # not looked for on the hub
         load_model("runs/absent")
 
 
@@ -106,16 +106,16 @@ def test_weights_that_are_nan_or_infinite_are_refused_by_name(tmp_path):
 def test_damaged_files(tmp_path):
     save_model(model_with(), tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is not"):
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
         load_model(tmp_path)
     (tmp_path / "config.json").unlink()
     whole = (tmp_path / "model.safetensors").read_bytes()
     for damaged in (b"", whole[:1000], whole[:-10]):
         (tmp_path / "model.safetensors").write_bytes(damaged)
-        with pytest.raises(UserError, match="not a readable safetensors file"):
+        with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
             load_model(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {"config": '{"a":' + "[" * 200_000})
-    with pytest.raises(UserError, match="not a readable safetensors file"):
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         load_model(tmp_path)
 
 

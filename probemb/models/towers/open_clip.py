@@ -1,4 +1,4 @@
-"""open_clip's own transformers and ResNets, with an uncertainty branch or token.
+"""open_clip's own transformers, with an uncertainty branch or token.
 
 PCME++ §3.3 ("branch"): all blocks but the last `n_unc_layers` are shared. Behind them the mean branch goes on with the
 tower's own last blocks and the uncertainty branch with blocks of its own, so that the trunk is computed once:
@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 
 import torch
-from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import TextTransformer, Transformer, VisionTransformer, text_global_pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,11 +34,8 @@ from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import Branch, check_n_unc_layers
+from probemb.models.towers.branch import last_blocks, run_both
 from probemb.models.towers.parts import Parts, take_parts, take_tokens
-
-TEXT_TOKEN_STD = 0.01  # of open_clip's class token of a text
-STAGES = ("layer1", "layer2", "layer3", "layer4")  # of a ResNet
 
 
 class TransformerTower(Encoder):
@@ -47,28 +43,25 @@ class TransformerTower(Encoder):
 
     Attributes:
         uncertainty_transformer: the branch's blocks (maybe none); None with a token, and in a point model.
-        uncertainty_token: (W,), None without one.
+        uncertainty_token: (W,), None without one; it starts from numbers of deviation `std`.
     """
 
-    transformer: Transformer
-    uncertainty_transformer: Transformer | None
-    uncertainty_token: nn.Parameter | None
     stem_prefixes = ("conv1.", "class_embedding", "cls_emb", "positional_embedding", "token_embedding.", "ln_pre.")
 
-    def take_over(self, stock: nn.Module, branch: Transformer | None, o: ModelOptions, std: float) -> None:
-        """Share every parameter, buffer, module and setting of an open_clip tower, not to be used any more.
-
-        `branch` is the uncertainty branch's blocks, or None; [UNC] starts from numbers of deviation `std`.
-        """
+    def __init__(self, stock: nn.Module, branch: Transformer | None, o: ModelOptions, std: float):
+        """Share every parameter, buffer, module and setting of an open_clip tower, not to be used any more."""
         nn.Module.__init__(self)
         self.__dict__.update(stock.__dict__)
         self.uncertainty_transformer = branch
-        self.published = o.uncertainty == "prolip-code"
-        width = self.transformer.width
+        self.published, width = o.uncertainty == "prolip-code", self.transformer.width
         self.uncertainty_token = None if o.uncertainty == "branch" else nn.Parameter(std * torch.randn(width))
-        names = "transformer.resblocks", "uncertainty_transformer.resblocks"
-        blocks = self.transformer.resblocks, branch.resblocks if branch else ()
-        self.blocks, self.branch_blocks = ([f"{name}.{i}" for i in range(len(x))] for name, x in zip(names, blocks))
+        self.blocks = [f"transformer.resblocks.{i}" for i in range(len(self.transformer.resblocks))]
+        n_own = len(branch.resblocks) if branch else 0
+        self.branch_blocks = [f"uncertainty_transformer.resblocks.{i}" for i in range(n_own)]
+        if o.head != "clip":  # other heads read the raw tokens
+            self.drop_projection()
+        unc_widths = (width, o.embed_dim) if self.published and isinstance(self, TextTransformer) else None
+        self.add_heads(o, width, width, own_projection=True, unc_widths=unc_widths)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.transformer.grad_checkpointing = enable
@@ -78,32 +71,23 @@ class TransformerTower(Encoder):
 
     def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Last tokens of the mean and of the uncertainty branch, each (B, T, W); None without that branch."""
-        blocks = self.transformer.resblocks
-        if self.uncertainty_transformer is None:
-            return self._run(blocks, x, attn_mask), None
-        own = self.uncertainty_transformer.resblocks
-        shared = self._run(blocks[: len(blocks) - len(own)], x, attn_mask)
-        return self._run(blocks[len(blocks) - len(own) :], shared, attn_mask), self._run(own, shared, attn_mask)
 
-    def _run(self, blocks: nn.ModuleList, x: Tensor, attn_mask: Tensor | None) -> Tensor:
-        for block in blocks:
-            if self.transformer.grad_checkpointing:
-                x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
-            else:
-                x = block(x, attn_mask=attn_mask)
-        return x
+        def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+            for block in blocks:
+                if self.transformer.grad_checkpointing:
+                    x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
+                else:
+                    x = block(x, attn_mask=attn_mask)
+            return x
+
+        own = self.uncertainty_transformer
+        return run_both(run, self.transformer.resblocks, None if own is None else own.resblocks, x)
 
     def _with_uncertainty_token(self, x: Tensor) -> Tensor:
         """(B, T, W) -> (B, T + 1, W), [UNC] behind the others; unchanged in a tower without one."""
         if self.uncertainty_token is None:
             return x
         return torch.cat([x, self.uncertainty_token.to(x.dtype).expand(len(x), 1, -1)], 1)
-
-
-def first_blocks(small: nn.Module, n: int) -> Transformer:
-    """The n blocks of a small stock tower, drawn as open_clip draws those of a whole one; the rest is dropped."""
-    small.transformer.resblocks = small.transformer.resblocks[:n]
-    return small.transformer
 
 
 def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = None) -> Tensor:
@@ -120,12 +104,8 @@ def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = No
 class ImageTransformer(TransformerTower, VisionTransformer):
     """An open_clip vision transformer."""
 
-    def __init__(self, stock: VisionTransformer, branch: Transformer | None, o: ModelOptions):
-        width = stock.transformer.width
-        self.take_over(stock, branch, o, std=width**-0.5)
-        if o.head != "clip":  # other heads read the raw tokens
-            self.ln_post, self.proj, self.attn_pool = nn.Identity(), None, None
-        self.add_heads(o, width, width, own_projection=True)
+    def drop_projection(self) -> None:
+        self.ln_post, self.proj, self.attn_pool = nn.Identity(), None, None
 
     @property
     def n_tokens(self) -> int:
@@ -170,21 +150,15 @@ class ImageTransformer(TransformerTower, VisionTransformer):
 def image_transformer(
     architecture: dict, o: ModelOptions, n_unc_layers: int, stock: VisionTransformer | None
 ) -> ImageTransformer:
-    """A tower of open_clip's configuration. Raises UserError: an uncertainty token beside attention pooling."""
-    vision, with_token = architecture["vision_cfg"], o.uncertainty != "branch"
-    check_n_unc_layers(n_unc_layers, vision.get("layers", 12), "image")
-    if with_token and vision.get("attentional_pool"):
-        raise UserError(
-            "The image tower pools by attention (as CoCa's do), so an uncertainty token would have no norm behind it.",
-            "Set uncertainty to branch, or choose another architecture, such as ViT-B-16.",
-        )
-    stock = stock or stock_image_tower(architecture)
-    patch = vision.get("patch_size", 16)
-    small = {**vision, "layers": max(n_unc_layers, 1), "image_size": patch, "attentional_pool": False}
-    branch = None
-    if o.probabilistic and not with_token:
-        branch = first_blocks(stock_image_tower({**architecture, "embed_dim": 1, "vision_cfg": small}), n_unc_layers)
-    return ImageTransformer(stock, branch, o)
+    """A tower of open_clip's configuration. The branch's blocks are those of a small tower, drawn by open_clip."""
+    vision, stock, branch = architecture["vision_cfg"], stock or stock_image_tower(architecture), None
+    last_blocks(stock.transformer.resblocks, n_unc_layers)
+    if o.probabilistic and o.uncertainty == "branch":
+        size = vision.get("patch_size", 16)
+        small = {**vision, "layers": max(n_unc_layers, 1), "image_size": size, "attentional_pool": False}
+        branch = stock_image_tower({**architecture, "embed_dim": 1, "vision_cfg": small}).transformer
+        branch.resblocks = branch.resblocks[:n_unc_layers]
+    return ImageTransformer(stock, branch, o, std=stock.transformer.width**-0.5)
 
 
 # --------------------------------------------------------------------------------------------------- text transformer
@@ -197,12 +171,8 @@ class TextTransformerTower(TransformerTower, TextTransformer):
     behind the text (CoCa's, ProLIP's) is what is pooled and takes no part as a token.
     """
 
-    def __init__(self, stock: TextTransformer, branch: Transformer | None, o: ModelOptions):
-        self.take_over(stock, branch, o, TEXT_TOKEN_STD)
-        if o.head != "clip":
-            self.text_projection = None
-        unc_widths = (self.width, o.embed_dim) if self.published else None
-        self.add_heads(o, self.width, self.width, own_projection=True, unc_widths=unc_widths)
+    def drop_projection(self) -> None:
+        self.text_projection = None
 
     @property
     def required_parts(self) -> int:
@@ -319,78 +289,17 @@ class TextTransformerTower(TransformerTower, TextTransformer):
 def text_transformer(
     architecture: dict, o: ModelOptions, n_unc_layers: int, stock: TextTransformer | None
 ) -> TextTransformerTower:
-    """A tower of open_clip's configuration."""
-    text = architecture["text_cfg"]
-    layers = text.get("layers", 12)
-    check_n_unc_layers(n_unc_layers, layers, "text")
-    stock = stock or stock_text_tower(architecture)
-    small = {**text, "layers": max(n_unc_layers, 1), "vocab_size": 1, "context_length": 1}
-    branch = None
+    """A tower of open_clip's configuration, as `image_transformer`."""
+    text, stock, branch = architecture["text_cfg"], stock or stock_text_tower(architecture), None
+    blocks = stock.transformer.resblocks
+    last_blocks(blocks, n_unc_layers)
     if o.probabilistic and o.uncertainty == "branch":
-        branch = first_blocks(stock_text_tower({**architecture, "embed_dim": 1, "text_cfg": small}), n_unc_layers)
+        small = {**text, "layers": max(n_unc_layers, 1), "vocab_size": 1, "context_length": 1}
+        branch = stock_text_tower({**architecture, "embed_dim": 1, "text_cfg": small}).transformer
+        branch.resblocks = branch.resblocks[:n_unc_layers]
         with torch.no_grad():
             # open_clip scales the text blocks' output matrices by 1/√(number of blocks): here that of the whole tower.
             for block in branch.resblocks:
                 for linear in (block.attn.out_proj, block.mlp.c_proj):
-                    linear.weight.mul_(math.sqrt(n_unc_layers / layers))
-    return TextTransformerTower(stock, branch, o)
-
-
-# ------------------------------------------------------------------------------------------------------------- ResNet
-
-
-class ImageResNet(Encoder, ModifiedResNet):
-    """An open_clip ResNet (RN50 to RN50x64); tokens are the places of its feature map. See `image_resnet`."""
-
-    blocks = STAGES
-
-    def __init__(self, stock: ModifiedResNet, own_stages: list[nn.Module], o: ModelOptions):
-        nn.Module.__init__(self)
-        self.__dict__.update(stock.__dict__)
-        self.uncertainty_stages = Branch(own_stages, [getattr(self, name) for name in STAGES])
-        self.branch_blocks = [f"uncertainty_stages.{i}" for i in range(len(own_stages))]
-        self.n_tokens = (self.image_size // 32) ** 2
-        self.image_size = (self.image_size, self.image_size)
-        width = self.layer4[-1].conv3.out_channels
-        if o.head == "clip":  # the only one that keeps the attention pooling, which projects to D
-            self.add_heads(o, width, o.embed_dim, own_projection=True, unc_widths=(width, width))
-        else:
-            self.attnpool = None
-            self.add_heads(o, width, width)
-        self.train(self.training)
-
-    def features(self, pixels: Tensor) -> BothFeatures:
-        """(B, 3, H, W) -> features; pooled by attention for the mean, by the average for the log-variance."""
-        branch = self.uncertainty_stages
-        branch.listen()
-        x = self.stem(self.normalized(pixels, self.conv1.weight.dtype))
-        for name in STAGES:
-            x = getattr(self, name)(x)
-        tokens = x.flatten(2).transpose(1, 2)  # (B, T, W)
-        mean = Features(tokens, tokens.mean(1) if self.attnpool is None else self.attnpool(x))
-        if not self.options.probabilistic:
-            return mean, None
-        unc_tokens = branch(*branch.heard()).flatten(2).transpose(1, 2) if len(branch) else tokens
-        return mean, Features(unc_tokens, unc_tokens.mean(1))
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Nothing: open_clip's ResNets keep their activations."""
-
-    def in_stem(self, name: str) -> bool:
-        """True for what is neither in a stage nor in the attention pooling."""
-        return self.place(name) == ("trunk", 0) and not name.startswith("attnpool.")
-
-
-def image_resnet(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None) -> ImageResNet:
-    """A tower of open_clip's configuration; `stock` is taken over, and not to be used any more."""
-    check_n_unc_layers(n_unc_layers, len(STAGES), "image")
-    size = architecture["vision_cfg"].get("image_size", 224)
-    if size % 32:
-        raise UserError(
-            f"A ResNet of open_clip does not take images of {size} pixels.", "Set image_size to a multiple of 32."
-        )
-    stock, own = stock or stock_image_tower(architecture), []
-    if n_unc_layers and o.probabilistic:
-        fresh = stock_image_tower(architecture)
-        own = [getattr(fresh, name) for name in STAGES[-n_unc_layers:]]
-    return ImageResNet(stock, own, o)
+                    linear.weight.mul_(math.sqrt(n_unc_layers / len(blocks)))
+    return TextTransformerTower(stock, branch, o, std=0.01)  # as open_clip's class token of a text

@@ -31,27 +31,21 @@ class Parts(NamedTuple):
 def chances(key: int, rows: Tensor) -> Callable[[int], Tensor]:
     """Uniform numbers for `draw_parts`: a function of P that gives (B, P) float64 in [0, 1).
 
-    They are SplitMix64 of a key, the row's number (rows: (B,) int64) and the position, the same on every device.
+    They are SplitMix64 of a key of 64 bits, the row's number (rows: (B,) int64) and the position, the same on every
+    device. Numbers of 64 bits are written as the int64 with the same bits.
     """
 
+    def shifted(z: Tensor, bits: int) -> Tensor:
+        return (z >> bits) & ((1 << (64 - bits)) - 1)  # as if it had no sign
+
     def draw(n_parts: int) -> Tensor:
-        index = rows[:, None] * LONGEST + torch.arange(n_parts, device=rows.device)
-        z = index * _signed(0x9E3779B97F4A7C15) + _signed(key)
-        z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-        z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-        return _shifted(z ^ _shifted(z, 31), 11).double() / 2**53
+        z = rows[:, None] * LONGEST + torch.arange(n_parts, device=rows.device)
+        z = z * -0x61C8864680B583EB + (key - ((key >> 63) << 64))
+        z = (z ^ shifted(z, 30)) * -0x40A7B892E31B1A47
+        z = (z ^ shifted(z, 27)) * -0x6B2FB644ECCEEE15
+        return shifted(z ^ shifted(z, 31), 11).double() / 2**53
 
     return draw
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """int64 shifted to the right as if it had no sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(number: int) -> int:
-    """The int64 of the same 64 bits."""
-    return (number & (2**64 - 1)) - (2**64 if number & 2**63 else 0)
 
 
 def draw_parts(

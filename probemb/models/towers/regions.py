@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features, start_mean
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import check_n_unc_layers
+from probemb.models.towers.branch import last_blocks
 
 
 class RegionTower(Encoder):
@@ -50,18 +50,17 @@ class RegionTower(Encoder):
         gru: bool = False,
     ):
         super().__init__()
-        check_n_unc_layers(n_unc_layers, 1, "image")
         self.region_shape, self.n_tokens = (regions, features), regions
         self.maps = nn.ModuleList(nn.Linear(*sizes) for sizes in pairwise((features, *hidden, width)))
         self.graph = nn.ModuleList(GraphLayer(width) for _ in range(graph_layers))
         self.gru = nn.GRU(width, width, batch_first=True) if gru else None
         self.branch = None
-        if o.probabilistic and n_unc_layers:
+        if last_blocks(self.maps[-1:], n_unc_layers):
             self.branch = nn.GRU(width, width, batch_first=True) if gru else nn.Linear(self.maps[-1].in_features, width)
         for linear in (*self.maps, *([self.branch] if isinstance(self.branch, nn.Linear) else [])):
             start_mean(linear)
-        self.blocks = [f"maps.{i}" for i in range(len(self.maps))] + [f"graph.{i}" for i in range(graph_layers)]
-        self.blocks += ["gru"] if gru else []
+        self.blocks = [*(f"maps.{i}" for i in range(len(self.maps))), *(f"graph.{i}" for i in range(graph_layers))]
+        self.blocks += ["gru"] * gru
         self.branch_blocks = ["branch"]
         # Head "clip" keeps the pooled features where they are of size D.
         self.add_heads(o, width, width, own_projection=width == o.embed_dim)
@@ -71,17 +70,17 @@ class RegionTower(Encoder):
         x = regions.to(self.maps[0].weight.dtype)
         for linear in self.maps[:-1]:
             x = linear(x).relu()
-        before, x = x, self.maps[-1](x) * mask[..., None]
-        x = self._reason(x, mask)
-        mean = self._pooled(x, mask, self.gru)
+        reasoned = self._reason(self.maps[-1](x), mask)
+        mean = self._pooled(reasoned, mask, self.gru)
         if not self.options.probabilistic:
             return mean, None
-        if isinstance(self.branch, nn.Linear):
-            x = self._reason(self.branch(before) * mask[..., None], mask)
-        return mean, self._pooled(x, mask, self.branch if isinstance(self.branch, nn.GRU) else self.gru)
+        if self.gru is None and self.branch is not None:
+            reasoned = self._reason(self.branch(x), mask)
+        return mean, self._pooled(reasoned, mask, self.gru and (self.branch or self.gru))
 
     def _reason(self, x: Tensor, mask: Tensor) -> Tensor:
         """The graph layers, with regions of unit length in front of each and behind the last one."""
+        x = x * mask[..., None]
         for layer in self.graph:
             x = layer(F.normalize(x, dim=-1), mask)
         return F.normalize(x, dim=-1) if len(self.graph) else x
@@ -126,6 +125,5 @@ class GraphLayer(nn.Module):
 def existing(regions: Tensor) -> Tensor:
     """Mask of the regions that are not all zeros, (B, R) bool; for an image without any, the first."""
     mask = (regions != 0).any(-1)
-    first = torch.zeros_like(mask)
-    first[:, 0] = ~mask.any(1)
-    return mask | first
+    mask[:, 0] |= ~mask.any(1)
+    return mask

@@ -10,7 +10,7 @@ Shapes: B texts, T words, E width of the word vectors, H hidden size, W = H or 2
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,11 +22,10 @@ from probemb.errors import UserError
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import check_n_unc_layers
+from probemb.models.towers.branch import last_blocks, run_both
 from probemb.models.towers.parts import Parts, take_tokens
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
-WIRING = {"last", "last-word", "max", "mean", "states", "words", "concatenated", "averaged"}
 VECTOR_STD = 0.3  # about that of GloVe's vectors
 
 
@@ -53,15 +52,11 @@ class WordTokenizer:
 
 
 class WordTower(Encoder):
-    """Base of towers of words. A subclass takes (vocabulary, options, n_unc_layers, **text_cfg); `table` is its
-    vectors, (FIRST_WORD + words, E).
-    """
+    """Base of towers of words, whose vectors are `table`, (FIRST_WORD + words, E)."""
 
-    vocabulary: list[str]
-
-    @property
-    def table(self) -> Tensor:
-        raise NotImplementedError
+    def __init__(self, vocabulary: Sequence[str], context_length: int):
+        super().__init__()
+        self.vocabulary, self.context_length = list(vocabulary), context_length
 
     def parts(self, tokens: Tensor) -> Parts:
         """Every word may be dropped, as if it had not been written."""
@@ -75,17 +70,15 @@ class WordTower(Encoder):
     @torch.no_grad()
     def fill_embedding(self, vectors: Mapping[str, np.ndarray]) -> int:
         """Start words from vectors (E,), others stay; returns how many had one. Raises UserError: another width."""
-        found, width = 0, self.table.shape[1]
-        for row, word in enumerate(self.vocabulary, FIRST_WORD):
-            if word in vectors:
-                if (given := len(vectors[word])) != width:
-                    raise UserError(
-                        f"The word vectors have {given} numbers, the model's {width}.",
-                        f"Name vectors of {width} numbers, or an architecture whose text width is {given}.",
-                    )
-                self.table[row] = torch.from_numpy(vectors[word])
-                found += 1
-        return found
+        rows = {row: vectors[word] for row, word in enumerate(self.vocabulary, FIRST_WORD) if word in vectors}
+        for row, vector in rows.items():
+            if len(vector) != (width := self.table.shape[1]):
+                raise UserError(
+                    f"The word vectors have {len(vector)} numbers, the model's {width}.",
+                    f"Name vectors of {width} numbers, or an architecture whose text width is {len(vector)}.",
+                )
+            self.table[row] = torch.from_numpy(vector)
+        return len(rows)
 
 
 def random_vectors(n_words: int, width: int) -> Tensor:
@@ -107,32 +100,32 @@ class WordMean(WordTower):
     therefore be asked to reconstruct their mean.
     """
 
+    table = property(lambda self: self.vectors)
+
     def __init__(
         self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, width: int = 300, context_length: int = 64
     ):
-        super().__init__()
-        check_n_unc_layers(n_unc_layers, 0, "text")
-        self.context_length, self.vocabulary = context_length, list(vocabulary)
+        super().__init__(vocabulary, context_length)
+        last_blocks((), n_unc_layers)  # it has none
         self.register_buffer("vectors", random_vectors(len(vocabulary), width))
         self.add_heads(o, width, width)
 
-    table = property(lambda self: self.vectors)
-
     def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
         """(B, T) int64 -> features; unknown words have no part in the mean, and a text of them alone is 0."""
-        if kept is not None:
-            tokens = take_tokens(tokens, kept, PADDING)
+        tokens = tokens if kept is None else take_tokens(tokens, kept, PADDING)
         x, known = F.embedding(tokens, self.vectors), (tokens > UNKNOWN)[..., None]
         pooled = (x * known).sum(1) / known.sum(1).clamp(min=1)
         features = Features(x, pooled, word_mask(tokens))
         return features, features if self.options.probabilistic else None
 
 
-@dataclass(frozen=True)
-class GRUShape:
-    """Sizes and wiring of a `WordGRU`, keys of an architecture's text_cfg.
+class WordGRU(WordTower):
+    """Word vectors and layers of GRUs; the last `n_unc_layers` exist twice.
 
-    Attributes:
+    The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
+    text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
+
+    Args:
         width, hidden, layers, bidirectional: E, H, number of layers, and whether there are two directions.
         pooling: "last" (each direction's last state), "max" or "mean" over the words; "last-word", both directions'
             states at the last word, of which the backward one has read that word alone, is what the public codes of
@@ -144,89 +137,69 @@ class GRUShape:
         head_options: further `ModelOptions.pooling` of a head in this tower: {"pie": {"project": false}}.
     """
 
-    width: int = 300
-    hidden: int = 512
-    layers: int = 1
-    bidirectional: bool = True
-    pooling: str = "last"
-    context_length: int = 64
-    tokens: str = "states"
-    directions: str = "concatenated"
-    projection: bool = True
-    head_options: Mapping[str, dict] = field(default_factory=dict)
-
-    @property
-    def averaged(self) -> bool:
-        return self.bidirectional and self.directions == "averaged"
-
-
-class WordGRU(WordTower):
-    """Word vectors and layers of GRUs (`GRUShape`); the last `n_unc_layers` exist twice.
-
-    The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
-    text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
-    """
-
     stem_prefixes = ("embedding.",)
-
-    def __init__(self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, **shape):
-        super().__init__()
-        self.shape = shape = GRUShape(**shape)
-        if {shape.pooling, shape.tokens, shape.directions} - WIRING:
-            raise UserError(f"A GRU of words is not wired like that: {shape}.", "Correct the text_cfg.")
-        check_n_unc_layers(n_unc_layers, shape.layers, "text")
-        self.context_length, self.vocabulary = shape.context_length, list(vocabulary)
-        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), shape.width, padding_idx=PADDING)
-        with torch.no_grad():  # unknown words may never be taught
-            self.embedding.weight.copy_(random_vectors(len(vocabulary), shape.width))
-        sizes = [shape.width] + [shape.hidden * (1 + shape.bidirectional)] * (shape.layers - 1)
-
-        def layers(sizes: list[int]) -> nn.ModuleList:
-            return nn.ModuleList(GRULayer(size, shape.hidden, shape.bidirectional) for size in sizes)
-
-        self.layers = layers(sizes)
-        self.branch = layers(sizes[shape.layers - n_unc_layers :]) if o.probabilistic else None
-        self.blocks = [f"layers.{i}" for i in range(shape.layers)]
-        self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
-        out = shape.hidden * (1 + (shape.bidirectional and not shape.averaged))
-        o = replace(o, pooling={**(o.pooling or {}), **shape.head_options.get(o.head, {})})
-        tokens = shape.width if shape.tokens == "words" else out
-        self.add_heads(o, tokens, out, own_projection=not shape.projection and out == o.embed_dim)
-
     table = property(lambda self: self.embedding.weight)
+
+    def __init__(
+        self,
+        vocabulary: list[str],
+        o: ModelOptions,
+        n_unc_layers: int,
+        width: int = 300,
+        hidden: int = 512,
+        layers: int = 1,
+        bidirectional: bool = True,
+        pooling: str = "last",
+        context_length: int = 64,
+        tokens: str = "states",
+        directions: str = "concatenated",
+        projection: bool = True,
+        head_options: Mapping[str, dict] | None = None,
+    ):
+        super().__init__(vocabulary, context_length)
+        self.hidden, self.pooling, self.words_are_tokens = hidden, pooling, tokens == "words"
+        self.averaged = bidirectional and directions == "averaged"
+        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
+        with torch.no_grad():  # unknown words may never be taught
+            self.embedding.weight.copy_(random_vectors(len(vocabulary), width))
+        sizes = [width] + [hidden * (1 + bidirectional)] * (layers - 1)
+        own = last_blocks(sizes, n_unc_layers)
+        self.layers = nn.ModuleList(GRULayer(size, hidden, bidirectional) for size in sizes)
+        self.branch = nn.ModuleList(GRULayer(x, hidden, bidirectional) for x in own) if o.probabilistic else None
+        self.blocks = [f"layers.{i}" for i in range(layers)]
+        self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
+        out = hidden * (1 + (bidirectional and not self.averaged))
+        o = replace(o, pooling={**(o.pooling or {}), **(head_options or {}).get(o.head, {})})
+        self.add_heads(o, width if self.words_are_tokens else out, out, not projection and out == o.embed_dim)
 
     def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
         """(B, T) int64 -> features; their mask is True for words."""
-        if kept is not None:
-            tokens = take_tokens(tokens, kept, PADDING)
+        tokens = tokens if kept is None else take_tokens(tokens, kept, PADDING)
         mask = word_mask(tokens)
         length = mask.sum(1)
-        with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
-            x = words = self.embedding(tokens)
-            shared = len(self.layers) - len(self.branch or ())
-            for layer in self.layers[:shared]:
-                x = layer(x, length)
-            mean = self._run(self.layers[shared:], x, length, mask)
-            unc = None if self.branch is None else self._run(self.branch, x, length, mask)
-        if self.shape.tokens == "words":
-            mean, unc = mean._replace(tokens=words), unc and unc._replace(tokens=words)
-        return mean, unc
 
-    def _run(self, layers: nn.ModuleList, x: Tensor, length: Tensor, mask: Tensor) -> Features:
-        for layer in layers:
-            x = layer(x, length)
-        pooling = self.shape.pooling
-        if pooling == "max":
+        def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+            for layer in layers:
+                x = layer(x, length)
+            return x
+
+        with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
+            words = self.embedding(tokens)
+            both = run_both(run, self.layers, self.branch, words)
+            return tuple(x if x is None else self._pool(x, words, length, mask) for x in both)
+
+    def _pool(self, x: Tensor, words: Tensor, length: Tensor, mask: Tensor) -> Features:
+        if self.pooling == "max":
             pooled = x.masked_fill(~mask[..., None], -torch.inf).amax(1)
-        elif pooling == "mean":
+        elif self.pooling == "mean":
             pooled = (x * mask[..., None]).sum(1) / length[:, None]
         else:
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-            hidden = x.shape[2] if pooling == "last-word" else self.shape.hidden
-            pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
-        if self.shape.averaged:
+            forwards = {"last-word": x.shape[2], "last": self.hidden}[self.pooling]
+            pooled = torch.cat([ends[:, :forwards], x[:, 0, forwards:]], 1)  # backwards, the first word is read last
+        if self.averaged:
             x, pooled = (state.unflatten(-1, (2, -1)).mean(-2) for state in (x, pooled))
-        return Features(x, pooled, mask)
+        return Features(words if self.words_are_tokens else x, pooled, mask)
 
     def is_pretrained(self, name: str) -> bool:
         """The word vectors alone: the GRU starts from random weights."""

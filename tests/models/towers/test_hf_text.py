@@ -5,9 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from open_clip import CustomTextCLIP
 
 from probemb.models import DualEncoder, create_model
-from probemb.models.architectures import build_stock
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs the package transformers")
 
@@ -24,9 +24,15 @@ def make(kind, folder, head="clip", n_unc_layers=1):
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "dropout": 0.0, **CONFIGS[kind]}))
     torch.manual_seed(0)
     config = create_model("ViT-Micro-32", head=head, embed_dim=16, n_unc_layers=1).config
-    text = {"hf_model_name": str(folder), "hf_proj_type": "mlp", "hf_pooler_type": "mean_pooler", "context_length": 12}
+    text = {
+        "hf_model_pretrained": False,
+        "hf_model_name": str(folder),
+        "hf_proj_type": "mlp",
+        "hf_pooler_type": "mean_pooler",
+        "context_length": 12,
+    }
     config["architecture"]["text_cfg"] = text
-    stock = build_stock(config["architecture"])
+    stock = CustomTextCLIP(**config["architecture"], nonscalar_logit_scale=True)
     return DualEncoder({**config, "n_unc_layers": [1, n_unc_layers]}, stock), stock
 
 

@@ -1,0 +1,126 @@
+"""Convolutional image towers: open_clip's ResNets, and a small one that learns from few images on a CPU.
+
+Tokens are the places of the last feature map. The last `n_unc_layers` stages exist twice: the branch has its own.
+Shapes: B images, T tokens, W channels of the last map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from open_clip.modified_resnet import ModifiedResNet
+from torch import Tensor, nn
+
+from probemb.errors import UserError
+from probemb.models.architectures import stock_image_tower
+from probemb.models.encoder import BothFeatures, Encoder
+from probemb.models.heads import Features
+from probemb.models.options import ModelOptions
+from probemb.models.towers.branch import last_blocks, run_both
+
+STAGES = [f"layer{i}" for i in (1, 2, 3, 4)]  # of a ResNet
+
+
+def run_stages(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+class SmallCNN(Encoder):
+    """A stem with stride 2, then stages of 3 x 3 convolutions, of which the first halves the map.
+
+    `widths` are the channels of the stem and of every stage, multiples of `groups`; `convolutions` are those of a
+    stage, each with GroupNorm and ReLU: batch statistics would make an embedding depend on the rank's other images.
+    """
+
+    stem_prefixes = ("stem.",)
+
+    def __init__(
+        self,
+        o: ModelOptions,
+        n_unc_layers: int,
+        image_size: int = 64,
+        widths: Sequence[int] = (24, 48, 96, 192),
+        convolutions: int = 2,
+        groups: int = 8,
+    ):
+        super().__init__()
+        self.image_size = (image_size, image_size)
+        self.n_tokens = (-(-image_size // 2 ** len(widths))) ** 2
+        self.stem = _stage(3, widths[0], 1, groups)
+        self.stages = nn.ModuleList(_stage(*sizes, convolutions, groups) for sizes in pairwise(widths))
+        own = last_blocks(list(pairwise(widths)), n_unc_layers)
+        self.branch = nn.ModuleList(_stage(*s, convolutions, groups) for s in own) if o.probabilistic else None
+        self.blocks = [f"stages.{i}" for i in range(len(self.stages))]
+        self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
+        self.add_heads(o, widths[-1], widths[-1])
+
+    def features(self, pixels: Tensor) -> BothFeatures:
+        x = self.stem(self.normalized(pixels, self.stem[0].weight.dtype))
+        maps = run_both(run_stages, self.stages, self.branch, x)
+        return tuple(x if x is None else Features(tokens := _places(x), tokens.mean(1)) for x in maps)
+
+
+def _stage(channels: int, width: int, convolutions: int, groups: int) -> nn.Sequential:
+    """Convolutions from `channels` to `width`, the first with stride 2."""
+    layers: list[nn.Module] = []
+    for index in range(convolutions):
+        inputs, stride = (channels, 2) if index == 0 else (width, 1)
+        layers += [nn.Conv2d(inputs, width, 3, stride, 1, bias=False), nn.GroupNorm(groups, width), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _places(x: Tensor) -> Tensor:
+    """(B, W, H', W') -> (B, T, W)."""
+    return x.flatten(2).transpose(1, 2)
+
+
+class ImageResNet(Encoder, ModifiedResNet):
+    """An open_clip ResNet (RN50 to RN50x64); the mean is pooled by attention, the log-variance by the average."""
+
+    blocks = STAGES
+
+    def __init__(self, stock: ModifiedResNet, own_stages: list[nn.Module], o: ModelOptions):
+        nn.Module.__init__(self)
+        self.__dict__.update(stock.__dict__)
+        self.uncertainty_stages = nn.ModuleList(own_stages)
+        self.branch_blocks = [f"uncertainty_stages.{i}" for i in range(len(own_stages))]
+        self.n_tokens = (self.image_size // 32) ** 2
+        self.image_size = (self.image_size, self.image_size)
+        width = self.layer4[-1].conv3.out_channels
+        if o.head == "clip":  # the only one that keeps the attention pooling, which projects to D
+            self.add_heads(o, width, o.embed_dim, own_projection=True, unc_widths=(width, width))
+        else:
+            self.attnpool = None
+            self.add_heads(o, width, width)
+        self.train(self.training)
+
+    def features(self, pixels: Tensor) -> BothFeatures:
+        stages = [getattr(self, name) for name in STAGES]
+        x = self.stem(self.normalized(pixels, self.conv1.weight.dtype))
+        x, unc = run_both(run_stages, stages, self.uncertainty_stages, x)
+        tokens, unc = _places(x), _places(unc)
+        mean = Features(tokens, tokens.mean(1) if self.attnpool is None else self.attnpool(x))
+        return mean, Features(unc, unc.mean(1)) if self.options.probabilistic else None
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Nothing: open_clip's ResNets keep their activations."""
+
+    def in_stem(self, name: str) -> bool:
+        """True for what is neither in a stage nor in the attention pooling."""
+        return self.place(name) == ("trunk", 0) and not name.startswith("attnpool.")
+
+
+def image_resnet(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None) -> ImageResNet:
+    """A tower of open_clip's configuration; `stock` is taken over, and not to be used any more."""
+    size = architecture["vision_cfg"].get("image_size", 224)
+    if size % 32:
+        raise UserError(
+            f"A ResNet of open_clip does not take images of {size} pixels.", "Set image_size to a multiple of 32."
+        )
+    names = last_blocks(STAGES, n_unc_layers)
+    stock = stock or stock_image_tower(architecture)
+    fresh = stock_image_tower(architecture) if names else None
+    return ImageResNet(stock, [getattr(fresh, name) for name in names], o)
