@@ -78,7 +78,7 @@ def cache_features(
             batches = ImageBatches(images, transform, batch_size, workers, failure_share, "data.failure_share")
             replace_file(place, lambda file: _write(file, tower, layout, batches, device))
 
-    gigabytes = len(images) * layout.width * 2 / 1e9
+    gigabytes = len(images) * sum(layout.sizes) * 2 / 1e9
     remedy = f"The features take {gigabytes:.2f} GB: make room, or name another folder with data.cache_features."
     distributed.on_main(compute, place, remedy)
     for network in networks:
@@ -90,7 +90,7 @@ def cache_features(
 def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images, resize: str) -> str:
     """A digest of everything that the features depend on."""
     digest, config = hashlib.sha256(), model.config
-    about = [config["architecture"], config["preprocess"], layout.parts, images.source, images.exif, resize]
+    about = [config["architecture"], config["preprocess"], layout, images.source, images.exif, resize]
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.image_tower.state_dict().items()):
         if model.image_tower.place(name).part == "trunk":
@@ -104,7 +104,7 @@ def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images, resize:
 @torch.no_grad()
 def _write(file: Path, tower, layout: FeatureLayout, batches: ImageBatches, device) -> None:
     n, training, done = len(batches.images), tower.training, 0
-    rows = np.lib.format.open_memmap(file, "w+", np.float16, (n, layout.width))
+    rows = np.lib.format.open_memmap(file, "w+", np.float16, (n, sum(layout.sizes)))
     rows[:] = np.nan
     tower.eval()
     with progress("features", n) as advance:

@@ -190,7 +190,7 @@ class Validator(Evaluator):
         if distributed.is_main():
             numbers, *image = map(torch.cat, zip(*shares))
             order = numbers.argsort()
-            with distributed.pretend(1):
+            with distributed.alone():
                 values = self._measure(numbers[order], Gaussian(*image)[order], texts, scalars.cpu(), engine.device)
         return distributed.all_of(values)[0]
 

@@ -1,9 +1,8 @@
-"""Pairwise distances between diagonal normals: (N, D) and (M, D) to (N, M); smaller is closer.
+"""Pairwise distances between diagonal normals, (N, D) and (M, D) to (N, M); smaller is closer.
 
-Letters: N and M items, D dimensions; a ~ N(mu_a, diag var_a), b ~ N(mu_b, diag var_b).
-All results are at least float32, also under autocast (float64 in, float64 out), and differentiable. Nothing of size
-N x M x D is held: a distance that separates into per-item vectors is one matrix product; any other (a sum of variances
-in a denominator or a logarithm) is summed over slices of D, recomputed in the backward pass.
+a ~ N(mu_a, diag var_a), b ~ N(mu_b, diag var_b). All are differentiable and at least float32, also under autocast.
+Nothing of size N x M x D is held: a distance that separates into per-item vectors is one matrix product; any other (a
+sum of variances in a denominator or a logarithm) is summed over slices of D, recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from probemb.gaussian import Gaussian
+from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLES = 8  # of an item, for a match probability
 SLICE_ELEMENTS = 1 << 22  # elements of one (N, M, d) slice of a sum that does not separate: 16 MiB in float32
+ORDER_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of some rows times M x D: a CPU's cache, 128 MiB of a GPU
 RECOMPUTED = dict(use_reentrant=False, preserve_rng_state=False)
 
 
 def _full_precision(fn):
-    """Run `fn(a, b, ...)` outside autocast, on float32 or wider inputs."""
+    """Run `fn(a, b)` outside autocast, on float32 or wider inputs."""
 
     @wraps(fn)
-    def wrapped(a: Gaussian, b: Gaussian, *args, **kwargs) -> Tensor:
+    def wrapped(a: Gaussian, b: Gaussian) -> Tensor:
         with torch.autocast(a.mean.device.type, enabled=False):
-            return fn(a.float(), b.float(), *args, **kwargs)
+            return fn(a.float(), b.float())
 
     return wrapped
 
@@ -44,8 +44,6 @@ def squared_euclidean(x_ND: Tensor, y_MD: Tensor, row_N: Tensor | float = 0.0, c
 
 def near_origin(x_ND: Tensor, y_MD: Tensor) -> tuple[Tensor, Tensor]:
     """Both seen from the average y: distances from products lose fewer digits near the origin."""
-    if not len(y_MD):
-        return x_ND, y_MD
     origin = y_MD.detach().mean(0)
     return x_ND - origin, y_MD - origin
 
@@ -104,34 +102,31 @@ def kl_factors(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor, Tensor, Tensor
 @_full_precision
 def elk(a: Gaussian, b: Gaussian) -> Tensor:
     """-log of the expected likelihood kernel, the integral of p_a(x) p_b(x). Source: PCME, test-time distances."""
-
-    def term(mu_a, log_var_a, mu_b, log_var_b):
-        log_sum = torch.logaddexp(log_var_a, log_var_b)
-        return (mu_a - mu_b).square() * (-log_sum).exp() + log_sum
-
-    total = sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
-    return 0.5 * total + 0.5 * a.shape[1] * math.log(2 * math.pi)
+    return _overlap(a, b, 1.0) + 0.5 * a.shape[1] * math.log(2 * math.pi)
 
 
 @_full_precision
 def bhattacharyya(a: Gaussian, b: Gaussian) -> Tensor:
     """Bhattacharyya distance, -log of the integral of sqrt(p_a(x) p_b(x)). Source: PCME, test-time distances."""
+    separable = 0.25 * (a.log_var.sum(1)[:, None] + b.log_var.sum(1)[None, :])
+    return _overlap(a, b, 0.5) - separable - 0.5 * a.shape[1] * math.log(2)
+
+
+def _overlap(a: Gaussian, b: Gaussian, weight: float) -> Tensor:
+    """Half the sum over D of weight * (mu_a - mu_b)^2 / v + log v with v = var_a + var_b, (N, M)."""
 
     def term(mu_a, log_var_a, mu_b, log_var_b):
         log_sum = torch.logaddexp(log_var_a, log_var_b)
-        return 0.25 * (mu_a - mu_b).square() * (-log_sum).exp() + 0.5 * log_sum
+        return weight * (mu_a - mu_b).square() * (-log_sum).exp() + log_sum
 
-    separable = 0.25 * (a.log_var.sum(1)[:, None] + b.log_var.sum(1)[None, :])
-    total = sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
-    return total - separable - 0.5 * a.shape[1] * math.log(2)
+    return 0.5 * sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
 
 
 @_full_precision
 def inclusion(a: Gaussian, b: Gaussian) -> Tensor:
     """Inclusion of a in b, the log of the integral of p_a^2 p_b over that of p_a p_b^2; positive: a lies in b.
 
-    Antisymmetric, and no distance: it compares widths, so 0 for equal variances wherever the means are. Source: ProLIP,
-    inclusion loss.
+    Antisymmetric, and no distance: 0 for equal variances wherever the means are. Source: ProLIP, inclusion loss.
     """
 
     def term(mu_a, var_a, mu_b, var_b):
@@ -157,6 +152,13 @@ def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequenc
     for start in range(0, d, width):
         total = total + checkpoint(one_slice, *(x[:, start : start + width] for x in (*a, *b)), **RECOMPUTED)
     return total
+
+
+# Values of --distance, beside match-probability, whose logits are its log-odds.
+_ALL = (csd, wasserstein2, kl, symmetric_kl, min_kl, bhattacharyya, elk)
+DISTANCES: dict[str, Callable[[Gaussian, Gaussian], Tensor]] = {fn.__name__.replace("_", "-"): fn for fn in _ALL}
+
+# ---------------------------------------------------------------------------------------------------- match probability
 
 
 def match_probability(a: Gaussian, b: Gaussian, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0) -> Tensor:
@@ -193,14 +195,12 @@ def mean_distance_of_samples(z_a_NJD: Tensor, z_b_MKD: Tensor) -> Tensor:
 
 
 def _mean_over_samples(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], Tensor]) -> Tensor:
-    """Mean over all sample pairs of `value` of their distance, elementwise, (N, M)."""
     return sum(_of_each_sample(z_a_NJD, z_b_MKD, lambda distance: value(distance).mean(-1))) / z_a_NJD.shape[1]
 
 
 def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """`value` of the distances (N, M, K) of all samples of b to the first sample of a, to the second one, ...
-
-    Each is computed again in the backward pass.
+    """`value` of the distances (N, M, K) of b's samples to a's first one, second one, …, recomputed in the backward
+    pass.
     """
     n, (m, k, d) = len(z_a_NJD), z_b_MKD.shape
     flat_b = z_b_MKD.reshape(m * k, d)
@@ -213,13 +213,46 @@ def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], 
     return (checkpoint(one_sample, z_a_ND, **RECOMPUTED) for z_a_ND in z_a_NJD.unbind(1))
 
 
-# Values of --distance, beside match-probability, whose logits are its log-odds.
-DISTANCES: dict[str, Callable[..., Tensor]] = {
-    "csd": csd,
-    "wasserstein2": wasserstein2,
-    "kl": kl,
-    "symmetric-kl": symmetric_kl,
-    "min-kl": min_kl,
-    "bhattacharyya": bhattacharyya,
-    "elk": elk,
-}
+# ---------------------------------------------------------------------------------------------------- order embeddings
+
+
+def order_similarity(image_ND: Tensor, text_MD: Tensor, squared: bool = True) -> Tensor:
+    """Minus the penalty ||max(0, |text| - |image|)||^2 of every pair, (N, M). Source: order embeddings, Eq. 2.
+
+    `squared`: False for the norm itself, as the public code of VSE++ and PVSE has it.
+    """
+    with torch.autocast(image_ND.device.type, enabled=False):
+        penalty = _Penalty.apply(at_least_float32(image_ND).abs(), at_least_float32(text_MD).abs())
+        return -(penalty if squared else root(penalty))
+
+
+class _Penalty(torch.autograd.Function):
+    """sum_d max(0, y_jd - x_id)^2, (N, M), a few rows at a time; the backward pass computes the excess again."""
+
+    @staticmethod
+    def forward(ctx, x_ND: Tensor, y_MD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, y_MD)
+        held = ORDER_ELEMENTS.get(x_ND.device.type, ORDER_ELEMENTS["cuda"])
+        ctx.rows = max(1, held // max(1, y_MD.numel()))
+        excess = (_excess(x, y_MD) for x in x_ND.split(ctx.rows))
+        return torch.cat([torch.linalg.vecdot(e, e) for e in excess])
+
+    @staticmethod
+    def backward(ctx, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
+        x_ND, y_MD = ctx.saved_tensors
+        grad_x, grad_y = [], torch.zeros_like(y_MD)
+        for x, grad in zip(x_ND.split(ctx.rows), grad_NM.split(ctx.rows)):
+            excess = _excess(x, y_MD)
+            grad_x.append(torch.einsum("nm,nmd->nd", grad, excess))
+            grad_y += excess.mul_(grad[..., None]).sum(0)
+        return -2 * torch.cat(grad_x), 2 * grad_y
+
+
+def _excess(x_ND: Tensor, y_MD: Tensor) -> Tensor:
+    return (y_MD[None] - x_ND[:, None]).clamp_(min=0)  # (n, M, D)
+
+
+def root(squared: Tensor) -> Tensor:
+    """Square root whose slope at zero is zero instead of infinite."""
+    positive = squared > 0
+    return torch.where(positive, squared.masked_fill(~positive, 1).sqrt(), squared)

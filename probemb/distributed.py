@@ -22,37 +22,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _control: tuple[Any, Any] | None = None  # the default group, and the one of `control_group` beside it
-_pretended: int | None = None  # see `pretend`
+_alone = False
 
 
 @contextmanager
-def pretend(world: int) -> Iterator[None]:
-    """Inside, this process acts as rank 0 of `world` ranks with the same tensors; nothing is sent.
-
-    With 1, a rank computes without the others. With more, shapes, memory and FLOPs are right, but not the values.
-    """
-    global _pretended
-    before, _pretended = _pretended, world
+def alone() -> Iterator[None]:
+    """Inside, this process computes as the only rank; nothing is sent."""
+    global _alone
+    _alone = True
     try:
         yield
     finally:
-        _pretended = before
-
-
-def pretending() -> bool:
-    return _pretended is not None
+        _alone = False
 
 
 def rank() -> int:
     """This process' rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() and not pretending() else 0
+    return dist.get_rank() if dist.is_initialized() and not _alone else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
-    if _pretended is not None:
-        return _pretended
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() and not _alone else 1
 
 
 def is_main() -> bool:
@@ -79,11 +70,10 @@ def init_process_group(timeout_minutes: float = 30) -> None:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     this_rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world > 1 and int(os.environ["MASTER_PORT"]) == 0:  # no rank could be reached
-        raise UserError(
-            "The launcher gave the ranks port 0 to meet at.", "Use torchrun --standalone, or name a free port."
-        )
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if world > 1 and port == 0:  # no rank could be reached
+        what = "The launcher gave the ranks port 0 to meet at."
+        raise UserError(what, "Use torchrun --standalone, or name a free port.")
     try:
         store = dist.TCPStore(address, port, world, this_rank == 0 and not launcher_has_store(), timeout)
         store = dist.PrefixStore(f"attempt{_attempt()}", store)
@@ -137,6 +127,9 @@ def settle() -> None:
         time.sleep(0.2)
 
 
+# -------------------------------------------------------------------------------------------------------- with gradient
+
+
 class _Gather(torch.autograd.Function):
     """All ranks' tensors along dimension 0; an item's gradient is the sum over all ranks."""
 
@@ -161,30 +154,7 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor) -> Tensor:
     """(n, ...) on each of W ranks to (W n, ...) in rank order, with gradient; n must be the same on every rank."""
-    if world_size() > 1 and pretending():
-        return x.repeat(world_size(), *[1] * (x.ndim - 1))
     return x if world_size() == 1 else _Gather.apply(x)
-
-
-def swap(x: Tensor, other: int, n: int) -> Tensor:
-    """Send (m, …) to another rank, which sends (n, …) here in the same call; with this rank itself, `x`."""
-    if other == rank():
-        return x
-    received = x.new_empty(n, *x.shape[1:])
-    both = (dist.isend, x.contiguous()), (dist.irecv, received)
-    messages = [dist.P2POp(way, tensor, other) for way, tensor in both if len(tensor)]
-    for request in dist.batch_isend_irecv(messages) if messages else ():
-        request.wait()
-    return received
-
-
-def gather_host(x: Tensor) -> Tensor:
-    """(n, ...) on the CPU of each of W ranks to (W n, ...) in rank order; between the hosts, which wait for no GPU."""
-    if world_size() == 1:
-        return x
-    found = [torch.empty_like(x) for _ in range(world_size())]
-    dist.all_gather(found, x.contiguous(), group=control_group())
-    return torch.cat(found)
 
 
 def gather_together(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -210,9 +180,7 @@ def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
     if world_size() == 1:
         return image, text
     if text.tokens is not None:
-        longest = torch.tensor(text.tokens.shape[1], device=text.tokens.device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        missing, pad = int(longest) - text.tokens.shape[1], torch.nn.functional.pad
+        missing, pad = max(all_of(text.tokens.shape[1])) - text.tokens.shape[1], torch.nn.functional.pad
         text = replace(text, tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
         if text.features is not None:
             text = replace(text, features=pad(text.features, (0, 0, 0, missing)))
@@ -220,6 +188,18 @@ def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
     gathered = iter(gather_together([x for side in sides for x in side.values()]))
     image, text = (image.of({name: next(gathered) for name in side}) for side in sides)
     return image, text
+
+
+def swap(x: Tensor, other: int, n: int) -> Tensor:
+    """Send (m, …) to another rank, which sends (n, …) here in the same call; with this rank itself, `x`."""
+    if other == rank():
+        return x
+    received = x.new_empty(n, *x.shape[1:])
+    both = (dist.isend, x.contiguous()), (dist.irecv, received)
+    messages = [dist.P2POp(way, tensor, other) for way, tensor in both if len(tensor)]
+    for request in dist.batch_isend_irecv(messages) if messages else ():
+        request.wait()
+    return received
 
 
 def sum_over_ranks(numbers: Sequence[Tensor | float | bool], device=None) -> Tensor:
@@ -235,20 +215,20 @@ def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str,
     return dict(zip(values, (sum_over_ranks(list(values.values()), device) / world_size()).tolist()))
 
 
+# --------------------------------------------------------------------------------- between hosts, which wait for no GPU
+
+
 def sum_host(numbers: list[int]) -> list[int]:
-    """Each whole number's sum over all ranks; collective between the hosts, which wait for no GPU."""
+    """Each whole number's sum over all ranks; collective."""
     packed = torch.tensor(numbers, dtype=torch.int64)
     if world_size() > 1:
         dist.all_reduce(packed, group=control_group())
     return packed.tolist()
 
 
-def max_over_ranks(value: float, device=None) -> float:
-    """The largest of every rank's value; collective."""
-    packed = torch.tensor(value, dtype=torch.float64, device=device)
-    if world_size() > 1:
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return packed.item()
+def gather_host(x: Tensor) -> Tensor:
+    """(n, ...) on the CPU of each of W ranks to (W n, ...) in rank order; collective."""
+    return torch.cat(all_of(x))
 
 
 def all_of(own: Any) -> list[Any]:
@@ -262,9 +242,8 @@ def all_of(own: Any) -> list[Any]:
 
 def agree(failure: Exception | None) -> None:
     """If any rank failed, all raise the first one's error; collective."""
-    for error in all_of(failure):
-        if error is not None:
-            raise error
+    for error in filter(None, all_of(failure)):
+        raise error
 
 
 def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
@@ -286,7 +265,7 @@ def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
 
 def same_everywhere(what: str, value: str, remedy: str) -> None:
     """Refuse values that differ between ranks, as from a folder that is not shared; collective. Raises UserError."""
-    seen = all_of(value)
-    for rank, other in enumerate(seen):
-        if other != seen[0]:
-            raise UserError(f"{what} is {seen[0]} for rank 0 and {other} for rank {rank}.", remedy)
+    first, *others = all_of(value)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise UserError(f"{what} is {first} for rank 0 and {other} for rank {rank}.", remedy)

@@ -11,10 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """N(mean, diag exp(log_var)), batched over the leading dimensions: (..., D) float each, of one shape.
-
-    `log_var` is the natural log of the variance.
-    """
+    """N(mean, diag exp(log_var)), (..., D) each; `log_var` is the natural log of the variance."""
 
     mean: Tensor
     log_var: Tensor
@@ -24,9 +21,8 @@ class Gaussian:
             raise ValueError(f"mean {tuple(self.mean.shape)} and log_var {tuple(self.log_var.shape)} differ in shape")
 
     def __repr__(self) -> str:
-        """Shape, mean uncertainty, type and device, in one line."""
         known = self.mean.numel() and not self.mean.is_meta
-        u = f"{self.uncertainty().float().mean().item():.4g}" if known else "unknown"
+        u = f"{self.uncertainty().mean().item():.4g}" if known else "unknown"
         return f"Gaussian(shape={tuple(self.shape)}, mean uncertainty={u}, {self.mean.dtype}, {self.mean.device})"
 
     @property
@@ -35,12 +31,10 @@ class Gaussian:
 
     @property
     def var(self) -> Tensor:
-        """Variances, (..., D)."""
         return self.log_var.exp()
 
     @property
     def std(self) -> Tensor:
-        """Standard deviations, (..., D)."""
         return (0.5 * self.log_var).exp()
 
     def uncertainty(self) -> Tensor:
@@ -61,29 +55,24 @@ class Gaussian:
         return len(self.mean)
 
     def __getitem__(self, index) -> Gaussian:
-        """The same index applied to both tensors; it must leave the last dimension whole."""
         return Gaussian(self.mean[index], self.log_var[index])
 
     def to(self, *args, **kwargs) -> Gaussian:
-        """`Tensor.to` on both tensors."""
         return Gaussian(self.mean.to(*args, **kwargs), self.log_var.to(*args, **kwargs))
 
     def float(self) -> Gaussian:
-        """Both tensors in at least float32 (float64 stays float64)."""
+        """In at least float32."""
         return Gaussian(at_least_float32(self.mean), at_least_float32(self.log_var))
 
     def detach(self) -> Gaussian:
-        """Without the autograd graph."""
         return Gaussian(self.mean.detach(), self.log_var.detach())
 
     @staticmethod
     def cat(items: Sequence[Gaussian], dim: int = 0) -> Gaussian:
-        """Concatenation along a batch dimension."""
         return Gaussian(torch.cat([g.mean for g in items], dim), torch.cat([g.log_var for g in items], dim))
 
     @staticmethod
     def stack(items: Sequence[Gaussian], dim: int = 0) -> Gaussian:
-        """A new batch dimension."""
         return Gaussian(torch.stack([g.mean for g in items], dim), torch.stack([g.log_var for g in items], dim))
 
 

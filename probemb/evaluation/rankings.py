@@ -29,11 +29,11 @@ from probemb.distances import (
     match_probability_of_samples,
     mean_distance_of_samples,
     near_origin,
+    order_similarity,
 )
 from probemb.errors import UserError, nearest
 from probemb.evaluation.embedding import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.triplet import order_similarity
 from probemb.metrics.retrieval import rank_both
 from probemb.search import build_index, rerank, search
 from probemb.search.index import new_index, width_of

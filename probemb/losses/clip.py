@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from probemb.gaussian import at_least_float32
 from probemb.losses.output import LossOutput
-from probemb.losses.ring import BLOCK, number, pass_on, round_trip
+from probemb.losses.ring import BLOCK, blocks, number, pass_on, round_trip
 
 
 def clip_loss(
@@ -44,8 +44,7 @@ def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | floa
     """`clip_loss` over all ranks' items, B on each: texts pass around a ring; memory is O(B * block + B D) for any W.
 
     The mean over the ranks is the loss of one process on the whole batch, in value and gradient; a text's gradient is
-    the sum over the ranks, as with `distributed.gather`. There are no gradients of second order. `block` texts are
-    compared at a time.
+    the sum over the ranks. There are no gradients of second order. `block` texts are compared at a time.
     """
     with torch.autocast(image_BD.device.type, enabled=False):
         image_BD, text_BD = at_least_float32(image_BD), at_least_float32(text_BD)
@@ -56,9 +55,8 @@ def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | floa
 
 
 class _RingCrossEntropy(torch.autograd.Function):
-    """Two rounds: the log-normalisers of rows and columns, and then, with these, the gradients.
-
-    The second round computes the logits again, so that nothing of the size of the pairs is kept.
+    """Two rounds: the log-normalisers of rows and columns, and with these, from logits computed again, the gradients:
+    nothing of the size of the pairs is kept.
     """
 
     @staticmethod
@@ -81,8 +79,7 @@ def _normalisers(image_BD: Tensor, text_BD: Tensor, scale: Tensor, block: int) -
     row_B, column_B = (image_BD.new_full((len(image_BD),), -math.inf) for _ in range(2))
     scaled_BD = scale * image_BD
     for (visitor_BD,) in round_trip([text_BD]):
-        for start in range(0, len(text_BD), block):
-            rows = slice(start, start + block)
+        for rows in blocks(len(text_BD), block):
             logits = scaled_BD @ visitor_BD[rows].T  # (B, block)
             row_B = torch.logaddexp(row_B, logits.logsumexp(1))
             column_B[rows] = torch.logaddexp(column_B[rows], logits.logsumexp(0))
@@ -97,8 +94,7 @@ def _gradients(
     n = len(image_BD)
     of_image, of_text, of_scale = -scale * text_BD / n, -scale * image_BD / n, -own_B.mean()
     for visitor_BD, visitor_B in round_trip([text_BD, column_B]):
-        for start in range(0, n, block):
-            rows = slice(start, start + block)
+        for rows in blocks(n, block):
             cosine = image_BD @ visitor_BD[rows].T  # (B, block)
             logits = scale * cosine
             weight = (logits - row_B[:, None]).exp_()
@@ -115,9 +111,8 @@ def _gradients(
 def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Tensor | None = None) -> LossOutput:
     """Mean of both directions' cross entropies of tau * similarity against the labels. Source: PCME++, InfoNCE.
 
-    The target of a row or column is its labels divided by their sum: two captions of one image share the mass equally,
-    a mixed image keeps lam and 1 - lam. A row or column without any match is left out of the mean. `match_NM` is in
-    [0, 1], images in rows; None is the identity.
+    `match_NM` is in [0, 1], images in rows; None is the identity. The target of a row or column is its labels divided
+    by their sum: two captions of one image share the mass equally. One without any match is left out of the mean.
     """
     with torch.autocast(similarity_NM.device.type, enabled=False):
         logits = tau * at_least_float32(similarity_NM)

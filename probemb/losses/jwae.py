@@ -1,8 +1,8 @@
 """Joint Wasserstein autoencoders (jWAE): reconstruction, Gaussian regularisation, and supervision of codes.
 
-Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", Eqs. 5-9. The weights
-of the parts are the caller's. The paper writes sums over items for the reconstruction; here, as in the public code, it
-is the mean over items, so that its weight does not depend on the batch. All results are scalars, ().
+Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", Eqs. 5-9. The paper writes
+sums over items for the reconstruction; here, as in the public code, it is the mean over items, so that its weight does
+not depend on the batch. All losses are scalars, ().
 
 Shapes: N items, D dimensions of a code, P of a feature, T tokens of an item, L words of a caption.
 """
@@ -27,12 +27,9 @@ NORMS = {
 
 
 def reconstruction(x: Tensor, decoded: Tensor, norm: str = "l1", mask_NT: Tensor | None = None) -> Tensor:
-    """Mean over items of ‖x − x̂‖, with tokens of the sum over an item's tokens. Source: Eq. 6, first term.
+    """Mean over items of ‖x − x̂‖, (N, P), or of its sum over tokens, (N, T, P), that the mask has, by a norm of NORMS.
 
-    Args:
-        x: (N, P) or (N, T, P); a target, so it gets no gradient.
-        norm: a name in NORMS; "squared" is the mean-squared error of sentence vectors.
-        mask_NT: bool, True for tokens that count; None for all.
+    x is a target, so it gets no gradient. Source: Eq. 6, first term.
     """
     error = NORMS[norm](at_least_float32(x).detach() - at_least_float32(decoded))
     if mask_NT is not None:
@@ -50,10 +47,8 @@ def drop_words(words_NL: Tensor, rate: float, generator: torch.Generator | None 
 
 
 def encoder_loss(logits: Tensor) -> Tensor:
-    """Loss of encoders against a discriminator: −log D(code), mean over codes. Source: Eq. 6, D_JS.
-
-    The GAN's form of the Jensen-Shannon divergence, with the gradient that does not vanish while the discriminator
-    wins. `logits`: the discriminator's, any shape; sigmoid(logit) is the probability of the prior.
+    """Loss of encoders against a discriminator: −log D(code), mean over codes; sigmoid(logit) is D, the probability of
+    the prior. The GAN's form of D_JS, whose gradient does not vanish while the discriminator wins. Source: Eq. 6.
     """
     return F.softplus(-at_least_float32(logits)).mean()
 
@@ -96,16 +91,16 @@ def code_mse(image_ND: Tensor, text_ND: Tensor) -> Tensor:
 
 def vae_kl(codes: Gaussian) -> Tensor:
     """KL(N(μ, σ²) ‖ N(0, I)) of the (N, D) codes, summed over dimensions, mean over items. Source: Eq. 2."""
-    mean, log_var = at_least_float32(codes.mean), at_least_float32(codes.log_var)
-    return 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(-1).mean()
+    codes = codes.float()
+    return 0.5 * (codes.mean.square() + codes.var - 1 - codes.log_var).sum(-1).mean()
 
 
 def mmd(x_ND: Tensor, y_MD: Tensor, kernel: Literal["rbf", "imq"] = "rbf") -> Tensor:
     """Squared maximum mean discrepancy of two sets of codes, unbiased, mean over kernels of several widths.
 
     k(d²) = exp(−d² / (2 c)) for "rbf" and c / (c + d²) for "imq", with c over `SCALES` times the mean squared distance
-    among all codes, as a constant (2 D if they are N(0, I)). An unbiased estimate may be below 0, and needs two codes
-    of each kind. Source: Gretton et al., "A Kernel Two-Sample Test"; Tolstikhin et al., "Wasserstein Auto-Encoders".
+    among all codes, as a constant. An unbiased estimate may be below 0, and needs two codes of each kind.
+    Source: Gretton et al., "A Kernel Two-Sample Test"; Tolstikhin et al., "Wasserstein Auto-Encoders".
     """
     n, m = len(x_ND), len(y_MD)
     codes = torch.cat([at_least_float32(x_ND), at_least_float32(y_MD)])

@@ -10,7 +10,7 @@ from probemb import distributed
 from probemb.distances import DISTANCES, SAMPLES, match_log_odds_of_samples
 from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput, identity, pseudo_positives
-from probemb.losses.ring import BLOCK, number, sum_over_pairs
+from probemb.losses.ring import BLOCK, blocks, number, sum_over_pairs
 
 OWN_BLOCK = 64  # own pairs that are compared at a time, with one another too
 
@@ -18,7 +18,7 @@ OWN_BLOCK = 64  # own pairs that are compared at a time, with one another too
 def vib_kl(g: Gaussian, zero_above: float | None = None) -> Tensor:
     """KL(N(mean, var) || N(0, I)) in nats, mean over items and dimensions. Source: PCME++ Eq. 3, L_VIB.
 
-    `zero_above` drops the term once it exceeds that value, as the authors' code does at 10,000; None never does.
+    `zero_above` drops the term once it exceeds that value, as the authors' code does at 10,000.
     """
     g = g.float()
     if zero_above is not None:
@@ -46,34 +46,49 @@ def pairwise_match_loss(
     """L_match(image to text) + L_match(text to image) + pseudo_positive * L_pp + vib * L_vib. Source: PCME++ Eq. 2, 3.
 
     L_match is the mean over all pairs of the binary cross entropy of sigmoid(-scale * distance + shift).
-    With ranks, pass all ranks' items and the row at which this rank's start, and no `match`: the mean over the ranks is
-    the loss of one process on the whole batch, in value and gradient.
+    With ranks, pass all ranks' items, (N, D), and the row at which this rank's start, and no `match`: the mean over the
+    ranks is the loss of one process on the whole batch, in value and gradient.
 
     Args:
         image, text: (B, D) and (C, D); C = B unless `match` is given: (B, C) in [0, 1], images in rows.
         scale, shift: a and b of Eq. 2. For the distance "match-probability" they act inside the probability.
-        pseudo_positive, vib: weights alpha and beta.
-        all_image, all_text: the gathered batch, (N, D) each, or None.
         generator: of the samples of "match-probability"; None is torch's own.
     """
     with torch.autocast(image.mean.device.type, enabled=False):
-        others = text if all_text is None else all_text
-        logits = match_logits(image, others, scale, shift, distance, generator=generator)
-        i2t = _direction(logits, match, offset, pseudo_positive)
+        logits = match_logits(image, text if all_text is None else all_text, scale, shift, distance, False, generator)
+        i2t, softplus = _direction(logits, match, offset, pseudo_positive)
         if all_image is None:
-            t2i = _direction(logits.T, None if match is None else match.T, offset, pseudo_positive, i2t)
+            t2i, _ = _direction(logits.T, None if match is None else match.T, offset, pseudo_positive, softplus)
         elif pseudo_positive:
-            reverse = match_logits(text, all_image, scale, shift, distance, reverse=True, generator=generator)
-            t2i = _direction(reverse, None, offset, pseudo_positive)
+            reverse = match_logits(text, all_image, scale, shift, distance, True, generator)
+            t2i, _ = _direction(reverse, None, offset, pseudo_positive)
         else:
             t2i = i2t  # over all ranks both are the mean over the same pairs, so each rank counts its images' twice
-        terms = {"match": i2t["match"] + t2i["match"], "vib": vib_kl(image) + vib_kl(text)}
+        terms = {name: i2t[name] + t2i[name] for name in i2t} | {"vib": vib_kl(image) + vib_kl(text)}
         loss = terms["match"] + vib * terms["vib"]
         if pseudo_positive:
-            terms["pseudo_positive"] = i2t["pseudo"] + t2i["pseudo"]
             loss = loss + pseudo_positive * terms["pseudo_positive"]
-            terms["n_pseudo"] = i2t["n_pseudo"] + t2i["n_pseudo"]
     return LossOutput(loss, terms)
+
+
+def _direction(
+    logits_NM: Tensor, match_NM: Tensor | None, offset: int, pseudo_positive: float, softplus: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Terms of one direction, and the mean softplus of the logits, which is that of the transposed logits too."""
+    if match_NM is None:
+        matched = logits_NM.diagonal(offset).sum()  # the identity needs no N x M matrix
+    else:
+        match_NM = match_NM.to(logits_NM.dtype)
+        matched = (match_NM * logits_NM).sum()
+    softplus = F.softplus(logits_NM).mean() if softplus is None else softplus
+    out = {"match": softplus - matched / logits_NM.numel()}
+    if pseudo_positive:
+        if match_NM is None:
+            match_NM = identity(*logits_NM.shape, offset, logits_NM.device, logits_NM.dtype)
+        with torch.no_grad():
+            pseudo, out["n_pseudo"] = pseudo_positives(-logits_NM, match_NM)
+        out["pseudo_positive"] = softplus - (pseudo * logits_NM).mean()
+    return out, softplus
 
 
 def ring_match_loss(
@@ -86,10 +101,8 @@ def ring_match_loss(
     vib: float = 0.0,
     block: int = BLOCK,
 ) -> LossOutput:
-    """`pairwise_match_loss` over all ranks' items, B on each: texts pass around a ring; memory is O(B * block + B D).
-
-    Item i of image matches item i of text, and nothing else; there are no pseudo-positives. The mean over the ranks is
-    the loss of one process on the whole batch, in value and gradient. `block`: texts that are compared at a time.
+    """`pairwise_match_loss` over all ranks' items, B on each, without labels and pseudo-positives: texts pass around a
+    ring, `block` are compared at a time; memory is O(B * block + B D).
     """
     with torch.autocast(image.mean.device.type, enabled=False):
         image, text = image.float(), text.float()
@@ -101,12 +114,10 @@ def ring_match_loss(
 
         items = (image.mean, image.log_var), (text.mean, text.log_var)
         total = sum_over_pairs(softplus_of_pairs, *items, numbers, block)
-        own = [
-            match_logits(image[i : i + OWN_BLOCK], text[i : i + OWN_BLOCK], *numbers, distance).diagonal().sum()
-            for i in range(0, len(image), OWN_BLOCK)
-        ]
+        own = (match_logits(image[i], text[i], *numbers, distance) for i in blocks(len(image), OWN_BLOCK))
+        own = sum(logits.diagonal().sum() for logits in own)
         # The mean over the pairs of this rank's images, in both directions, which have the same pairs over all ranks.
-        match = 2 * (total - sum(own)) / (len(image) * distributed.world_size() * len(image))
+        match = 2 * (total - own) / (len(image) * distributed.world_size() * len(image))
         bottleneck = vib_kl(image) + vib_kl(text)
     return LossOutput(match + vib * bottleneck, {"match": match, "vib": bottleneck})
 
@@ -130,26 +141,6 @@ def match_logits(
         return match_log_odds_of_samples(*samples, scale, shift)
     fn = DISTANCES[distance]
     return shift - scale * (fn(b, a).T if reverse else fn(a, b))
-
-
-def _direction(
-    logits_NM: Tensor, match_NM: Tensor | None, offset: int, pseudo_positive: float, other: dict | None = None
-) -> dict[str, Tensor]:
-    """Binary cross entropies of one direction; `other` is the transposed pairs' result, whose softplus is reused."""
-    if match_NM is None:
-        matched = logits_NM.diagonal(offset).sum()  # the identity needs no N x M matrix
-    else:
-        match_NM = match_NM.to(logits_NM.dtype)
-        matched = (match_NM * logits_NM).sum()
-    softplus = other["softplus"] if other else F.softplus(logits_NM).mean()
-    out = {"softplus": softplus, "match": softplus - matched / logits_NM.numel()}
-    if pseudo_positive:
-        if match_NM is None:
-            match_NM = identity(*logits_NM.shape, offset, logits_NM.device, logits_NM.dtype)
-        with torch.no_grad():
-            pseudo, out["n_pseudo"] = pseudo_positives(-logits_NM, match_NM)
-        out["pseudo"] = softplus - (pseudo * logits_NM).mean()
-    return out
 
 
 class PairwiseMatchLoss(nn.Module):

@@ -7,19 +7,17 @@ product of 2 D columns; neither N x T x D nor N x T x J values are made.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from probemb.compose import Product
+from probemb.compose import LOG_2PI, Product
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
 
 Form = Literal["sampled", "expected", "code"]
-LOG_2PI = math.log(2 * math.pi)
 
 
 def target_softmax(
@@ -28,8 +26,7 @@ def target_softmax(
     """Cross entropy of every query's own target among all targets, mean over the queries. Source: MPC Eq. 7.
 
     Args:
-        positives_NT: bool, targets that are correct for a query: other ones than its own are left out instead of being
-            negatives. None: all others are negatives, as in the paper.
+        positives_NT: bool, correct targets: but for its own, they are left out of a query's negatives. None: none is.
         temperature: divides the similarities; 1 in the paper.
         reverse: weight, from 0 to 1, of the cross entropy of every target's own query among the queries; the other
             direction has the rest. 0 in the paper, 0.5 in its public code.
@@ -78,8 +75,8 @@ def mpc_loss(
 ) -> LossOutput:
     """Softmax over targets of the probabilistic similarity, + weighted squared log-variances. Source: MPC §3.3.
 
-    Z and the normal's constant belong to the query, and the paper's softmax (Eq. 7) runs over targets: they change the
-    similarity but neither this loss nor its gradient. With `reverse` they count, as they differ between queries.
+    Z and the normal's constant belong to the query, and the paper's softmax (Eq. 7) runs over targets: they change
+    neither this loss nor its gradient. With `reverse` they count, as they differ between queries.
 
     Args:
         parts: (N, k, D); query: their composition, (N, D); target: (T, D).
@@ -111,8 +108,7 @@ def mpc_code_loss(
 ) -> LossOutput:
     """The public code's loss, of given samples (N, J, D) of the compositions and (T, J, D) of the targets.
 
-    Z and the constant cancel in every direction. The other direction takes the target for the query and samples the
-    composition, which also counts in `log_var_l2`.
+    The other direction takes the target for the query and samples the composition, which also counts in `log_var_l2`.
     """
     z_NJD, z_TJD = samples
     out = target_softmax(code_similarity(code_embedding(query)[0], z_TJD), positives, temperature)
@@ -125,14 +121,10 @@ def mpc_code_loss(
     return _with_log_var_l2(out, parts, log_var_l2, query)
 
 
-def log_density(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> Tensor:
-    """Expected log N(z; mu, Sigma) in nats for z with these means and variances, whatever its distribution, (N, T)."""
-    left, right, row = log_density_factors(query, mean_TD, var_TD)
-    return torch.addmm(row[:, None], left, right.T)
-
-
 def log_density_factors(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """left (N, 2D), right (T, 2D) and row (N,) with `log_density` = left @ right.T + row."""
+    """left (N, 2D), right (T, 2D) and row (N,): left @ right.T + row is the expected log N(z; mu, Sigma) in nats for z
+    with these means and variances, whatever its distribution.
+    """
     origin = mean_TD.detach().mean(0)  # a common origin keeps the squares small
     precision, mean = (-query.log_var).exp(), query.mean - origin
     left = torch.cat([-0.5 * precision, precision * mean], 1)
@@ -141,23 +133,27 @@ def log_density_factors(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> tup
     return left, right, row
 
 
+def _log_density(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> Tensor:
+    left, right, row = log_density_factors(query, mean_TD, var_TD)
+    return torch.addmm(row[:, None], left, right.T)
+
+
+def _of_samples(query: Gaussian, z_TJD: Tensor) -> Tensor:
+    mean = z_TJD.mean(1)
+    return _log_density(query, mean, (z_TJD - mean[:, None]).square().mean(1))
+
+
 def expected_similarity(query: Product, target: Gaussian) -> Tensor:
     """E log( N(z; mu_c, Sigma_c) Z ) over z of the target, (N, T): the limit of MPC's Eq. 6 for many samples."""
     with torch.autocast(target.mean.device.type, enabled=False):
         target = target.float()
-        return log_density(query.gaussian.float(), target.mean, target.var) + query.log_normaliser[:, None]
+        return _log_density(query.gaussian.float(), target.mean, target.var) + query.log_normaliser[:, None]
 
 
 def sampled_similarity(query: Product, z_TJD: Tensor) -> Tensor:
     """Mean over J samples of each target of log( N(z; mu_c, Sigma_c) Z ), (N, T). Source: MPC Eq. 6."""
     with torch.autocast(z_TJD.device.type, enabled=False):
-        return log_density(query.gaussian.float(), *_moments(z_TJD)) + query.log_normaliser[:, None]
-
-
-def _moments(z_TJD: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of J samples, (T, D) each."""
-    mean = z_TJD.mean(1)
-    return mean, (z_TJD - mean[:, None]).square().mean(1)
+        return _of_samples(query.gaussian.float(), z_TJD) + query.log_normaliser[:, None]
 
 
 def code_similarity(query: Gaussian, z_TJD: Tensor) -> Tensor:
@@ -169,14 +165,13 @@ def code_similarity(query: Gaussian, z_TJD: Tensor) -> Tensor:
     with torch.autocast(z_TJD.device.type, enabled=False):
         query = query.float()
         constant = -0.5 * (query.log_var + LOG_2PI).sum(1, keepdim=True)
-        exponent = log_density(query, *_moments(z_TJD)) - constant
+        exponent = _of_samples(query, z_TJD) - constant
         return exponent - exponent.max(0, keepdim=True).values
 
 
 def code_embedding(g: Gaussian) -> tuple[Gaussian, Gaussian]:
-    """A normal as the public code compares it, and as it samples it.
-
-    Means are put to unit length; a log-variance is taken for the logarithm of a standard deviation when sampling.
+    """A normal as the public code compares it, and as it samples it: means at unit length, and when sampling, a
+    log-variance taken for the logarithm of a standard deviation.
     """
     g = g.float()
     unit = F.normalize(g.mean, dim=-1)
@@ -203,7 +198,6 @@ def sampled_cosine_loss(
     """Softmax over targets of the mean cosine of samples, + weighted squared log-variances. Source: MPC Eq. 5, 7, 8.
 
     The mean over all J x J pairs of samples is the product of the means of the unit vectors: no pairs are made.
-
     `samples`: (N, J, D) of the compositions and (T, J, D) of the targets, instead of drawn ones. `as_code`: the
     composition counts in `log_var_l2`, as in the public code.
     """

@@ -1,6 +1,7 @@
 """Losses for captions that do not match their images, or match several: NCR, DECL, P2RM and DAA.
 
-Letters: N pairs, D dimensions, C captions, V words.
+Letters: N pairs, D dimensions, C captions, V words. Similarities and labels have images in rows; `match_NN` says which
+pairs are no negatives, see `triplet_loss`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from probemb.distances import sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks, positive_pairs
-from probemb.losses.triplet import hinges, triplet_loss
+from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks
+from probemb.losses.triplet import hardest_of_scores, hinges, triplet_loss
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -35,20 +36,13 @@ SOFT_MARGINS = {
 
 
 def ncr_loss(
-    similarity_NN: Tensor,
-    label_N: Tensor | None = None,
-    match_NN: Tensor | None = None,
-    *,
-    margin: float = 0.2,
-    soft_margin: str = "exponential",
-    hardest: bool = True,
-    published_margins: bool = False,
-) -> LossOutput:
+    similarity_NN: Tensor, label_N: Tensor | None = None, match_NN: Tensor | None = None, *, margin: float = 0.2,
+    soft_margin: str = "exponential", hardest: bool = True, published_margins: bool = False,
+) -> LossOutput:  # fmt: skip
     """Triplet loss whose margin is SOFT_MARGINS of a pair's label, wherever it is the positive. Source: NCR.
 
     Args:
         label_N: estimated labels in [0, 1]; None is the full margin for all.
-        match_NN: pairs that are not negatives, see `triplet_loss`.
         hardest: the largest hinge of every row and column; False (the warm-up) is the mean over all N.
         published_margins: broadcast labels of shape (N,), (N, 1) or (N, N) over both hinges, as the authors' code
             does: (N,) is then the margin of the column's pair and (N, 1) of the row's, whichever is the positive.
@@ -120,8 +114,7 @@ def clean_probability(
 def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
     """Pairs classified as clean, (N,) bool: more probable than the threshold.
 
-    If all of two pairs or more are, the N // 100 + 1 least probable ones (of equal ones the first) are not, so that
-    neither part is empty.
+    If all of two pairs or more are, the N // 100 + 1 least probable ones are not, so that neither part is empty.
     """
     clean = clean_probability_N > threshold
     if clean.all() and len(clean) > 1:
@@ -134,7 +127,7 @@ def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
 
 
 def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
-    """Evidence exp(tanh(similarity) / tau) of every pair, (N, N) float64, positive. Source: DECL, evidence extractor.
+    """Evidence exp(tanh(similarity) / tau) of every pair, (N, N), positive. Source: DECL, evidence extractor.
 
     In float64, as the totals reach thousands times N and log gammas of float32 would lose their differences.
     """
@@ -143,10 +136,10 @@ def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
 
 def dirichlet_kl(alpha_NM: Tensor) -> Tensor:
     """KL(Dirichlet(alpha) || Dirichlet(1, ..., 1)) of every row in nats, (N,)."""
-    m = alpha_NM.shape[1]
     total_N = alpha_NM.sum(1)
     expected_log = alpha_NM.digamma() - total_N.digamma()[:, None]
-    log_normaliser = total_N.lgamma() - alpha_NM.lgamma().sum(1) - torch.lgamma(alpha_NM.new_tensor(float(m)))
+    log_m_factorial = torch.lgamma(alpha_NM.new_tensor(float(alpha_NM.shape[1])))
+    log_normaliser = total_N.lgamma() - alpha_NM.lgamma().sum(1) - log_m_factorial
     return ((alpha_NM - 1) * expected_log).sum(1) + log_normaliser
 
 
@@ -168,8 +161,7 @@ def evidential_loss(evidence_NM: Tensor, label_NM: Tensor, kl_weight: float = 0.
 def dynamic_hinge(similarity_NN: Tensor, negatives: int, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
     """Robust dynamic hinge: mean of the `negatives` largest hinges, both directions added, (N,). Source: DECL."""
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
-    hardest = row_NN.topk(negatives, 1).values.sum(1) + column_NN.topk(negatives, 0).values.sum(0)
-    return hardest / negatives
+    return (row_NN.topk(negatives, 1).values.sum(1) + column_NN.topk(negatives, 0).values.sum(0)) / negatives
 
 
 def n_negatives(batch: int, step: int, eta: float = 0.025, at_least: int = 5) -> int:
@@ -184,30 +176,22 @@ def decl_correspondence(
     """Pairs classified as clean, (N,) bool, and their uncertainty, (N,). Source: DECL, divergence of data.
 
     A pair is clean if its evidence, summed over both directions, is its row's largest; what else matches by `match_NN`
-    (another caption of the image) does not compete, as batches of the paper have none. The uncertainty is N over the
-    total of alpha, summed over both directions.
+    does not compete, as batches of the paper have none. The uncertainty is N over the total of alpha, summed likewise.
     """
     e = evidence(similarity_NN, tau)
     n = len(e)
-    own = torch.eye(n, dtype=torch.bool, device=e.device)
     rivals = e + e.T
     if match_NN is not None:
+        own = torch.eye(n, dtype=torch.bool, device=e.device)
         rivals = rivals.masked_fill((match_NN > 0) & ~own, 0)  # evidence is positive
     clean = rivals.argmax(1) == torch.arange(n, device=e.device)
     return clean, n / (e + 1).sum(1) + n / (e.T + 1).sum(1)
 
 
 def decl_loss(
-    similarity_NN: Tensor,
-    match_NN: Tensor | None = None,
-    clean_N: Tensor | None = None,
-    *,
-    negatives: int,
-    tau: float = 0.1,
-    kl_weight: float = 0.1,
-    hinge_weight: float = 0.8,
-    margin: float = 0.2,
-) -> LossOutput:
+    similarity_NN: Tensor, match_NN: Tensor | None = None, clean_N: Tensor | None = None, *, negatives: int,
+    tau: float = 0.1, kl_weight: float = 0.1, hinge_weight: float = 0.8, margin: float = 0.2,
+) -> LossOutput:  # fmt: skip
     """Mean of both directions' evidential losses + hinge_weight * sum of the clean pairs' dynamic hinges. Source: DECL.
 
     The texts of pairs not in `clean_N` match nothing, and they have no hinge; None: all are clean (warm-up).
@@ -231,50 +215,39 @@ def decl_loss(
 # cosine - 1 for half-sides of 0, so that margins keep their meaning; the mean of both directions; weight and start.
 
 
+def _outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
+    """Squared distance from a rectangle in each dimension, 0 inside."""
+    return ((point - centre).abs() - half_side).clamp(min=0).square()
+
+
 def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor) -> Tensor:
-    """Squared Euclidean distance from points to axis-aligned rectangles, (N, M), 0 inside."""
-
-    def outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
-        return ((point - centre).abs() - half_side).clamp(min=0).square()
-
-    return sum_over_slices(outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
+    """Squared Euclidean distance from points to axis-aligned rectangles, (N, M)."""
+    return sum_over_slices(_outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
 
 
 def rectangle_triplet(
     point_ND: Tensor, centre_ND: Tensor, half_side_D: Tensor, match_NN: Tensor | None, margin: float, hardest: bool
 ) -> Tensor:
-    """`triplet_loss` of minus half of `point_to_rectangle`, points in rows.
+    """`triplet_loss` of minus half of `point_to_rectangle`, points in rows."""
 
-    With the hardest negatives alone, all N x N distances only choose them, and N of each direction have a gradient.
-    """
-    if not hardest:
-        return triplet_loss(-0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D), match_NN, margin, False).loss
-    with torch.no_grad():
-        similarity = -0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D)
-        positive = positive_pairs(similarity, match_NN)
-        negatives = similarity.masked_fill(positive, -torch.inf)
-        centres, points = negatives.argmax(1), negatives.argmax(0)
-        row_has, column_has = ~positive.all(1), ~positive.all(0)
+    def similarity() -> Tensor:
+        return -0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D)
 
     def of(points: Tensor, centres: Tensor) -> Tensor:
-        return -0.5 * ((points - centres).abs() - half_side_D).clamp(min=0).square().sum(1)
+        return -0.5 * _outside(points, centres, half_side_D).sum(1)
 
-    own = of(point_ND, centre_ND)
-    row = (margin + of(point_ND, centre_ND[centres]) - own).clamp(min=0)
-    column = (margin + of(point_ND[points], centre_ND) - own).clamp(min=0)
-    return (row * row_has).sum() + (column * column_has).sum()
+    def chosen(centres: Tensor, points: Tensor) -> list[Tensor]:
+        return [of(point_ND, centre_ND), of(point_ND, centre_ND[centres]), of(point_ND[points], centre_ND)]
+
+    if hardest:
+        return hardest_of_scores(similarity, chosen, match_NN, margin).loss
+    return triplet_loss(similarity(), match_NN, margin, False).loss
 
 
 def p2rm_loss(
-    image: Gaussian,
-    text: Gaussian,
-    match: Tensor | None,
-    half_image_D: Tensor,
-    half_text_D: Tensor,
-    margin: float = 0.2,
-    weight: float = 1.0,
-    hardest: bool = True,
-) -> LossOutput:
+    image: Gaussian, text: Gaussian, match: Tensor | None, half_image_D: Tensor, half_text_D: Tensor,
+    margin: float = 0.2, weight: float = 1.0, hardest: bool = True,
+) -> LossOutput:  # fmt: skip
     """Triplet loss of the cosines of the means + weight * triplet loss of point-to-rectangle similarities."""
     point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
     with torch.autocast(point_i.device.type, enabled=False):
@@ -292,17 +265,16 @@ def p2rm_loss(
 def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = False) -> Tensor:
     """Differentiable rank of every element within its row, 1 for the largest, (N, M). Source: DAA, after SmoothAP.
 
-    rank(b, c) = 1 + the sum over a other than c of sigmoid((s_ba - s_bc) / temperature).
-
-    `published` reproduces the authors' code, which compares s_bc with column b, s_ab, instead of row b; N = M only.
+    rank(b, c) = 1 + the sum over a other than c of sigmoid((s_ba - s_bc) / temperature). `published` reproduces the
+    authors' code, whose rank is not the paper's: it compares s_bc with column b, s_ab, instead of row b; N = M only.
     """
     values_NM = values_NM / temperature
-    rivals_NM = values_NM.T if published else values_NM
 
     def of_rows(rivals: Tensor, values: Tensor) -> Tensor:
         above = torch.sigmoid(rivals[:, :, None] - values[:, None, :]).sum(1)  # of (rows, a, c)
         return above + 1 - torch.sigmoid(rivals - values)  # without a = c
 
+    rivals_NM = values_NM.T if published else values_NM
     return in_row_blocks(of_rows, (rivals_NM, values_NM), values_NM.shape[1] ** 2)
 
 
@@ -311,8 +283,7 @@ def daa_regulariser(
 ) -> Tensor:
     """1 - average semantic precision of one direction, queries in rows, in [0, 1). Source: DAA.
 
-    The precision is the mean over all pairs of min / max of the two ranks within the row. `published`: see `soft_rank`;
-    off by default, as the code's rank is not the paper's.
+    The precision is the mean over all pairs of min / max of the two ranks within the row, see `soft_rank`.
     """
     rank = soft_rank(similarity_NM, temperature, published)
     with torch.no_grad():
@@ -321,20 +292,10 @@ def daa_regulariser(
 
 
 def daa_loss(
-    similarity_NN: Tensor,
-    semantic_NN: Tensor,
-    match_NN: Tensor | None = None,
-    *,
-    margin: float = 0.2,
-    weight: float = 25.0,
-    temperature: float = 0.001,
-    hardest: bool = True,
-    published: bool = False,
-) -> LossOutput:
-    """Triplet loss + weight * (both directions' `daa_regulariser`). Source: DAA, weight 25.
-
-    `semantic_NN`: `CaptionSimilarity` of the batch, images in rows.
-    """
+    similarity_NN: Tensor, semantic_NN: Tensor, match_NN: Tensor | None = None, *, margin: float = 0.2,
+    weight: float = 25.0, temperature: float = 0.001, hardest: bool = True, published: bool = False,
+) -> LossOutput:  # fmt: skip
+    """Triplet loss + weight * (both directions' `daa_regulariser` by `CaptionSimilarity` of the batch). Source: DAA."""
     triplet = triplet_loss(similarity_NN, match_NN, margin, hardest).loss
     i2t = daa_regulariser(similarity_NN, semantic_NN, temperature, published)
     t2i = daa_regulariser(similarity_NN.T, semantic_NN.T, temperature, published)
@@ -342,10 +303,8 @@ def daa_loss(
 
 
 def caption_tfidf(captions: Sequence[str]) -> csr_matrix:
-    """Unit rows of term frequency times inverse document frequency, sparse (C, V) in float32.
-
-    Words are runs of at least two letters or digits in lower case; the inverse document frequency of a word is
-    ln((1 + C) / (1 + captions with the word)) + 1. A caption without words is a row of zeros.
+    """Unit rows of term frequency times inverse document frequency, sparse (C, V) in float32, as scikit-learn has them;
+    a caption without words (of at least two letters or digits) is a row of zeros.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -353,14 +312,10 @@ def caption_tfidf(captions: Sequence[str]) -> csr_matrix:
 
 
 class CaptionSimilarity:
-    """Mean tf-idf cosine of a caption with all captions of an image. Source: DAA, CIDEr.
-
-    Args:
-        captions: all training captions.
-        image_of_caption: (C,) the index of each caption's image; every image has a caption.
-    """
+    """Mean tf-idf cosine of a caption with all captions of an image, one at least. Source: DAA, CIDEr."""
 
     def __init__(self, captions: Sequence[str], image_of_caption: Sequence[int]):
+        """All training captions, and the index of the image of each."""
         self.tfidf = caption_tfidf(captions)
         owner = np.asarray(image_of_caption, dtype=np.int64)
         self.of_image = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])

@@ -1,7 +1,4 @@
-"""The result of every loss, and what losses share: match labels, cosines, positives, blocks of rows.
-
-Labels are (N, M) matrices in [0, 1] for N images and M texts.
-"""
+"""The result of every loss, and what losses share. Labels are (N, M) in [0, 1], of N images and M texts."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ BLOCK_ELEMENTS = 1 << 22  # of an intermediate result of a block of rows: 16 MiB
 
 @dataclass
 class LossOutput:
-    """Attributes:
-    loss: scalar tensor to minimise.
-    terms: the parts by name, scalars, before their weights; detached here.
-    """
+    """The scalar to minimise, and its parts by name, before their weights and detached."""
 
     loss: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
@@ -37,30 +31,17 @@ def cosine_similarity(image: Gaussian, text: Gaussian) -> Tensor:
         return at_least_float32(image.mean) @ at_least_float32(text.mean).T
 
 
-def positive_pairs(similarity_NN: Tensor, match_NN: Tensor | None = None) -> Tensor:
-    """Pairs that are never negatives, (N, N) bool: the diagonal, and every pair with a match above 0."""
-    own = torch.eye(len(similarity_NN), dtype=torch.bool, device=similarity_NN.device)
-    return own if match_NN is None else own | (match_NN > 0)
-
-
 def in_row_blocks(
     fn: Callable[..., Tensor], tensors: Sequence[Tensor], elements_per_row: int, held: int = BLOCK_ELEMENTS
 ) -> Tensor:
-    """fn(*tensors), one after the other of blocks of rows whose intermediate results have at most `held` elements.
-
-    Several blocks are recomputed in the backward pass, so that one at a time is held.
+    """fn(*tensors), by blocks of rows whose intermediate results have at most `held` elements; several blocks are
+    recomputed in the backward pass, so that one at a time is held.
     """
     rows = max(1, held // max(1, elements_per_row))
     if rows >= len(tensors[0]):
         return fn(*tensors)
     blocks = zip(*(x.split(rows) for x in tensors))
     return torch.cat([checkpoint(fn, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks])
-
-
-def root(squared: Tensor) -> Tensor:
-    """Square root whose slope at zero is zero instead of infinite."""
-    positive = squared > 0
-    return torch.where(positive, squared.masked_fill(~positive, 1).sqrt(), squared)
 
 
 # -------------------------------------------------------------------------------------------------------------- labels
@@ -84,25 +65,17 @@ def smooth(match_NM: Tensor, amount: float) -> Tensor:
 
 def mixed(match_NM: Tensor, lam_N: Tensor, partner_N: Tensor) -> Tensor:
     """Labels of mixed images: lam_i of image i's row plus 1 - lam_i of its partner's row. Source: PCME++ §2.4."""
-    match_NM = _as_float(match_NM)
     lam = lam_N.reshape(-1, 1).to(match_NM.dtype)
     return lam * match_NM + (1 - lam) * match_NM[partner_N]
 
 
 def pseudo_positives(distance_NM: Tensor, match_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """Pseudo-positives of every row: columns at least as close as the row's positive get the positive's label.
+    """Labels (N, M) where columns at least as close as a row's positive get its label, and how many these are in all.
 
     The positive of a row is its (first) largest label, hard or soft. Call it on transposes for the other direction.
-    Returns labels (N, M), and over all rows the number of columns at least as close as the positive, itself not
-    counted. Source: PCME++ §2.3.
+    Source: PCME++ §2.3.
     """
-    match_NM = _as_float(match_NM)
     positive = match_NM.argmax(1, keepdim=True)
     near = distance_NM <= distance_NM.gather(1, positive)
     labels = torch.where(near, match_NM.gather(1, positive), match_NM)
     return labels, near.sum() - len(match_NM)
-
-
-def _as_float(match: Tensor) -> Tensor:
-    """Labels given as booleans or integers, as float32."""
-    return match if match.is_floating_point() else match.float()

@@ -12,42 +12,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from probemb.distances import squared_euclidean
+from probemb.distances import near_origin, root, squared_euclidean
 from probemb.gaussian import Gaussian
 from probemb.losses.match import vib_kl
-from probemb.losses.output import LossOutput, in_row_blocks, root
+from probemb.losses.output import LossOutput, in_row_blocks
 
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
 
 
 def pcme_loss(
-    image: Gaussian,
-    text: Gaussian,
-    match: Tensor | None = None,
-    *,
-    scale: Tensor | float,
-    shift: Tensor | float,
-    samples: int | tuple[Tensor, Tensor] = 8,
-    vib: float = 0.0,
-    vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl",
-    uniformity_weight: float = 0.0,
-    squared: bool = False,
-    eps: float = 1e-6,
-    generator: torch.Generator | None = None,
-) -> LossOutput:
+    image: Gaussian, text: Gaussian, match: Tensor | None = None, *, scale: Tensor | float, shift: Tensor | float,
+    samples: int | tuple[Tensor, Tensor] = 8, vib: float = 0.0,
+    vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl", uniformity_weight: float = 0.0, squared: bool = False,
+    eps: float = 1e-6, generator: torch.Generator | None = None,
+) -> LossOutput:  # fmt: skip
     """2 * sum of every pair's soft contrastive loss + vib * L_vib + uniformity_weight * L_uniformity. Source: PCME.
 
-    A sample is mean + exp(log_var / 2) * noise. The sum over pairs grows with the batch, as published.
+    Images (N, D), texts (M, D), labels (N, M), see `pair_nll`. The sum over pairs grows with the batch, as published.
 
     Args:
-        image, text: (N, D) and (M, D).
-        match: (N, M) in [0, 1]; None is the identity. Soft labels weigh both sides of the cross entropy.
         samples: drawn of each item; or themselves, (N, J, D) and (M, K, D).
         vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which
             the published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma
             where log sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
-        squared, eps: see `pair_nll`; the PCME++ authors' code has eps = 0.
         generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
     """
     with torch.autocast(image.mean.device.type, enabled=False):
@@ -67,20 +55,14 @@ def pcme_loss(
 
 
 def pair_nll(
-    z_image_NJD: Tensor,
-    z_text_MKD: Tensor,
-    scale: Tensor | float,
-    shift: Tensor | float,
-    match_NM: Tensor | None = None,
-    squared: bool = False,
-    eps: float = 1e-6,
-) -> Tensor:
+    z_image_NJD: Tensor, z_text_MKD: Tensor, scale: Tensor | float, shift: Tensor | float,
+    match_NM: Tensor | None = None, squared: bool = False, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
     """Soft contrastive loss of every pair, (N, M): -m log p - (1 - m) log(1 - p). Source: PCME, soft contrastive loss.
 
     p is the mean over all J x K sample pairs of s(shift - scale * distance), s(x) = e^x / (e^x + e^-x) = sigmoid(2 x).
-
-    Labels m are in [0, 1]; None is the identity. None and bool labels need half the memory of floats. `squared`: the
-    squared Euclidean distance; `eps` is added under the root, which has no slope at zero.
+    Labels m are in [0, 1]; None is the identity; bool labels need half the memory of floats. `squared`: the squared
+    Euclidean distance; `eps` is added under the root, which has no slope at zero (0 in the PCME++ authors' code).
     """
     n, j, _ = z_image_NJD.shape
     m, k, _ = z_text_MKD.shape
@@ -117,7 +99,7 @@ def uniformity(points_PD: Tensor, generator: torch.Generator | None = None) -> T
     if len(points_PD) > UNIFORMITY_POINTS:
         order = torch.randperm(len(points_PD), generator=generator, device=points_PD.device)
         points_PD = points_PD[order[:UNIFORMITY_POINTS]]
-    points_PD = points_PD - points_PD.detach().mean(0)
+    points_PD, _ = near_origin(points_PD, points_PD)
     squared = squared_euclidean(points_PD, points_PD).clamp(min=0)
     first, second = torch.triu_indices(len(squared), len(squared), 1, device=squared.device)
     return (-2 * squared[first, second]).logsumexp(0) - math.log(len(first))

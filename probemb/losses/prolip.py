@@ -20,41 +20,29 @@ Form = Literal["exact", "code"]
 def siglip_loss(
     image_BD: Tensor, text_BD: Tensor, scale: Tensor | float, bias: Tensor | float, block: int = BLOCK
 ) -> LossOutput:
-    """-1/B * sum over pairs of log sigmoid(y l), l = scale * cosine + bias, y = 1 for own pairs and else -1.
+    """-1/B * sum over pairs of log sigmoid(y l), l = scale * cosine + bias, y = 1 for own pairs and else -1; unit rows.
 
     With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
-    value and gradient. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
-
-    Rows are of unit length; `scale` is the inverse temperature itself, `bias` is negative at the start. `block` texts
-    are compared at a time.
+    value and gradient. `scale` is the inverse temperature itself; `block` texts are compared at a time.
+    Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
     """
-    loss = _sigmoid_loss(image_BD, image_BD.new_zeros(len(image_BD)), text_BD, None, scale, bias, block)
+    none_B = image_BD.new_zeros(len(image_BD))
+    loss = _sigmoid_loss(image_BD, none_B, text_BD, none_B, scale, bias, block)
     return LossOutput(loss, {"siglip": loss})
 
 
 def prolip_loss(
-    image: Gaussian,
-    text: Gaussian,
-    scale: Tensor | float,
-    bias: Tensor | float,
-    masked: tuple[Gaussian, Gaussian] | None = None,
-    match: Tensor | None = None,
-    *,
-    vib: float = 1e-4,
-    inclusion: float = 1e-7,
-    masked_inclusion: float = 1e-3,
-    inclusion_scale: float = 1000.0,
-    form: Form = "exact",
+    image: Gaussian, text: Gaussian, scale: Tensor | float, bias: Tensor | float,
+    masked: tuple[Gaussian, Gaussian] | None = None, match: Tensor | None = None, *, vib: float = 1e-4,
+    inclusion: float = 1e-7, masked_inclusion: float = 1e-3, inclusion_scale: float = 1000.0, form: Form = "exact",
     eps: float = -10.0,
-) -> LossOutput:
+) -> LossOutput:  # fmt: skip
     """Pairwise contrastive loss + vib * L_vib + inclusion of images in texts and of inputs in their masked copies.
 
-    With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
-    value and gradient. Source: ProLIP §3.2 and §3.3.
+    With ranks, each passes its own items, as for `siglip_loss`. Source: ProLIP §3.2 and §3.3.
 
     Args:
         image, text: (B, D), unit means; item i of one matches item i of the other.
-        scale: the inverse temperature itself; bias: of the logits.
         masked: images and texts (n, D), n <= B: the first n items with most of their patches or words gone.
         match: (B, B) in [0, 1], images in rows; None is the identity. With it the items are the whole batch: other
             ranks are not asked for theirs.
@@ -103,15 +91,14 @@ def inclusion_per_dimension(inner: Gaussian, outer: Gaussian, form: Form = "exac
 
 def _sigmoid_loss(image_BD, u_image_B, text_BD, u_text_B, scale, bias, block: int, match_BB=None) -> Tensor:
     with torch.autocast(image_BD.device.type, enabled=False):
-        u_text_B = torch.zeros_like(u_image_B) if u_text_B is None else u_text_B
         image_BD, u_image_B, text_BD, u_text_B = map(at_least_float32, (image_BD, u_image_B, text_BD, u_text_B))
-        scale, bias = number(scale, image_BD), number(bias, image_BD)
+        scalars = scale, bias = number(scale, image_BD), number(bias, image_BD)
         if match_BB is not None:
-            logits = _logits(image_BD, u_image_B, text_BD, u_text_B, scale, bias)
+            logits = _logits(image_BD, u_image_B, text_BD, u_text_B, *scalars)
             return (F.softplus(logits) - match_BB.to(logits.dtype) * logits).sum() / len(image_BD)
         own = scale * ((image_BD * text_BD).sum(1) - 0.5 * (u_image_B + u_text_B)) + bias
-        items = (image_BD, u_image_B), (text_BD, u_text_B)
-        return (sum_over_pairs(_softplus_of_pairs, *items, (scale, bias), block) - own.sum()) / len(image_BD)
+        pairs = sum_over_pairs(_softplus_of_pairs, (image_BD, u_image_B), (text_BD, u_text_B), scalars, block)
+        return (pairs - own.sum()) / len(image_BD)
 
 
 def _logits(image_BD, u_image_B, text_CD, u_text_C, scale, bias) -> Tensor:

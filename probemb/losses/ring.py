@@ -30,14 +30,11 @@ def sum_over_pairs(
     scalars: Sequence[Tensor] = (),
     block: int = BLOCK,
 ) -> Tensor:
-    """The sum over this rank's images and all ranks' texts, (), with gradient for the texts of every rank.
-
-    A text's gradient is the sum over the ranks, as with `distributed.gather`. Each rank must have as many items. The
-    gradients are computed in the forward pass, so nothing of the size of the pairs is kept; there are none of second
-    order.
+    """The sum over this rank's images and all ranks' texts, (); a text's gradient is the sum over the ranks.
 
     `term`: (*image, *at most `block` texts, *scalars) -> the sum over their pairs, (); `image` and `text` are tensors
-    of B items each, of one floating type.
+    of B items each, as many on every rank, of one floating type. The gradients are computed in the forward pass, so
+    nothing of the size of the pairs is kept; there are none of second order.
     """
     tensors = (*image, *text, *scalars)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -47,25 +44,26 @@ def sum_over_pairs(
 class _SumOverPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, term, block, n_image, n_text, wanted, *tensors):
-        image, text = [x.detach() for x in tensors[:n_image]], [x.detach() for x in tensors[n_image:][:n_text]]
-        scalars = [x.detach() for x in tensors[n_image + n_text :]]
-        staying = [torch.zeros_like(x) for x in (*image, *scalars)]  # gradients
-        travelling = [torch.zeros_like(x) for x in text]
+        tensors = [x.detach() for x in tensors]
+        image, text, scalars = tensors[:n_image], tensors[n_image:][:n_text], tensors[n_image + n_text :]
+        of_image, of_text, of_scalars = ([torch.zeros_like(x) for x in group] for group in (image, text, scalars))
         total = image[0].new_zeros(())
         for visitors in round_trip(text):
-            for start in range(0, len(visitors[0]), block):
-                rows = slice(start, start + block)
-                value, grads = _with_gradients(term, image, [x[rows] for x in visitors], scalars, wanted)
-                total = total + value
-                if wanted:
-                    of_image, of_text, of_scalars = grads[:n_image], grads[n_image:][:n_text], grads[n_image + n_text :]
-                    for kept, grad in zip(staying, (*of_image, *of_scalars)):
-                        kept += grad
-                    for kept, grad in zip(travelling, of_text):
-                        kept[rows] += grad
+            for rows in blocks(len(visitors[0]), block):
+                given = *image, *(x[rows] for x in visitors), *scalars
+                if not wanted:
+                    total = total + term(*given)
+                    continue
+                leaves = [x.detach().requires_grad_() for x in given]
+                with torch.enable_grad():
+                    value = term(*leaves)
+                total = total + value.detach()
+                sums = *of_image, *(x[rows] for x in of_text), *of_scalars
+                for x, grad in zip(sums, torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)):
+                    x += grad
             if wanted:
-                travelling = pass_on(travelling)  # the last hop brings them back
-        ctx.save_for_backward(*staying[:n_image], *travelling, *staying[n_image:])
+                of_text = pass_on(of_text)  # the last hop brings them back
+        ctx.save_for_backward(*of_image, *of_text, *of_scalars)
         return total
 
     @staticmethod
@@ -74,48 +72,37 @@ class _SumOverPairs(torch.autograd.Function):
         return None, None, None, None, None, *(grad * kept for kept in ctx.saved_tensors)
 
 
-def _with_gradients(term, image, text, scalars, wanted: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    if not wanted:
-        return term(*image, *text, *scalars), ()
-    leaves = [x.detach().requires_grad_() for x in (*image, *text, *scalars)]
-    with torch.enable_grad():
-        value = term(*leaves)
-    grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-    return value.detach(), grads
+def blocks(n: int, block: int) -> Iterator[slice]:
+    """Rows 0 … n-1, at most `block` at a time."""
+    return (slice(start, start + block) for start in range(0, n, block))
 
 
 def round_trip(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """This rank's tensors, then every other rank's; the next ones are under way meanwhile. Collective."""
-    for hop in range(distributed.world_size()):
-        coming = _Exchange(tensors) if hop + 1 < distributed.world_size() else None
+    for _ in range(distributed.world_size() - 1):
+        coming = _exchange(tensors)
         yield tensors
-        if coming:
-            tensors = coming.wait()
+        tensors = coming()
+    yield tensors
 
 
 def pass_on(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The previous rank's tensors for these, which the next rank gets. Collective."""
-    return _Exchange(tensors).wait() if distributed.world_size() > 1 else tensors
+    return _exchange(tensors)() if distributed.world_size() > 1 else tensors
 
 
-class _Exchange:
-    """Send tensors of one type to the next rank, and receive the previous one's, in one message."""
+def _exchange(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Send tensors of one type to the next rank, in one message; the result waits for the previous rank's."""
+    sent = torch.cat([x.flatten() for x in tensors])
+    buffers = sent, torch.empty_like(sent)
+    rank, world = distributed.rank(), distributed.world_size()
+    ends = (dist.isend, (rank + 1) % world), (dist.irecv, (rank - 1) % world)
+    requests = dist.batch_isend_irecv([dist.P2POp(way, x, other) for x, (way, other) in zip(buffers, ends)])
 
-    def __init__(self, tensors: Sequence[Tensor]):
-        self.shapes = [x.shape for x in tensors]
-        self.sent = torch.cat([x.flatten() for x in tensors])
-        self.received = torch.empty_like(self.sent)
-        if distributed.pretending():
-            self.received, self.requests = self.sent.clone(), []
-            return
-        rank, world = distributed.rank(), distributed.world_size()
-        there = dist.P2POp(dist.isend, self.sent, (rank + 1) % world)
-        back = dist.P2POp(dist.irecv, self.received, (rank - 1) % world)
-        self.requests = dist.batch_isend_irecv([there, back])
-
-    def wait(self) -> list[Tensor]:
-        """The previous rank's tensors."""
-        for request in self.requests:
+    def wait() -> list[Tensor]:
+        for request in requests:
             request.wait()
-        parts = self.received.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
+        parts = buffers[1].split([x.numel() for x in tensors])
+        return [part.view(x.shape) for part, x in zip(parts, tensors)]
+
+    return wait

@@ -1,11 +1,12 @@
 """Losses with margins over triplets: VSE++, VSE infinity, order embeddings, probabilistic VSE++ and VSRN, PVSE, SCAN.
 
-Letters: N images and texts (M texts where they are not pairs), K embeddings of each, D dimensions. Nothing of size
-N x M x D is held.
+Letters: N images and texts (M texts where they are not pairs), K embeddings of each, D dimensions. Similarities are
+larger for closer pairs, with images in rows. Nothing of size N x M x D is held.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -13,11 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.cross_attention import CrossAttention, Tokens, attention_scores, pair_scores
-from probemb.distances import kl, min_kl, squared_euclidean, wasserstein2
+from probemb.distances import kl, min_kl, order_similarity, root, squared_euclidean, wasserstein2
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, in_row_blocks, positive_pairs, root
-
-Reduce = Literal["sum", "mean"]
+from probemb.losses.output import LossOutput, in_row_blocks
 
 
 def triplet_loss(
@@ -25,16 +24,14 @@ def triplet_loss(
     match_NN: Tensor | None = None,
     margin: float = 0.2,
     hardest: bool = True,
-    reduce: Reduce = "sum",
+    reduce: Literal["sum", "mean"] = "sum",
 ) -> LossOutput:
     """Both directions' hinges max(0, margin + s(negative) - s(pair)) of N pairs. Source: VSE++, PVSE (reduce "mean").
 
-    A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image)
-    are neither negatives nor positives. Labels above 0 everywhere, such as smoothed ones, leave no negatives.
+    A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image) are
+    neither negatives nor positives; None is the identity.
 
     Args:
-        similarity_NN: larger is closer, images in rows; `margin` is in its units.
-        match_NN: which pairs match; None is the identity.
         hardest: the largest hinge of every row and column (VSE++) rather than the sum (VSE0; VSE infinity's warm-up).
         reduce: "sum" over the pairs, or PVSE's "mean": over N hardest hinges of a direction, or over all N x N, in
             which positives count as 0.
@@ -60,56 +57,54 @@ def hinges(
     They are 0 for positives. The margins are numbers or broadcast to (N, N); by default both are the same.
     """
     column_margin = margin if column_margin is None else column_margin
-    positive = positive_pairs(similarity_NN, match_NN)
+    positive = torch.eye(len(similarity_NN), dtype=torch.bool, device=similarity_NN.device)
+    positive = positive if match_NN is None else positive | (match_NN > 0)
     own_N = similarity_NN.diagonal()
     row = (similarity_NN + margin - own_N[:, None]).clamp(min=0).masked_fill(positive, 0)
     column = (similarity_NN + column_margin - own_N[None, :]).clamp(min=0).masked_fill(positive, 0)
     return row, column
 
 
-# ---------------------------------------------------------------------------------------------------- order embeddings
+def hardest_of_scores(
+    scores: Callable[[], Tensor],
+    chosen: Callable[[Tensor, Tensor], Sequence[Tensor]],
+    match_NN: Tensor | None,
+    margin: float,
+) -> LossOutput:
+    """`triplet_loss` with the hardest negatives of N x N costly scores, whose memory does not grow beyond these.
 
-ORDER_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of a block of rows times M x D: a CPU's cache, 128 MiB of a GPU
-
-
-def order_similarity(image_ND: Tensor, text_MD: Tensor, squared: bool = True) -> Tensor:
-    """Minus the penalty ||max(0, |text| - |image|)||^2 of every pair, (N, M). Source: order embeddings, Eq. 2.
-
-    In at least float32, also under autocast. `squared`: False for the norm itself, as the public code of VSE++ and PVSE
-    has it.
+    Only 3 N of them have a gradient: the pairs' own, and the hardest ones of every row and column. So all are computed
+    without one, and those again with it, by `chosen`: the hardest text of every image and image of every text, (N,)
+    each, to these three scores.
     """
-    with torch.autocast(image_ND.device.type, enabled=False):
-        penalty = _Penalty.apply(at_least_float32(image_ND).abs(), at_least_float32(text_MD).abs())
-        return -(penalty if squared else root(penalty))
+    with torch.no_grad():
+        row_NN, column_NN = hinges(scores(), match_NN, margin)
+        (row_N, text_N), (column_N, image_N) = row_NN.max(1), column_NN.max(0)
+    own_N, of_text_N, of_image_N = chosen(text_N, image_N)
+    i2t = (margin + of_text_N - own_N).clamp(min=0) * (row_N > 0)  # 0: there is no negative, or none within reach
+    t2i = (margin + of_image_N - own_N).clamp(min=0) * (column_N > 0)
+    loss = i2t.sum() + t2i.sum()
+    return LossOutput(loss, {"triplet": loss})
 
 
-class _Penalty(torch.autograd.Function):
-    """sum_d max(0, y_jd - x_id)^2, (N, M), a few rows at a time; the backward pass computes the excess again."""
+def scan_loss(
+    images: Tokens,
+    texts: Tokens,
+    match_NN: Tensor | None = None,
+    how: CrossAttention = CrossAttention(),  # noqa: B008 - frozen
+    margin: float = 0.2,
+    hardest: bool = True,
+) -> LossOutput:
+    """`triplet_loss` of N images' and N texts' attention scores; tokens have unit length (`unit_tokens`)."""
+    if not hardest:
+        return triplet_loss(attention_scores(images, texts, how), match_NN, margin, hardest=False)
 
-    @staticmethod
-    def forward(ctx, x_ND: Tensor, y_MD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, y_MD)
-        excess = (_excess(rows, y_MD) for rows in _blocks(x_ND, y_MD))
-        return torch.cat([torch.linalg.vecdot(e, e) for e in excess])
+    def chosen(text_N: Tensor, image_N: Tensor) -> Sequence[Tensor]:
+        every_N = torch.arange(len(text_N), device=text_N.device)
+        pairs = torch.cat([every_N, every_N, image_N]), torch.cat([every_N, text_N, every_N])
+        return pair_scores(images, texts, how, pairs).chunk(3)
 
-    @staticmethod
-    def backward(ctx, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
-        x_ND, y_MD = ctx.saved_tensors
-        grad_x, grad_y = [], torch.zeros_like(y_MD)
-        for rows, grad in zip(_blocks(x_ND, y_MD), _blocks(grad_NM, y_MD)):
-            excess = _excess(rows, y_MD)
-            grad_x.append(torch.einsum("nm,nmd->nd", grad, excess))
-            grad_y += excess.mul_(grad[..., None]).sum(0)
-        return -2 * torch.cat(grad_x), 2 * grad_y
-
-
-def _excess(x_ND: Tensor, y_MD: Tensor) -> Tensor:
-    return (y_MD[None] - x_ND[:, None]).clamp_(min=0)  # (n, M, D)
-
-
-def _blocks(x_ND: Tensor, y_MD: Tensor) -> tuple[Tensor, ...]:
-    held = ORDER_ELEMENTS.get(x_ND.device.type, ORDER_ELEMENTS["cuda"])
-    return x_ND.split(max(1, held // max(1, y_MD.numel())))
+    return hardest_of_scores(lambda: attention_scores(images, texts, how), chosen, match_NN, margin)
 
 
 # --------------------------------------------------------------------------------------------- similarities of normals
@@ -117,8 +112,8 @@ def _blocks(x_ND: Tensor, y_MD: Tensor) -> tuple[Tensor, ...]:
 # The root's slope is unlimited at 0, and float32 resolves squared distances to about this.
 SMALLEST_SQUARE = 1e-8
 
-# Larger is closer, (N, M) in at least float32. The paper's Eq. 8 prints variances where Eq. 7 has standard deviations;
-# its 2-Wasserstein distance is not squared. An image holds more than a caption can say: Eq. 4 has KL(image || caption).
+# (N, M) in at least float32. The paper's Eq. 8 prints variances where Eq. 7 has standard deviations; its 2-Wasserstein
+# distance is not squared. An image holds more than a caption can say: Eq. 4 has KL(image || caption).
 GAUSSIAN_SIMILARITIES = {
     "min-kl": lambda image, text: -min_kl(image, text),
     "kl": lambda image, text: -kl(image, text),
@@ -135,12 +130,10 @@ def prob_triplet_loss(
     margin: float = 0.2,
     negatives: Literal["hardest", "semi-hard", "all"] = "hardest",
 ) -> LossOutput:
-    """Sum over the N pairs of both directions' hinges, max(0, margin + s(negative) - s(pair)).
+    """`triplet_loss` of one of GAUSSIAN_SIMILARITIES; the margin is in its units: nats, or the distance itself.
 
     Source: Probabilistic VSE++/VSRN Eq. 3, which takes the largest hinge of every row and column; its text speaks of
     semi-hard negatives, the hardest of those that are farther than the pair itself.
-
-    `similarity` is a name in GAUSSIAN_SIMILARITIES; `margin` is in its units: nats, or the distance itself.
     """
     similarity_NN = GAUSSIAN_SIMILARITIES[similarity](image, text)
     with torch.autocast(similarity_NN.device.type, enabled=False):
@@ -158,11 +151,10 @@ def prob_triplet_loss(
 
 # ---------------------------------------------------------------------------------------------------------------- PVSE
 
-Similarity = Literal["cosine", "order"]
-MMDKernel = Literal["rbf", "unsquared"]
 
-
-def multi_instance_similarity(image_NKD: Tensor, text_MKD: Tensor, similarity: Similarity = "cosine") -> Tensor:
+def multi_instance_similarity(
+    image_NKD: Tensor, text_MKD: Tensor, similarity: Literal["cosine", "order"] = "cosine"
+) -> Tensor:
     """The largest of the K x K similarities of every pair, (N, M), in at least float32. Source: PVSE, L_mil.
 
     (N, D) and (M, D) stand for K = 1. Cosines are of unit embeddings; "order" is `order_similarity` without the square,
@@ -174,10 +166,7 @@ def multi_instance_similarity(image_NKD: Tensor, text_MKD: Tensor, similarity: S
 
     def of_rows(image: Tensor) -> Tensor:
         flat = image.flatten(0, 1)
-        if similarity == "order":
-            every = order_similarity(flat, flat_text, squared=False)
-        else:
-            every = flat @ flat_text.T
+        every = order_similarity(flat, flat_text, squared=False) if similarity == "order" else flat @ flat_text.T
         return every.view(len(image), -1, m, k).amax((1, 3))
 
     with torch.autocast(image_NKD.device.type, enabled=False):
@@ -197,7 +186,7 @@ def diversity(residual_NKD: Tensor) -> Tensor:
         return root(gram.square().sum((1, 2))).mean() / k**2
 
 
-def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: MMDKernel = "rbf") -> Tensor:
+def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: Literal["rbf", "unsquared"] = "rbf") -> Tensor:
     """Squared maximum mean discrepancy of two sets of points, mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
 
     k(x, y) = exp(-gamma |x - y|^2) for "rbf"; "unsquared" is exp(-gamma |x - y|), which PVSE's public code computes.
@@ -221,26 +210,16 @@ def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: MMDKernel = "rbf
 
 
 def pvse_loss(
-    image: Gaussian,
-    text: Gaussian,
-    match: Tensor | None = None,
-    residuals: tuple[Tensor, Tensor] | None = None,
-    *,
-    margin: float = 0.1,
-    hardest: bool = True,
-    diversity_weight: float = 0.1,
-    mmd_weight: float = 0.01,
-    gamma: float = 0.5,
-    kernel: MMDKernel = "rbf",
-    reduce: Reduce = "mean",
-    similarity: Similarity = "cosine",
-) -> LossOutput:
+    image: Gaussian, text: Gaussian, match: Tensor | None = None, residuals: tuple[Tensor, Tensor] | None = None, *,
+    margin: float = 0.1, hardest: bool = True, diversity_weight: float = 0.1, mmd_weight: float = 0.01,
+    gamma: float = 0.5, kernel: Literal["rbf", "unsquared"] = "rbf", reduce: Literal["sum", "mean"] = "mean",
+    similarity: Literal["cosine", "order"] = "cosine",
+) -> LossOutput:  # fmt: skip
     """Triplet loss of `multi_instance_similarity` + weighted `diversity` of both sides + weighted `mmd`. Source: PVSE.
 
-    Of N pairs, (N, K, D) each, or (N, D) for K = 1, with which it is the triplet loss alone.
-
-    `residuals`: what the attention adds to the images' and the texts' features, (N, K, D) each. With `reduce` "sum" the
-    regularisers are sums over the batch too (the public code's other choice).
+    Of N pairs, (N, K, D) each, or (N, D) for K = 1, with which it is the triplet loss alone. `residuals`: what the
+    attention adds to the images' and the texts' features, (N, K, D) each. With `reduce` "sum" the regularisers are sums
+    over the batch too (the public code's other choice).
     """
     mean_i, mean_t = _several(image.mean), _several(text.mean)
     n, k, _ = mean_i.shape
@@ -260,34 +239,3 @@ def pvse_loss(
 def _several(mean: Tensor) -> Tensor:
     """(N, K, D) in at least float32; (N, D) becomes (N, 1, D)."""
     return at_least_float32(mean if mean.ndim == 3 else mean.unsqueeze(1))
-
-
-# ---------------------------------------------------------------------------------------------------------------- SCAN
-
-
-def scan_loss(
-    images: Tokens,
-    texts: Tokens,
-    match_NN: Tensor | None = None,
-    how: CrossAttention = CrossAttention(),  # noqa: B008 - frozen
-    margin: float = 0.2,
-    hardest: bool = True,
-) -> LossOutput:
-    """`triplet_loss` of N images' and N texts' attention scores; memory does not grow with N beyond N x N scores.
-
-    Of the hardest negatives' hinges only 3 N of the N x N scores have a gradient: the pairs' own, and the hardest ones
-    of every row and column. So all scores are computed without one, and those again with it; the loss and its gradient
-    are the same. Tokens have unit length for SCAN (`unit_tokens`).
-    """
-    if not hardest:
-        return triplet_loss(attention_scores(images, texts, how), match_NN, margin, hardest=False)
-    with torch.no_grad():
-        row_NN, column_NN = hinges(attention_scores(images, texts, how), match_NN, margin)
-        (row_N, text_N), (column_N, image_N) = row_NN.max(1), column_NN.max(0)
-    every_N = torch.arange(len(text_N), device=text_N.device)
-    pairs = torch.cat([every_N, every_N, image_N]), torch.cat([every_N, text_N, every_N])
-    own_N, of_text_N, of_image_N = pair_scores(images, texts, how, pairs).chunk(3)
-    i2t = (margin + of_text_N - own_N).clamp(min=0) * (row_N > 0)  # 0: there is no negative, or none within reach
-    t2i = (margin + of_image_N - own_N).clamp(min=0) * (column_N > 0)
-    loss = i2t.sum() + t2i.sum()
-    return LossOutput(loss, {"triplet": loss})

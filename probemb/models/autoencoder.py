@@ -19,9 +19,8 @@ from probemb.losses.jwae import discriminator_loss, encoder_loss, prior_samples
 
 
 class FeatureDecoder(nn.Module):
-    """Fully connected layers from a code (…, D) to features (…, P), with a ReLU after all but the last.
-
-    `hidden` are outputs of the layers before the last: the paper has one layer, the public code two of width D.
+    """Fully connected layers from a code (…, D) to features (…, P), of `hidden` widths and with ReLUs between them: the
+    paper has one of width D, the public code two.
     """
 
     def __init__(self, code_dim: int, width: int, hidden: Sequence[int]):

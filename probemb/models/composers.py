@@ -5,6 +5,7 @@ baselines (MPC §4.2, Table 4, and its public code). N queries of k parts, D dim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +28,12 @@ class Composer(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.dim = dim
 
-    def forward(self, parts: Gaussian, weights: Tensor | Sequence[float] | None = None) -> Product:
-        """Gaussian (N, k, D), k at least 1 -> gaussian (N, D) and log_normaliser (N,), in at least float32.
+    def forward(self, parts: Gaussian, weights: Sequence[float] | None = None) -> Product:
+        """Gaussian (N, k, D) -> gaussian (N, D) and log_normaliser (N,), in at least float32; k weights, see `compose`.
 
-        `weights`, (k,) or (N, k), see `probemb.compose.compose`, are for a composer that `weighs`.
-
-        Raises:
-            ValueError: parts of another shape.
-            UserError: weights for a composer that has none, or as `compose`.
+        Raises UserError: weights for a composer that has none, or as `compose`.
         """
-        if parts.mean.dim() != 3 or not parts.shape[1] or parts.shape[2] != self.dim:
-            raise ValueError(f"parts of shape {tuple(parts.shape)}: give (N, k, {self.dim}) with k of at least 1")
         if weights is not None and not self.weighs:
             raise UserError(
                 "This model's composer has no weights and no parts to take away.",
@@ -48,9 +42,12 @@ class Composer(nn.Module):
         with torch.autocast(parts.mean.device.type, enabled=False):
             return self.compose(parts.float(), weights)
 
-    def compose(self, parts: Gaussian, weights) -> Product:
-        mean, log_var = parts.mean.sum(1), parts.log_var.logsumexp(1)
-        return Product(Gaussian(mean, log_var), mean.new_zeros(len(mean)))
+    def compose(self, parts: Gaussian, weights: Sequence[float] | None) -> Product:
+        return _without_normaliser(parts.mean.sum(1), parts.log_var.logsumexp(1))
+
+
+def _without_normaliser(mean_ND: Tensor, log_var_ND: Tensor) -> Product:
+    return Product(Gaussian(mean_ND, log_var_ND), mean_ND.new_zeros(len(mean_ND)))
 
 
 class ProductComposer(Composer):
@@ -58,27 +55,8 @@ class ProductComposer(Composer):
 
     weighs = True
 
-    def compose(self, parts: Gaussian, weights) -> Product:
-        if weights is not None:
-            weights = torch.as_tensor(weights)
-            weights = weights if weights.dim() == 1 else weights.T
+    def compose(self, parts: Gaussian, weights: Sequence[float] | None) -> Product:
         return compose(Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1)), weights=weights)
-
-
-class MLPComposer(Composer):
-    """ "MPC w/o Eq. 2": [mean, log_var] from those of two parts by two layers with batch norm, from left to right."""
-
-    def __init__(self, dim: int):
-        super().__init__(dim)
-        wide = 2 * dim
-        self.layers = nn.Sequential(nn.Linear(4 * dim, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, wide))
-
-    def compose(self, parts: Gaussian, weights) -> Product:
-        mean, log_var = parts.mean[:, 0], parts.log_var[:, 0]
-        for i in range(1, parts.shape[1]):
-            both = torch.cat([mean, log_var, parts.mean[:, i], parts.log_var[:, i]], 1)
-            mean, log_var = self.layers(both).chunk(2, 1)
-        return Product(Gaussian(mean, log_var), mean.new_zeros(len(mean)))
 
 
 class PairComposer(Composer):
@@ -89,14 +67,29 @@ class PairComposer(Composer):
 
     probabilistic = False
 
-    def compose(self, parts: Gaussian, weights) -> Product:
-        mean = parts.mean[:, 0]
-        for i in range(1, parts.shape[1]):
-            mean = self.pair(mean, parts.mean[:, i])
-        return Product(Gaussian(mean, torch.zeros_like(mean)), mean.new_zeros(len(mean)))
+    def compose(self, parts: Gaussian, weights: Sequence[float] | None) -> Product:
+        mean = reduce(self.pair, parts.mean.unbind(1))
+        return _without_normaliser(mean, torch.zeros_like(mean))
 
     def pair(self, first_ND: Tensor, second_ND: Tensor) -> Tensor:
         raise NotImplementedError
+
+
+class MLPComposer(PairComposer):
+    """ "MPC w/o Eq. 2": [mean, log_var] from those of two parts by two layers with batch norm, from left to right."""
+
+    probabilistic = True
+
+    def __init__(self, dim: int):
+        super().__init__(dim)
+        wide = 2 * dim
+        self.layers = nn.Sequential(nn.Linear(4 * dim, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, wide))
+
+    def compose(self, parts: Gaussian, weights: Sequence[float] | None) -> Product:
+        return _without_normaliser(*reduce(self.pair, torch.cat([parts.mean, parts.log_var], 2).unbind(1)).chunk(2, 1))
+
+    def pair(self, first_N2D: Tensor, second_N2D: Tensor) -> Tensor:
+        return self.layers(torch.cat([first_N2D, second_N2D], 1))
 
 
 class RelationshipComposer(PairComposer):
@@ -133,8 +126,9 @@ class MRNBlock(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.residual = nn.Linear(dim, dim)
-        self.of_first = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim), nn.Tanh())
-        self.of_second = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim), nn.Tanh())
+        self.of_first, self.of_second = (
+            nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim), nn.Tanh()) for _ in range(2)
+        )
 
     def forward(self, first_ND: Tensor, second_ND: Tensor) -> Tensor:
         return self.residual(first_ND) + self.of_first(first_ND) * self.of_second(second_ND)
@@ -148,9 +142,7 @@ class MRNComposer(PairComposer):
         self.blocks = nn.ModuleList(MRNBlock(dim) for _ in range(blocks))
 
     def pair(self, first_ND: Tensor, second_ND: Tensor) -> Tensor:
-        for block in self.blocks:
-            first_ND = block(first_ND, second_ND)
-        return first_ND
+        return reduce(lambda first, block: block(first, second_ND), self.blocks, first_ND)
 
 
 class TIRGComposer(PairComposer):
@@ -161,9 +153,8 @@ class TIRGComposer(PairComposer):
         wide = 2 * dim
         self.gate_weight, self.residual_weight = (nn.Parameter(torch.tensor(start)) for start in (1.0, 10.0))
         self.gate = nn.Sequential(nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, dim))
-        self.residual = nn.Sequential(
-            nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, dim)
-        )
+        layers = nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, dim)
+        self.residual = nn.Sequential(nn.BatchNorm1d(wide), nn.ReLU(), *layers)
 
     def pair(self, first_ND: Tensor, second_ND: Tensor) -> Tensor:
         both = torch.cat([first_ND, second_ND], 1)
@@ -172,17 +163,15 @@ class TIRGComposer(PairComposer):
 
 
 COMPOSERS: dict[str, type[Composer]] = {
-    **dict.fromkeys(("product", "mpc"), ProductComposer),  # the second name is the method's
-    **dict.fromkeys(("addition", "pcme-addition"), Composer),
-    **{"mlp": MLPComposer, "relationship": RelationshipComposer, "film": FiLMComposer},
-    **{"mrn": MRNComposer, "tirg": TIRGComposer},
-}
+    "product": ProductComposer, "mpc": ProductComposer,  # the second name is the method's
+    "addition": Composer, "pcme-addition": Composer, "mlp": MLPComposer, "relationship": RelationshipComposer,
+    "film": FiLMComposer, "mrn": MRNComposer, "tirg": TIRGComposer,
+}  # fmt: skip
 
 
 def create_composer(name: str, dim: int) -> Composer:
     """A composer of embeddings of `dim` dimensions, with random weights. Raises UserError: an unknown name."""
     if name not in COMPOSERS:
-        raise UserError(
-            f"There is no composer '{name}'.{nearest(name, COMPOSERS)}", f"Choose one of {', '.join(COMPOSERS)}."
-        )
+        remedy = f"Choose one of {', '.join(COMPOSERS)}."
+        raise UserError(f"There is no composer '{name}'.{nearest(name, COMPOSERS)}", remedy)
     return COMPOSERS[name](dim)

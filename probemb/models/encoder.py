@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 POINT_LOG_VAR = -30.0
 
 BothFeatures = tuple[Features, Features | None]  # of the mean and of the log-variance; None for a point model
-WantTokens = bool | Literal["residuals", "trunk"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,46 +88,29 @@ class Place(NamedTuple):
     depth: int = 0
 
 
-@dataclass(frozen=True)
-class FeatureLayout:
-    """Layout of a frozen trunk's features as rows of numbers, so that they can be kept.
-
-    `parts` are ("tokens", (T, W)), ("pooled", (P,)), and of the log-variance's features "unc_tokens" and "unc_pooled"
-    where they differ from the mean's. Tokens are left out where no head reads them.
+class FeatureLayout(NamedTuple):
+    """Sizes of a frozen trunk's features as rows of numbers, so that they can be kept: tokens (T, W), the same for mean
+    and log-variance, or (0, 0) where no head reads them; the pooled ones of both, 0 for a point model's log-variance.
     """
 
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    probabilistic: bool
-
-    @staticmethod
-    def of(mean: Features, unc: Features | None, with_tokens: bool) -> FeatureLayout:
-        held = _named(mean, unc)
-        same = {f"unc_{name}" for name in ("tokens", "pooled") if unc and torch.equal(held[f"unc_{name}"], held[name])}
-        kept = (name for name in held if name not in same and (with_tokens or "tokens" not in name))
-        return FeatureLayout(tuple((name, tuple(held[name].shape[1:])) for name in kept), unc is not None)
+    tokens: tuple[int, int]
+    pooled: int
+    unc_pooled: int
 
     @property
-    def width(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.parts)
+    def sizes(self) -> tuple[int, int, int]:
+        return math.prod(self.tokens), self.pooled, self.unc_pooled
 
     def pack(self, mean: Features, unc: Features | None) -> Tensor:
-        """A batch's features as rows, (B, width)."""
-        held = _named(mean, unc)
-        return torch.cat([held[name].flatten(1) for name, _ in self.parts], 1)
+        """A batch's features as rows, (B, sum of the sizes)."""
+        tokens = mean.tokens.flatten(1)[:, : self.sizes[0]]
+        return torch.cat([tokens, mean.pooled, *([] if unc is None else [unc.pooled])], 1)
 
     def unpack(self, rows: Tensor) -> BothFeatures:
         """The inverse of `pack`, in at least float32."""
-        flat = rows.float().split([math.prod(shape) for _, shape in self.parts], 1)
-        held = {name: x.view(-1, *shape) for (name, shape), x in zip(self.parts, flat)}
-        tokens = held.get("tokens", rows.new_empty(len(rows), 0, 0))
-        mean = Features(tokens, held["pooled"])
-        unc = Features(held.get("unc_tokens", tokens), held.get("unc_pooled", mean.pooled))
-        return mean, unc if self.probabilistic else None
-
-
-def _named(mean: Features, unc: Features | None) -> dict[str, Tensor]:
-    held = {"tokens": mean.tokens, "pooled": mean.pooled}
-    return held if unc is None else {**held, "unc_tokens": unc.tokens, "unc_pooled": unc.pooled}
+        tokens, pooled, unc_pooled = rows.float().split(self.sizes, 1)
+        tokens = tokens.view(len(rows), *self.tokens)
+        return Features(tokens, pooled), Features(tokens, unc_pooled) if self.unc_pooled else None
 
 
 class Encoder(nn.Module):
@@ -148,6 +130,7 @@ class Encoder(nn.Module):
         normalization: (mean, std) of each channel for uint8 pixels, set by the model.
         feature_layout: set where features that were computed before come in place of inputs.
         required_parts: at most so many of an input's parts may not be dropped; see `parts.py`.
+        batch_statistics: whether batch norms use the batch's statistics in training, see `use_batch_statistics`.
     """
 
     blocks: Sequence[str] = ()
@@ -160,13 +143,9 @@ class Encoder(nn.Module):
     _updating: bool = False
 
     def add_heads(
-        self,
-        o: ModelOptions,
-        width: int,
-        pooled_width: int,
-        own_projection: bool = False,
+        self, o: ModelOptions, width: int, pooled_width: int, own_projection: bool = False,
         unc_widths: tuple[int, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make the heads of tokens (B, T, width) and pooled features (B, pooled_width); of the branch, `unc_widths`.
 
         With `own_projection`, the tower has one that head "clip" keeps instead of a mean head.
@@ -231,43 +210,34 @@ class Encoder(nn.Module):
         """Recompute blocks in the backward pass instead of keeping their activations; towers without it do nothing."""
 
     def forward(
-        self,
-        inputs: Tensor,
-        token_mask: Tensor | None = None,
-        want_tokens: WantTokens = False,
-        want_features: bool = False,
+        self, inputs: Tensor, token_mask: Tensor | None = None,
+        want_tokens: bool | Literal["residuals", "trunk"] = False, want_features: bool = False,
         kept: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """The tensors of `Encoded`, as engines hook no other object; `encode` gives the object.
 
         Args:
-            inputs: (B, 3, H, W) pixels (uint8, or normalised floats) or (B, L) int64 tokens; (B, width) features with
-                a `feature_layout`.
+            inputs: (B, 3, H, W) pixels (uint8, or normalised floats) or (B, L) int64 tokens; (B, F) features with a
+                `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
             want_tokens: True, "residuals" (of a PIE head) or "trunk": which of `Encoded.tokens` to give.
             want_features: also give the targets and the codes of the mean.
             kept: (B, n) int64, the patches or tokens that the tower reads, see `parts.py`; None for all.
-
-        Raises:
-            ValueError: tokens or residuals of a head that has none; parts of cached features.
-            UserError: parts of inputs that the tower reads as a whole.
         """
-        head = self.mean_head
-        if (token_mask is not None or want_tokens is True) and not getattr(head, "reads_tokens", False):
-            raise ValueError("this head reads the pooled features alone, so it has no tokens")
-        if want_tokens == "residuals" and not hasattr(head, "with_residuals"):
-            raise ValueError("this head adds nothing to its pooled features, so there are no residuals")
-        mean_features, unc_features = self._features(inputs, kept)
+        head, (mean_features, unc_features) = self.mean_head, self._features(inputs, kept)
         if token_mask is not None:
             mean_features = mean_features._replace(mask=token_mask)
             unc_features = unc_features and unc_features._replace(mask=token_mask)
+        tokens, mask = mean_features.tokens, mean_features.mask
         if head is None:
             code = self.project(mean_features.pooled)
+            mean = F.normalize(code, dim=-1)
         elif want_tokens == "residuals":
-            code, residuals = head.with_residuals(mean_features)
+            (code, tokens), mask = head.with_residuals(mean_features), None
+            mean = l2_normalize(code)
         else:
             code = head(mean_features)
-        mean = F.normalize(code, dim=-1) if head is None else l2_normalize(code)
+            mean = l2_normalize(code)
         if unc_features is None:
             log_var = torch.full_like(mean, POINT_LOG_VAR)
         else:
@@ -275,15 +245,11 @@ class Encoder(nn.Module):
         found = {"mean": mean, "log_var": log_var}
         if want_features:
             found |= {"features": self.targets(inputs, mean_features, want_tokens is True), "codes": code}
-        if not want_tokens:
-            return found
-        if want_tokens == "residuals":
-            tokens, mask = residuals, None
-        else:
-            tokens, mask = mean_features.tokens, mean_features.mask
-            tokens = tokens if want_tokens == "trunk" else head.embed_tokens(tokens)
-        mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask
-        return found | {"tokens": tokens, "mask": mask}
+        if want_tokens:
+            tokens = head.embed_tokens(tokens) if want_tokens is True else tokens
+            mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask
+            found |= {"tokens": tokens, "mask": mask}
+        return found
 
     def encode(self, *inputs, **options) -> Encoded:
         return Encoded.of(self(*inputs, **options))
@@ -291,11 +257,7 @@ class Encoder(nn.Module):
     def _features(self, inputs: Tensor, kept: Tensor | None) -> BothFeatures:
         """Of whole inputs, of their parts, or as they were computed before."""
         if self.feature_layout is not None:
-            if kept is not None:
-                raise ValueError("cached features are of whole inputs, so they have no parts")
             return self.feature_layout.unpack(inputs)
-        if kept is not None:
-            self.parts(inputs)  # refuses a tower without
         self._updating = True
         try:
             return self.features(inputs) if kept is None else self.features(inputs, kept)
@@ -311,15 +273,20 @@ class Encoder(nn.Module):
                 "Set model.uncertainty to branch and model.n_unc_layers to 0, or to two numbers such as [0, 1], or "
                 "leave data.cache_features out.",
             )
-        return FeatureLayout.of(*self.features(inputs), with_tokens=getattr(self.mean_head, "reads_tokens", False))
+        mean, unc = self.features(inputs)
+        tokens = tuple(mean.tokens.shape[1:]) if getattr(self.mean_head, "reads_tokens", False) else (0, 0)
+        return FeatureLayout(tokens, mean.pooled.shape[1], 0 if unc is None else unc.pooled.shape[1])
 
     # ----------------------------------------------------------------------------------------------------- batch norms
+
+    def _batch_norms(self) -> Iterator[nn.Module]:
+        return (module for module in self.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
 
     def train(self, mode: bool = True) -> Encoder:
         """Training or evaluation mode; but batch norms keep their stored statistics, see `use_batch_statistics`."""
         super().train(mode)
-        for module in _batch_norms(self):
-            module.eval()
+        for norm in self._batch_norms():
+            norm.eval()
         return self
 
     def use_batch_statistics(self) -> None:
@@ -327,8 +294,8 @@ class Encoder(nn.Module):
 
         For towers with random weights, whose stored statistics (0 and 1) are of no data. Frozen norms keep theirs.
         """
-        for module in _batch_norms(self):
-            module.register_forward_pre_hook(self._normalize_by_batch)
+        for norm in self._batch_norms():
+            norm.register_forward_pre_hook(self._normalize_by_batch)
             self.batch_statistics = True
 
     def _normalize_by_batch(self, norm: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
@@ -351,10 +318,6 @@ class Encoder(nn.Module):
         shift = norm.running_mean - mean * scale
         shape = (-1, *[1] * (x.ndim - 2))
         return (x * scale.view(shape) + shift.view(shape)).to(x.dtype)
-
-
-def _batch_norms(tower: nn.Module) -> Iterable[nn.Module]:
-    return (module for module in tower.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
 
 
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

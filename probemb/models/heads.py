@@ -67,11 +67,21 @@ def start_mean(linear: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def start_log_var(linear: nn.Linear, start: float) -> None:
-    """Small weights: log_var stays near its bias, also behind tokens that are not normalised."""
+def _start(linear: nn.Linear, o: ModelOptions, log_var: bool, start: float | None = None) -> None:
+    """Initial weights of an output layer. A log-variance has small ones and stays near its bias, `start` or where the
+    options say, also behind tokens that are not normalised.
+    """
+    if not log_var:
+        start_mean(linear)
+        return
     nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
     if linear.bias is not None:
-        nn.init.constant_(linear.bias, start)
+        nn.init.constant_(linear.bias, o.log_var_mean if start is None else start)
+
+
+def _outputs(o: ModelOptions, log_var: bool) -> tuple[int, bool]:
+    """The number of outputs of a head, and whether they have a bias."""
+    return (o.log_var_width, o.uncertainty_bias) if log_var else (o.embed_dim, True)
 
 
 def shape_log_var(o: ModelOptions, predicted: Tensor, shape: torch.Size) -> Tensor:
@@ -86,22 +96,7 @@ def shape_log_var(o: ModelOptions, predicted: Tensor, shape: torch.Size) -> Tens
 
 
 # -------------------------------------------------------------------------------------------------------------- heads
-
-
 # Made with the model's options, W, P, and whether they predict the log-variance rather than the mean.
-
-
-def _outputs(o: ModelOptions, log_var: bool) -> tuple[int, bool]:
-    """The number of outputs of a head, and whether they have a bias."""
-    return (o.log_var_width, o.uncertainty_bias) if log_var else (o.embed_dim, True)
-
-
-def _start(linear: nn.Linear, o: ModelOptions, log_var: bool, start: float | None = None) -> None:
-    """Set the initial weights of an output layer; a log-variance starts at `start`, or where the options say."""
-    if log_var:
-        start_log_var(linear, o.log_var_mean if start is None else start)
-    else:
-        start_mean(linear)
 
 
 class ClipHead(FullPrecisionLinear):
@@ -127,8 +122,7 @@ class GPOHead(nn.Module):
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        out, bias = _outputs(o, log_var)
-        self.linear = FullPrecisionLinear(width, out, bias)
+        self.linear = FullPrecisionLinear(width, *_outputs(o, log_var))
         self.pool = GPO(**o.pooling or {})
         _start(self.linear, o, log_var)
 
@@ -152,8 +146,7 @@ class PIEHead(nn.Module):
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        out, bias = _outputs(o, log_var)
-        options = o.pooling or {}
+        (out, bias), options = _outputs(o, log_var), o.pooling or {}
         self.attention = TokenAttention(width, o.n_embeddings, options.get("hidden_dim") or max(width // 2, 1))
         self.fc = FullPrecisionLinear(width, out, bias)
         project = options.get("project", True) or pooled_width != out
@@ -172,8 +165,7 @@ class PIEHead(nn.Module):
         residual_BKD = self.fc(self.attention(features.tokens, features.mask))
         with full_precision(features.tokens):
             pooled_B1D = at_least_float32(self.project(features.pooled)).unsqueeze(1)
-            if self.bounded:
-                residual_BKD = residual_BKD.sigmoid()
+            residual_BKD = residual_BKD.sigmoid() if self.bounded else residual_BKD
             out = self.norm(pooled_B1D + residual_BKD)
             return (out.squeeze(1) if out.shape[1] == 1 else out), residual_BKD
 
@@ -189,12 +181,10 @@ class MLPHead(nn.Module):
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        out, bias = _outputs(o, log_var)
-        layers = (o.pooling or {}).get("layers", 2)
-        self.hidden = FullPrecisionLinear(pooled_width, o.embed_dim) if layers == 2 else None
-        inputs = pooled_width if self.hidden is None else o.embed_dim
-        self.out = FullPrecisionLinear(inputs, out, bias)
-        if self.hidden is not None:
+        two = (o.pooling or {}).get("layers", 2) == 2
+        self.hidden = FullPrecisionLinear(pooled_width, o.embed_dim) if two else None
+        self.out = FullPrecisionLinear(o.embed_dim if two else pooled_width, *_outputs(o, log_var))
+        if two:
             start_mean(self.hidden)
         _start(self.out, o, log_var)
 
@@ -213,10 +203,9 @@ class AverageHead(nn.Module):
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        out, bias = _outputs(o, log_var)
         self.linear = nn.Identity()
-        if log_var or width != out:
-            self.linear = FullPrecisionLinear(width, out, bias)
+        if log_var or width != o.embed_dim:
+            self.linear = FullPrecisionLinear(width, *_outputs(o, log_var))
             _start(self.linear, o, log_var)
 
     def forward(self, features: Features) -> Tensor:
@@ -230,7 +219,6 @@ class AverageHead(nn.Module):
 
 
 HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "average": AverageHead}
-
 
 # ----------------------------------------------------------------------------------------------------------- poolings
 
@@ -271,9 +259,7 @@ class GPO(nn.Module):
         longest = lengths[0]
         parameter = self.linear.weight
         codes_TP = positional_codes(longest, self.code_dim, parameter.device).to(parameter.dtype)
-        packed = pack_padded_sequence(
-            codes_TP.expand(len(lengths), -1, -1), torch.tensor(lengths), batch_first=True, enforce_sorted=True
-        )
+        packed = pack_padded_sequence(codes_TP.expand(len(lengths), -1, -1), torch.tensor(lengths), batch_first=True)
         states_LT2H, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=longest)
         forward_LTH, backward_LTH = states_LT2H.chunk(2, dim=-1)
         scores_LT = at_least_float32(self.linear((forward_LTH + backward_LTH) / 2).squeeze(-1))
@@ -308,10 +294,8 @@ class TokenAttention(nn.Module):
         scores_BTK = self.scores(self.hidden(tokens_BTW).tanh())
         if mask_BT is None:
             return scores_BTK.softmax(1)
-        hidden_BT1 = ~mask_BT[..., None]
-        return (
-            scores_BTK.masked_fill(hidden_BT1, torch.finfo(scores_BTK.dtype).min).softmax(1).masked_fill(hidden_BT1, 0)
-        )
+        hidden_BT1, lowest = ~mask_BT[..., None], torch.finfo(scores_BTK.dtype).min
+        return scores_BTK.masked_fill(hidden_BT1, lowest).softmax(1).masked_fill(hidden_BT1, 0)
 
     def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
         with full_precision(tokens_BTW):

@@ -58,7 +58,7 @@ class Window:
         seconds = time.perf_counter() - self.began
         waited = (self.waited() - self.waited_before) / seconds
         values = distributed.mean_over_ranks(means | {"data_wait": waited}, self.device)
-        values["memory"] = distributed.max_over_ranks(_peak_memory(self.device), self.device)
+        values["memory"] = float(max(distributed.all_of(_peak_memory(self.device))))
         values |= {f"{self.unit}_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
         if "text_tokens" in values:
             values["tokens_per_second"] = values["text_tokens"] * self.n * batch_size / seconds

@@ -47,7 +47,7 @@ def share(rank: int, world: int, total: int) -> dict:
     image, text = pairs(total, 4, seed=3)
     rows = slice(rank * total // world, (rank + 1) * total // world)
     found = {name: through_the_trainer(name, image[rows], text[rows])[::2] for name in LOSSES}
-    with distributed.pretend(1):  # as the validation loss
+    with distributed.alone():  # as the validation loss
         alone = through_the_trainer("prolip", image, text)[0] if rank == 0 else None
     return {**found, "alone": alone}
 
