@@ -284,20 +284,17 @@ class ImageBatches:
     def __iter__(self) -> Iterator[torch.Tensor]:
         self.kept.clear()
         self.bad[:] = self.images.bad
-        self._refuse_too_many()
+        limits = len(self.images) + len(self.bad), self.images.source, self.max_bad, self.option
+        refuse_too_many(self.bad, *limits)
         decoded, pin = _Decoded(self.images, self.transform), torch.cuda.is_available()
         loader = make_loader(decoded, self.workers, batch_size=self.batch_size, collate_fn=_collate, pin_memory=pin)
         with closing(read(loader)) as batches:
             for kept, pixels, bad in batches:
                 self.kept += kept
                 self.bad += [(self.images.places[index].name, why) for index, why in bad]
-                self._refuse_too_many()
+                refuse_too_many(self.bad, *limits)
                 if pixels is not None:
                     yield pixels
-
-    def _refuse_too_many(self) -> None:
-        total = len(self.images) + len(self.images.bad)
-        refuse_too_many(self.bad, total, self.images.source, self.max_bad, self.option)
 
 
 def refuse_too_many(bad: list[tuple[str, str]], total: int, source: str, max_bad: float, option: str) -> None:

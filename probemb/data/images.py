@@ -42,11 +42,10 @@ def decode_image(
     frame of an animation is used. Raises BadSample, but not for damage of which libjpeg only warns.
 
     Args:
-        draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which
-            is several times faster for large photographs; images that are not reduced stay bit-identical.
-        exif: turn and mirror the image as its EXIF orientation says, so that it is what browsers and viewers show;
-            sizes, also those of `draft`, are those of the turned image. False gives the pixels as stored, as PIL,
-            webdataset, open_clip and the training of published weights do.
+        draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels;
+            images that are not reduced stay bit-identical.
+        exif: turn and mirror the image as its EXIF orientation says; `draft` is of the turned image. False gives the
+            pixels as stored, as PIL, webdataset, open_clip and the training of published weights do.
     """
     with _opened(data, max_pixels) as image:
         orientation = _orientation(image) if exif else UPRIGHT
@@ -95,12 +94,10 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
         raise BadSample(f"the image has more than {MAX_SCANS} scans or {MAX_MARKERS:,} markers")
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            width, height = image.size
-            if width * height > max_pixels:
-                raise BadSample(f"the image has {width} x {height} pixels, more than {max_pixels:,}")
-            if max(width, height) > MAX_ASPECT * min(width, height):
-                ratio = f"one side more than {MAX_ASPECT} times the other"
-                raise BadSample(f"the image has {width} x {height} pixels, {ratio}")
+            sides = width, height = image.size
+            if width * height > max_pixels or max(sides) > MAX_ASPECT * min(sides):
+                limits = f"more than {max_pixels:,}, or one side more than {MAX_ASPECT} times the other"
+                raise BadSample(f"the image has {width} x {height} pixels: {limits}")
             yield image
     except BadSample:
         raise

@@ -71,8 +71,7 @@ class LabelledImages(Images):
     Attributes:
         marks: the label in the data: a class index, or the name of the class folder.
         folders: all class folders in sorted order, including empty ones; None where labels are indices.
-        class_file: classes.json or classes.txt beside the data.
-        classes, templates: what the data's own layout says; None without.
+        class_file: classes.json or classes.txt beside the data; classes, templates: those that the layout has.
     """
 
     marks: list[int | str]
@@ -93,22 +92,16 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     Raises UserError: the path is missing, holds no labelled image, or cannot be read.
     """
     path = Path(data)
+    remedy = f"Name {listed(list(LAYOUTS), 'or')}, or list the labels of plain images in --labels."
     if not path.exists() and not find_tars(path) and not glob(str(path)):
-        raise UserError(
-            f"The data path {data} does not exist.",
-            f"Name {listed(list(LAYOUTS), 'or')}, or make the synthetic data with `python -m tools.make_scenes "
-            "data/scenes` and name a folder in it.",
-        )
+        raise UserError(f"The data path {data} does not exist.", remedy)
     if labels is not None:
         found = _read_listed(path, _read_labels(Path(labels)))
     else:
         found = next(images for read in LAYOUTS.values() if (images := read(path)) is not None)
     if not found.places:
         why = f"; the first of {len(found.bad)} unusable samples: {': '.join(found.bad[0])}" if found.bad else ""
-        raise UserError(
-            f"{data} holds no labelled images{why}.",
-            "Put images into one folder a class, or beside KEY.cls in webdataset shards, or list them in --labels.",
-        )
+        raise UserError(f"{data} holds no labelled images{why}.", remedy)
     folder = path if path.is_dir() else Path(found.places[0].file).parent
     class_file = next((folder / name for name in CLASS_FILES if (folder / name).is_file()), None)
     return replace(found, source=str(data), exif=exif, class_file=None if found.classes else class_file)
@@ -153,10 +146,8 @@ def _read_class_folders(path: Path) -> LabelledImages:
         else:
             bad.append((place.name, "it is in no class folder"))
     if bad and not marked:
-        raise UserError(
-            f"{path} holds images, such as {bad[0][0]}, without a class folder and without KEY.cls.",
-            'Give their labels with --labels FILE, one "NAME LABEL" a line (LABEL: class index or WordNet id).',
-        )
+        remedy = 'Give their labels with --labels FILE, one "NAME LABEL" a line (LABEL: class index or WordNet id).'
+        raise UserError(f"{path} holds images, such as {bad[0][0]}, without class folder and KEY.cls.", remedy)
     marks, places = map(list, zip(*sorted(marked))) if marked else ([], [])
     return LabelledImages(places=places, marks=marks, bad=bad, folders=sorted({*marks, *folders}), source=str(path))
 
@@ -310,9 +301,9 @@ LAYOUTS: dict[str, Callable[[Path], LabelledImages | None]] = {
 # ------------------------------------------------------------------------------------------------------------ classes
 
 
-def imagenet_classes(keys: Sequence[str] | None = None) -> Classes:
+def imagenet_classes(keys: tuple[str, ...] | None = None) -> Classes:
     """The 1000 ILSVRC classes under CLIP's names, in the order of the sorted WordNet ids; keys: `imagenet_folders`."""
-    return Classes(tuple(IMAGENET_CLASSNAMES), None if keys is None else tuple(keys), BUILT_IN)
+    return Classes(tuple(IMAGENET_CLASSNAMES), keys, BUILT_IN)
 
 
 def imagenet_folders(folders: Sequence[str]) -> tuple[str, ...] | None:
@@ -332,36 +323,25 @@ def read_classes(path: str | Path) -> Classes:
     """Read a class-name file.
 
     One of: one name a line; a JSON list of names; a JSON object {folder: name}; a JSON list of objects with a "name"
-    (or "open_clip_name"), and optionally an "index" and a "wnid" or "folder".
-    Raises UserError: a missing, empty or unreadable file, an empty name, an index that is missing or occurs twice.
+    (or "open_clip_name"), and optionally an "index" and a "wnid" or "folder". Raises UserError.
     """
-    path, keys = Path(path), None
+    path = Path(path)
     text = read_text(path)
     with checked(path, "a class-name file", "Write one class name a line, or a JSON list of names."):
-        if path.suffix.lower() == ".json":
-            names, keys = _classes_from_json(json.loads(text))
-        else:
-            names = text.rstrip().splitlines()
-        names = tuple(as_text(name, "a name").strip() for name in names)
+        rows = json.loads(text) if path.suffix.lower() == ".json" else text.rstrip().splitlines()
+        if isinstance(rows, dict):
+            rows = [{"folder": folder, "name": name} for folder, name in rows.items()]
+        rows = [row if isinstance(row, dict) else {"name": row} for row in rows]
+        rows = sorted(rows, key=lambda row: row.get("index", 0))
+        if [row.get("index", i) for i, row in enumerate(rows)] != list(range(len(rows))):
+            raise ValueError(f'its "index" entries are not 0 to {len(rows) - 1}, each once')
+        names = [as_text(row.get("name", row.get("open_clip_name")), "a name").strip() for row in rows]
         if not all(names) or not names:
             raise ValueError(f"class {names.index('')} has no name" if names else "it is empty")
+    keys = [row.get("wnid", row.get("folder")) for row in rows]
+    keys = None if None in keys else tuple(map(str, keys))
     check_unique(keys or (), "class", path)
-    return Classes(names, tuple(keys) if keys else None, str(path))
-
-
-def _classes_from_json(content: object) -> tuple[list, list[str] | None]:
-    """Names and keys. Raises ValueError, KeyError, TypeError."""
-    if isinstance(content, dict):
-        return list(content.values()), list(content)
-    if not all(isinstance(entry, dict) for entry in content):
-        return list(content), None
-    if any("index" in entry for entry in content):
-        content = sorted(content, key=lambda entry: entry["index"])
-        if [entry["index"] for entry in content] != list(range(len(content))):
-            raise ValueError(f'its "index" entries are not 0 to {len(content) - 1}, each once')
-    names = [entry.get("name", entry.get("open_clip_name")) for entry in content]
-    keys = [entry.get("wnid", entry.get("folder")) for entry in content]
-    return names, None if None in keys else list(map(str, keys))
+    return Classes(tuple(names), keys, str(path))
 
 
 def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes, list[int]]:
@@ -400,24 +380,20 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
 def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
     """Index of each image's class. Raises UserError if the classes do not fit."""
     if images.folders is None:
-        for place, mark in zip(images.places, images.marks):
-            if mark >= len(classes):
-                what = f"{place.name} has label {mark}, but there are only {len(classes)} class names"
-                raise UserError(f"{what} in {classes.source}.", "Pass --classes the file that belongs to this data.")
-        return list(images.marks)
-    fitting = (keys for keys in (classes.keys, classes.names) if keys and set(images.folders) <= set(keys))
-    keys = next((keys for keys in fitting if len(set(keys)) == len(keys)), None)
-    if keys is None and classes.keys is None and len(images.folders) == len(classes):
-        keys = images.folders
-    if keys is None:
-        unknown = next(folder for folder in images.folders if folder not in (classes.keys or ()))
-        what = f"The class folder {unknown} of {images.source} is not in {classes.source}."
-        raise UserError(
-            what + nearest(unknown, classes.keys or classes.names),
-            "Pass --classes a file with one name for each folder in sorted order, or a JSON object {folder: name}.",
-        )
-    place = {key: i for i, key in enumerate(keys)}
-    return [place[mark] for mark in images.marks]
+        known, marks = [range(len(classes))], images.marks
+    else:
+        in_order = images.folders if classes.keys is None and len(images.folders) == len(classes) else ()
+        known, marks = [classes.keys or (), classes.names, in_order], images.folders
+    for keys in known:
+        index = {key: i for i, key in enumerate(keys)}
+        if set(marks) <= index.keys() and len(index) == len(keys):
+            return [index[mark] for mark in images.marks]
+    unknown = next(mark for mark in marks if mark not in known[0])
+    close = "" if images.folders is None else nearest(unknown, classes.keys or classes.names)
+    raise UserError(
+        f"The class {unknown} of {images.source} is not one of the {len(classes)} classes of {classes.source}.{close}",
+        "Pass --classes the file that belongs to this data: one name for each class in order, or {folder: name}.",
+    )
 
 
 def remarks(labels: Sequence[int], classes: Classes) -> list[str]:

@@ -2,12 +2,12 @@
 
 Two images look alike if small colour thumbnails of their decoded pixels are nearly the same. Squared distances of
 photographs saved again (JPEG of quality 30, WebP of 50, half the size) are some 0.01 at most, of distinct ones 0.2 and
-more. Crops, mirrored and repainted copies are not found. Memory is 780 bytes for each evaluated image.
+more. Crops, mirrored and repainted copies are not found. Memory is 780 bytes for each image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -42,12 +42,9 @@ def seen_in(these: Images, those: Images, workers: int = 0, show: Callable = sil
     Args:
         workers: processes that decode; show: as `probemb.progress.progress`.
     """
-    known, _ = _thumbnails(those, workers, show)
-    found = []
-    for part, rows in _batches(these, workers, show):
-        if len(known):
-            found += [row for row, near in zip(rows, _near(part, known)) if bool(near.any())]
-    return found
+    known, asked = _thumbnails(those, workers, show), _thumbnails(these, workers, show)
+    near = [_near(part, known).any(dim=1) for part in asked.split(BATCH)]
+    return torch.cat(near).nonzero().flatten().tolist()
 
 
 def same_picture(images: Images, workers: int = 0, show: Callable = silent) -> list[int]:
@@ -55,11 +52,10 @@ def same_picture(images: Images, workers: int = 0, show: Callable = silent) -> l
 
     Args: as `seen_in`.
     """
-    thumbnails, rows = _thumbnails(images, workers, show)
-    first = np.arange(len(images))
-    for start in range(0, len(rows), BATCH):
+    thumbnails, first = _thumbnails(images, workers, show), np.arange(len(images))
+    for start in range(0, len(images), BATCH):
         for i, near in enumerate(_near(thumbnails[start : start + BATCH], thumbnails[: start + BATCH]), start):
-            groups = np.unique(first[[rows[j] for j in near[: i + 1].nonzero().flatten().tolist()]])
+            groups = np.unique(first[[*near[:i].nonzero().flatten().tolist(), i]])
             if len(groups) > 1:
                 first[np.isin(first, groups)] = groups[0]
     return first.tolist()
@@ -74,32 +70,24 @@ def leave_out(selection: Images, evaluated: Images, workers: int = 0, show: Call
     if not known:
         return list(range(len(selection))), ""
     share = f"{len(known):,} of the {len(selection):,} images in {selection.source} ({len(known) / len(selection):.1%})"
-    such = selection.places[known[0]].name
+    what = f"{share} show the same pictures as evaluated images (such as {selection.places[known[0]].name})"
     if len(known) > MAX_SHARE * len(selection):
-        raise UserError(
-            f"{share} show the same pictures as evaluated images (such as {such}), saved in another way.",
-            "Choose on other images, such as those of another split (--select-split) or fold (--select-on folds:5).",
-        )
-    rows = sorted(set(range(len(selection))) - set(known))
-    return rows, f"{share} show the same pictures as evaluated images (such as {such}), and nothing is chosen on them"
+        raise UserError(f"{what}.", "Choose on other images, such as --select-split val or --select-on folds:5.")
+    return sorted(set(range(len(selection))) - set(known)), f"{what}, and nothing is chosen on them"
 
 
-def _batches(images: Images, workers: int, show: Callable) -> Iterator[tuple[Tensor, Sequence[int]]]:
-    """Thumbnails (n, 195) and their rows; large JPEGs are decoded at a fraction of their size, all as they are seen."""
+def _thumbnails(images: Images, workers: int, show: Callable) -> Tensor:
+    """(N, 195), NaN for unreadable images; large JPEGs are decoded at a fraction of their size, all turned upright."""
     batches = ImageBatches(replace(images, draft=8 * SIDE, exif=True), describe, BATCH, workers, max_bad=1.0)
-    done = 0
+    parts = []
     with show("thumbnails", len(images)) as advance:
         for part in batches:
-            yield part, batches.kept[done:]
-            done = len(batches.kept)
+            parts.append(part)
             if advance:
                 advance(len(part))
-
-
-def _thumbnails(images: Images, workers: int, show: Callable) -> tuple[Tensor, list[int]]:
-    parts = list(_batches(images, workers, show))
-    rows = [row for _, some in parts for row in some]
-    return (torch.cat([part for part, _ in parts]) if parts else torch.empty(0, 3 * SIDE**2 + 3)), rows
+    found = torch.full((len(images), 3 * SIDE**2 + 3), torch.nan)
+    found[batches.kept] = torch.cat([*parts, found[:0]])
+    return found
 
 
 def _near(a: Tensor, b: Tensor) -> Tensor:
