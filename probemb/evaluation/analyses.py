@@ -6,9 +6,9 @@ N items (images), M captions, D dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ STEPS, IMAGES = 50, 16  # of a walk through a hierarchy; images that walk at a t
 def coverage(inner: Gaussian, outer: Gaussian, central: float = CENTRAL) -> Tensor:
     """The share of `inner`'s mass that lies in the central interval of `outer`, a mean over the dimensions, (N,).
 
-    Row i of one belongs to row i of the other. A normal covers `central` of itself.
+    Row by row. A normal covers `central` of itself.
     """
     inner_mean, inner_std, outer_mean, outer_std = (x.double() for x in (inner.mean, inner.std, outer.mean, outer.std))
     half = math.sqrt(2) * torch.erfinv(torch.tensor(central, dtype=torch.float64)) * outer_std
@@ -51,10 +51,9 @@ def coverage(inner: Gaussian, outer: Gaussian, central: float = CENTRAL) -> Tens
 
 
 def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
-    """Does the embedding of a mixed input cover the intersection of both inputs?
+    """Does the embedding of a mixed input cover the intersection of both inputs, row by row of (N, D), N at least 4?
 
-    (N, D), row by row, N of at least 4. Row i of second may be row i - 1 of first: pairs two rows apart have no input
-    in common.
+    Row i of second may be row i - 1 of first: pairs two rows apart have no input in common.
 
     Returns:
         "covers": `coverage` of the own intersection by the mixed input, "covers_other": of the pair two rows before;
@@ -64,12 +63,11 @@ def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
         with its standard error, "…_se".
     """
     common = compose(Gaussian.stack([first, second])).gaussian
-    other = Gaussian(common.mean.roll(2, 0), common.log_var.roll(2, 0))
     to_common, to_a, to_b = ((mixed.mean - g.mean).norm(dim=-1) for g in (common, first, second))
     return _means(
         {
             "covers": coverage(common, mixed),
-            "covers_other": coverage(other, mixed),
+            "covers_other": coverage(_rolled(common, 2), mixed),
             "own_is_closest": elk(mixed, common).argmin(1) == torch.arange(len(mixed)),
             "between": (to_common < to_a) & (to_common < to_b),
             "wider": geometric_sigma(mixed) > (geometric_sigma(first) + geometric_sigma(second)) / 2,
@@ -86,21 +84,17 @@ def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]
         the erased; "covers" and "covered": `coverage` of the whole by the erased, and the reverse; "covers_other": of
         another item by the erased.
     """
-    before = geometric_sigma(whole)
-    other = Gaussian(whole.mean.roll(1, 0), whole.log_var.roll(1, 0))
     rows = []
     for share, g in zip(shares, erased):
-        after = geometric_sigma(g)
-        found = {
-            "sigma": after,
-            "wider": after > before,
-            "lies_in": own_inclusion(whole, g) > 0,
-            "covers": coverage(whole, g),
-            "covered": coverage(g, whole),
-            "covers_other": coverage(other, g),
-        }
-        rows.append({"share": share, **_means(found)})
+        sigma = geometric_sigma(g)
+        found = {"sigma": sigma, "wider": sigma > geometric_sigma(whole), "lies_in": own_inclusion(whole, g) > 0}
+        found |= {"covers": coverage(whole, g), "covered": coverage(g, whole)}
+        rows.append({"share": share, **_means(found | {"covers_other": coverage(_rolled(whole, 1), g)})})
     return rows
+
+
+def _rolled(g: Gaussian, by: int) -> Gaussian:
+    return Gaussian(g.mean.roll(by, 0), g.log_var.roll(by, 0))
 
 
 def _means(values: dict[str, Tensor]) -> dict[str, float | None]:
@@ -203,14 +197,12 @@ def embed_triplets(
         for image, embedded in embedded_proposals(embedder, data, proposals, boxes, bad, "crops")
     }
     captions = list(dict.fromkeys(text for one in every for text in one.captions))
-    place, texts = {text: row for row, text in enumerate(captions)}, embedder.texts(captions)
-    out = {}
+    place, texts, out = {text: row for row, text in enumerate(captions)}, embedder.texts(captions), {}
     for threshold, triplets in found.items():
         if kept := [one for one in triplets if one.image in crops]:
-            of_items = list(enumerate(ITEMS))
-            images = {item: Gaussian.stack([crops[one.image][one.boxes[i]] for one in kept]) for i, item in of_items}
-            texts_of = {item: texts[torch.tensor([place[one.captions[i]] for one in kept])] for i, item in of_items}
-            out[threshold] = EmbeddedTriplets(images, texts_of, kept)
+            images = {x: Gaussian.stack([crops[t.image][t.boxes[i]] for t in kept]) for i, x in enumerate(ITEMS)}
+            said = {x: texts[torch.tensor([place[t.captions[i]] for t in kept])] for i, x in enumerate(ITEMS)}
+            out[threshold] = EmbeddedTriplets(images, said, kept)
     if not out:
         raise UserError(f"No image of {data.source} with two regions could be read.", "Repair the data.")
     return out, bad
@@ -218,18 +210,14 @@ def embed_triplets(
 
 def union_uncertainty(found: EmbeddedTriplets) -> dict:
     """Mean uncertainty of A, B and C under every measure and side, "difference": C less A, paired, and "larger": the
-    share of triplets in which C is the more uncertain one of both."""
-    return {
-        name: {side: _one_side(getattr(found, side), measure) for side in SIDES} for name, measure in MEASURES.items()
-    }
-
-
-def _one_side(items: dict[str, Gaussian], measure: Callable[[Gaussian], Tensor]) -> dict:
-    # (n,) float64; the mean over several embeddings of an item
-    u = {item: measure(g).reshape(len(g), -1).mean(1).double() for item, g in items.items()}
-    larger = (u["C"] > u["A"]).double() + 0.5 * (u["C"] == u["A"]).double()
-    found = u | {"difference": u["C"] - u["A"], "larger": larger}
-    return {name: _estimate(values) for name, values in found.items()}
+    share of triplets in which C is the more uncertain one of both. Of several embeddings of an item their mean."""
+    out: dict = {measure: {} for measure in MEASURES}
+    for measure, side in product(MEASURES, SIDES):
+        items = getattr(found, side).items()
+        u = {item: MEASURES[measure](g).reshape(len(g), -1).mean(1).double() for item, g in items}
+        u |= {"difference": u["C"] - u["A"], "larger": (u["C"] > u["A"]).double() + 0.5 * (u["C"] == u["A"]).double()}
+        out[measure][side] = {name: _estimate(values) for name, values in u.items()}
+    return out
 
 
 def binary_selection(found: EmbeddedTriplets, ranking: str, options: RankingOptions) -> dict:
@@ -394,8 +382,3 @@ def of_walks(likeness: Tensor, walks: Sequence[Walk]) -> dict:
         "images": sum(len(set(one.images)) for one in walks) / len(walks),
         "cosine": torch.tensor([one.cosines for one in walks]).mean(0).tolist(),
     }
-
-
-def half_way(values: Sequence[float]) -> float:
-    """The value of the middle step, or the mean of both middle ones."""
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2

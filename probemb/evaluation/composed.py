@@ -105,10 +105,8 @@ def ranked_by(
     without_own: the images that a query is made of rank last, as TIRG's evaluation of Fashion200k has it.
     """
     score = composed_scores(found.composed, gallery.gaussian, by)
-    if not without_own:
-        return score
     place = {image: row for row, image in enumerate(gallery.kept)}
-    own = [[place[part.image] for part in one.parts if part.is_image and part.image in place] for one in found.queries]
+    own = [[place[part.image] for part in one.parts if part.image in place] for one in found.queries]
 
     def without(rows: slice) -> Tensor:
         scores = score(rows)
@@ -116,7 +114,7 @@ def ranked_by(
             scores[row, images] = torch.finfo(scores.dtype).min
         return scores
 
-    return without
+    return without if without_own else score
 
 
 def composed_outcomes(
@@ -179,7 +177,7 @@ def disagreement(parts: Gaussian, composed: Product) -> Tensor:
     return (gap.square() * (-parts.log_var).exp()).sum((1, 2))
 
 
-def parts_distance(parts: Gaussian, composed: Product) -> Tensor:
+def parts_distance(parts: Gaussian, _: Product) -> Tensor:
     """1 - the mean cosine of two different parts' means, (Q,). The paper's for models without variances."""
     mean = F.normalize(parts.mean, dim=-1)
     k = mean.shape[1]
@@ -247,8 +245,7 @@ def measure_feasibility(
     """
     strata = feasibility_strata(composer, feasible, infeasible, counts).items()
     return {
-        name: {"all": auc_estimate(list(kinds.values()))}
-        | {kind: auc_estimate([stratum]) for kind, stratum in kinds.items()}
+        name: {"all": auc_estimate(list(kinds.values()))} | {kind: auc_estimate([one]) for kind, one in kinds.items()}
         for name, kinds in strata
         if kinds
     }
@@ -260,30 +257,26 @@ def auc_estimate(strata: Sequence[Stratum]) -> dict[str, float]:
     Scores of one group are dependent, also in different strata; no group is in both classes. A stratum counts by the
     size of its smaller class. Source of the error: Obuchowski, Biometrics 1997 (DeLong's components, by clusters).
     """
-    value, influences = 0.0, ([], [])
+    value, influences, variance = 0.0, ([], []), 0.0
     for ((low, _), (high, _)), weight in zip(strata, _weights(strata)):
         area = roc_auc_score(*_labelled(low, high))
         value += weight * area
         # Of each score the share of the other class on its right side: overall rank less rank in its own class.
-        overall = average_ranks(torch.cat([low, high]))
+        overall = average_ranks(torch.cat([low, high])).split([len(low), len(high)])
         right = (
-            1 - (overall[: len(low)] - average_ranks(low)) / len(high),
-            (overall[len(low) :] - average_ranks(high)) / len(low),
-        )
+            1 - (overall[0] - average_ranks(low)) / len(high), (overall[1] - average_ranks(high)) / len(low),
+        )  # fmt: skip
         for side, shares in zip(influences, right):
             side.append(weight * (shares - area) / len(shares))
-    variance = 0.0
     for place, parts in enumerate(influences):
-        of_scores = torch.cat(parts)  # their sum is 0
-        group = torch.cat([stratum[place][1] for stratum in strata])
-        variance += cluster_standard_error(len(of_scores) * of_scores, group) ** 2
+        of_scores, group = torch.cat(parts), torch.cat([stratum[place][1] for stratum in strata])
+        variance += cluster_standard_error(len(of_scores) * of_scores, group) ** 2  # their sum is 0
     return {"value": value, "se": variance**0.5}
 
 
 def mean_roc_curve(strata: Sequence[Stratum], points: int = 201) -> tuple[np.ndarray, np.ndarray]:
     """False and true positive rates, (points,) each, the true ones as means over strata; see `auc_estimate`."""
-    rates = np.linspace(0, 1, points)
-    mean = np.zeros(points)
+    rates, mean = np.linspace(0, 1, points), np.zeros(points)
     for ((low, _), (high, _)), weight in zip(strata, _weights(strata)):
         wrong, right, _ = roc_curve(*_labelled(low, high), drop_intermediate=False)
         mean += weight * np.interp(rates, wrong, right)

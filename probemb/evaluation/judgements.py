@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -46,9 +47,6 @@ class JudgedPairs:
     half: Tensor
     clusters: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    def __len__(self) -> int:
-        return len(self.label)
-
     @property
     def halves(self) -> list[Tensor]:
         """The pairs' rows of both halves."""
@@ -59,10 +57,10 @@ class JudgedPairs:
         """True if both halves have pairs of both labels."""
         return all(len(self.label[rows].unique()) == 2 for rows in self.halves)
 
-    def metrics(self, scores: Tensor, rows: Tensor | slice = slice(None), resamples: int | None = None) -> PairMetrics:
-        """Of some pairs, (R + 1,) each; resamples: the first so many alone."""
-        keep = slice(None if resamples is None else resamples + 1)
-        return pair_metrics(scores[rows], self.label[rows], *((place[rows], w[keep]) for place, w in self.clusters))
+    def metrics(self, scores: Tensor, rows: Tensor | slice = slice(None), resamples: int = RESAMPLES) -> PairMetrics:
+        """Of some pairs, (R + 1,) each, under the first so many resamples."""
+        clusters = ((place[rows], weights[: resamples + 1]) for place, weights in self.clusters)
+        return pair_metrics(scores[rows], self.label[rows], *clusters)
 
 
 def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> JudgedPairs:
@@ -91,7 +89,7 @@ def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, optio
     images, captions = judged.image.unique(), judged.caption.unique()  # in the order of their clusters
     (row, _), (column, _) = judged.clusters
     part = scores_of(ranking, pairs.images, pairs.texts, options).only(images, captions)
-    found, step = torch.empty(len(judged), dtype=part(slice(0, 1)).dtype), max(1, SCORE_ELEMENTS // len(captions))
+    found, step = torch.empty(len(judged.label), dtype=part(slice(0, 1)).dtype), max(1, SCORE_ELEMENTS // len(captions))
     for start in range(0, len(images), step):
         block = part(slice(start, start + step)).cpu()
         here = ((row >= start) & (row < start + step)).nonzero().flatten()
@@ -122,25 +120,22 @@ def evaluate_rankings_of_pairs(
     names = [name for name in rankings if RANKINGS[name].scores] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}
     metrics = {name: judged_metrics(each, judged) for name, each in scores.items()}
-    titles, found = {name: RANKINGS[name].title for name in names}, None
+    titles, weights = {name: RANKINGS[name].title for name in names}, None
     if TOLERANCE in names:
         titles[TOLERANCE] = title_of({"ranking": TOLERANCE, "chosen": options.tolerance.chosen})
-    if TOLERANCE in names and judged.divisible:
-        scores[CROSS_FITTED], found = cross_fitted(pairs, judged)
-        titles[CROSS_FITTED] = title_of({"ranking": TOLERANCE, "chosen": "cross-fitted"})
-        halves = judged_metrics(scores[CROSS_FITTED], judged)
-        metrics[CROSS_FITTED] = {name: x for name, x in halves.items() if name.endswith("_halves")}
+        if judged.divisible:
+            scores[CROSS_FITTED], weights = cross_fitted(pairs, judged)
+            titles[CROSS_FITTED] = title_of({"ranking": TOLERANCE, "chosen": "cross-fitted"})
+            halves = judged_metrics(scores[CROSS_FITTED], judged)
+            metrics[CROSS_FITTED] = {name: x for name, x in halves.items() if name.endswith("_halves")}
     reference = "mean" if "mean" in metrics else names[0]
     rows = [
-        {
-            "ranking": name,
-            "title": titles[name],
-            **{metric: estimate(values) for metric, values in own.items()},
-            "difference": {metric: estimate(own[metric] - metrics[reference][metric]) for metric in own},
-        }
+        {"ranking": name, "title": titles[name]}
+        | {metric: estimate(values) for metric, values in own.items()}
+        | {"difference": {metric: estimate(own[metric] - metrics[reference][metric]) for metric in own}}
         for name, own in metrics.items()
     ]
-    return {"rows": rows, "reference": reference, "tolerance": found}, scores
+    return {"rows": rows, "reference": reference, "tolerance": weights}, scores
 
 
 def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float] = GRID) -> tuple[Tensor, dict]:
@@ -155,20 +150,18 @@ def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float
     ])  # fmt: skip
     u_image = pairs.images.uncertainty().double()[judged.image]
     u_caption = pairs.texts.uncertainty().double()[judged.caption]
-    cells, every = [(i2t, t2i) for i2t in grid for t2i in grid], torch.arange(len(judged))
 
     def score(weights: tuple[float, float]) -> Tensor:
         return -(squared + weights[0] * u_caption + weights[1] * u_image).float()
 
-    def precisions(rows: Tensor) -> dict[tuple[float, float], float]:
-        return {cell: float(judged.metrics(score(cell), rows, resamples=0).average_precision) for cell in cells}
+    def precisions(rows: Tensor | slice) -> dict[tuple[float, float], float]:
+        return {w: float(judged.metrics(score(w), rows, 0).average_precision) for w in product(grid, grid)}
 
     def best(table: dict[tuple[float, float], float]) -> tuple[float, float]:
         return max(table, key=lambda weights: (table[weights], -abs(weights[0]) - abs(weights[1])))
 
-    chosen, oracle = [best(precisions(rows)) for rows in judged.halves[::-1]], precisions(every)
-    top = best(oracle)
-    halves = zip(chosen, judged.halves)
+    chosen, oracle = [best(precisions(rows)) for rows in judged.halves[::-1]], precisions(slice(None))
+    top, halves = best(oracle), zip(chosen, judged.halves)
     return torch.where(judged.half == 0, score(chosen[0]), score(chosen[1])), {
         "chosen": [{"i2t": w[0], "t2i": w[1], "images": len(judged.image[rows].unique())} for w, rows in halves],
         "oracle": {
@@ -188,12 +181,9 @@ def match_calibration(
 ) -> dict:  # fmt: skip
     """Match probabilities against the share of people who say yes, raw and after a refit of two parameters.
 
-    The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), with the model's own a and b. The refit, sigmoid(slope *
-    logit + intercept), is cross-fitted: each half of the judged images by the parameters of the other half.
-
-    Args:
-        sampled: (P,), PCME's match probabilities, if known.
-        closed: whether a and b are of the closed form, not of a model that was trained on samples.
+    The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), with the model's own a and b, unless it was trained on
+    samples (not `closed`); `sampled`: (P,), PCME's match probabilities, if known. The refit, sigmoid(slope * logit +
+    intercept), is cross-fitted: each half of the judged images by the parameters of the other half.
 
     Returns:
         of both forms "raw" and "refitted", `reliability`, the latter None if one half has no pairs of both labels, and

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -68,11 +69,9 @@ def localise(
 ) -> Localised:  # fmt: skip
     """Embed every phrase and every proposal, and rank. Holds the crops, or the regions, of one image at a time.
 
-    Args:
-        rankings: names in RANKINGS that have scores.
-        several: "merged", a phrase with several boxes means the smallest box around them, or "any", each is right.
-
-    Raises UserError: too many images that cannot be read; embeddings that are not finite.
+    rankings: names in RANKINGS that have scores; several: "merged", a phrase with several boxes means the smallest box
+    around them, or "any", each is right. Raises UserError: too many images that cannot be read; embeddings that are not
+    finite.
     """
     keeper = TokenKeeper() if "attention" in rankings else None
     texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases", keeper)
@@ -116,15 +115,13 @@ def phrase_overlaps(proposals: Tensor, boxes: Sequence[Box], several: str) -> Te
 def _of_phrases(scores: dict[str, Tensor], overlaps_QP: Tensor) -> dict:
     """The fields of `Localised` that follow from the scores (Q, P) of one image's phrases."""
     total, most = overlaps_QP.shape[1], max(KS)
-    first, missing = {}, max(0, most - total)
-    for name, scores_QP in scores.items():
-        first[name] = scores_QP.argsort(dim=1, descending=True, stable=True)[:, :most]
-    overlaps = {name: pad(overlaps_QP.gather(1, order), (0, missing), value=-1.0) for name, order in first.items()}
+    first = {name: x.argsort(dim=1, descending=True, stable=True)[:, :most] for name, x in scores.items()}
+    overlaps, missing = {name: overlaps_QP.gather(1, order) for name, order in first.items()}, max(0, most - total)
     good_Q1 = (overlaps_QP >= THRESHOLD).sum(1, keepdim=True).numpy()
     drawn = [min(k, total) for k in KS]  # any of them is right, without replacement
     return {
         "first": {name: pad(order, (0, missing), value=-1) for name, order in first.items()},
-        "first_overlaps": overlaps,
+        "first_overlaps": {name: pad(one, (0, missing), value=-1.0) for name, one in overlaps.items()},
         "best_overlap": overlaps_QP.amax(dim=1),
         "chance": torch.from_numpy(hypergeom.sf(0, total, good_Q1, drawn)).float(),
     }
@@ -163,8 +160,13 @@ def embedded_proposals(
     blocks = [(image, first) for image, n in enumerate(sizes) for first in range(0, n, embedder.batch_size)]
     dataset = _Proposals(data, proposals, blocks, embedder.transform, embedder.batch_size)
     workers = loader_workers(embedder.workers, len(blocks) * embedder.batch_size, embedder.device.name)
-    parts: list[EmbeddedProposals] = []
-    failed = ""
+    parts, tokens, failed = [], [], ""
+
+    def encode(batch: Tensor) -> Gaussian:
+        encoded = embedder.model.image_tower.encode(batch, want_tokens=True)
+        tokens.append(unit_tokens(encoded.tokens, encoded.mask))
+        return encoded.gaussian
+
     with (
         embedder.show(title, sum(sizes)) as advance,
         closing(read(make_loader(dataset, workers, batch_size=None))) as found,
@@ -172,7 +174,8 @@ def embedded_proposals(
         for image, last, inputs, reason in found:
             failed = failed or reason
             if not failed:
-                parts.append(_embed(embedder, inputs, with_tokens))
+                with_theirs = partial(encode_images, encode, device=embedder.device)
+                parts.append((with_theirs if with_tokens else embedder.pixels)([inputs]))
             if not last:
                 continue
             if advance:
@@ -181,23 +184,14 @@ def embedded_proposals(
                 bad.append((data.image_ids[image], failed))
                 refuse_too_many(bad, len(data), data.source, embedder.max_bad, "--max-bad")
             else:
-                tokens = Tokens(*map(torch.cat, zip(*(one.tokens for one in parts)))) if with_tokens else None
-                yield image, EmbeddedProposals(Gaussian.cat([one.gaussian for one in parts]), tokens)
+                yield (
+                    image,
+                    EmbeddedProposals(
+                        Gaussian.cat(parts), Tokens(*map(torch.cat, zip(*tokens))) if with_tokens else None
+                    ),
+                )
             parts, failed = [], ""
-
-
-def _embed(embedder: Embedder, inputs: Tensor, with_tokens: bool) -> EmbeddedProposals:
-    if not with_tokens:
-        return EmbeddedProposals(embedder.pixels([inputs]), None)
-    tokens: list[Tokens] = []
-
-    def encode(batch: Tensor) -> Gaussian:
-        encoded = embedder.model.image_tower.encode(batch, want_tokens=True)
-        tokens.append(unit_tokens(encoded.tokens, encoded.mask))
-        return encoded.gaussian
-
-    gaussian = encode_images(encode, [inputs], device=embedder.device)
-    return EmbeddedProposals(gaussian, tokens[0])
+            tokens.clear()
 
 
 class _Proposals:
@@ -215,18 +209,19 @@ class _Proposals:
     def __getitem__(self, index: int):
         image, first = self.blocks[index]
         boxes, some = self.proposals.boxes[image], slice(first, first + self.size)
-        last = some.stop >= len(boxes)
+        inputs, reason = None, ""
         try:
             if self.proposals.features is not None:
-                features = self.proposals.features.open(image)
-                return image, last, features[self.proposals.rows[image][some], None], ""
-            picture = self.data.images.open(image)
-            scale = scale_of(picture, *self.data.sizes[image])
-            return image, last, stack([self.transform(crop(picture, box, scale)) for box in boxes[some]]), ""
+                inputs = self.proposals.features.open(image)[self.proposals.rows[image][some], None]
+            else:
+                picture = self.data.images.open(image)
+                scale = scale_of(picture, *self.data.sizes[image])
+                inputs = stack([self.transform(crop(picture, box, scale)) for box in boxes[some]])
         except BadSample as error:
-            return image, last, None, str(error)
+            reason = str(error)
         except Exception as error:  # one image must not end an evaluation
-            return image, last, None, f"cannot be transformed ({type(error).__name__})"
+            reason = f"cannot be transformed ({type(error).__name__})"
+        return image, some.stop >= len(boxes), inputs, reason
 
 
 def scale_of(picture, width: int, height: int) -> tuple[float, float]:

@@ -9,6 +9,7 @@ N images, M captions, Q queries, G gallery items, K candidates of each query, P 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from sklearn.manifold import TSNE
@@ -60,9 +61,7 @@ def findings(
 ) -> dict:  # fmt: skip
     """The uncertainty part of results.json.
 
-    Args:
-        per_query, tops: of `evaluate_rankings`; measure: a key of MEASURES.
-        erased: number of images, and of captions, to erase parts of.
+    per_query, tops: of `evaluate_rankings`; measure: a key of MEASURES; erased: number of images, and of captions.
     """
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
@@ -77,13 +76,13 @@ def findings(
     distinct = {text: row for row, text in reversed(list(enumerate(texts)))}  # the first row of each text
     found["extremes"] = {}
     for side, rows, items in (
-        ("images", list(range(len(pairs.images))), pairs.images), ("captions", list(distinct.values()), pairs.texts),
+        ("images", range(len(pairs.images)), pairs.images), ("captions", list(distinct.values()), pairs.texts),
     ):  # fmt: skip
-        order = u(items)[rows].argsort(stable=True).tolist()
+        order = [rows[place] for place in u(items)[list(rows)].argsort(stable=True).tolist()]
         n = min(EXAMPLES, len(order) // 2)
         found["extremes"][side] = {
-            which: [{"row": rows[place], "retrieved": tops[side][rows[place]].tolist()} for place in places]
-            for which, places in (("most", order[::-1][:n]), ("least", order[:n]))
+            which: [{"row": row, "retrieved": tops[side][row].tolist()} for row in some]
+            for which, some in (("most", order[::-1][:n]), ("least", order[:n]))
         }
     return found
 
@@ -93,13 +92,14 @@ def quality(
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:  # fmt: skip
     """Ten bins and the rejection curve of every metric: side -> metric -> {"bins", "rejection"}, None for too few."""
-    found: dict = {}
-    for side, u in (("images", measure(pairs.images)), ("captions", measure(pairs.texts))):
-        found[side] = {}
-        for name, values in per_query[side].items():
-            bins = uncertainty_bins(u, values, cut_over_all=True)
-            found[side][name] = {"bins": bins, "rejection": rejection_curve(u, values)}
-    return found
+    of_side = {"images": measure(pairs.images), "captions": measure(pairs.texts)}
+    return {
+        side: {
+            name: {"bins": uncertainty_bins(u, values, cut_over_all=True), "rejection": rejection_curve(u, values)}
+            for name, values in per_query[side].items()
+        }
+        for side, u in of_side.items()
+    }
 
 
 def evenly(n: int, wanted: int) -> list[int]:
@@ -119,12 +119,11 @@ def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
         perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
         plane = TSNE(init="pca", random_state=0, perplexity=perplexity).fit_transform(points.numpy())
         plane, method = torch.from_numpy(plane), f"t-SNE (perplexity {perplexity:.0f})"
-    out: dict = {"method": method}
-    for name, index, items, part in (
-        ("images", rows, pairs.images, plane[: len(rows)]), ("captions", columns, pairs.texts, plane[len(rows) :]),
-    ):  # fmt: skip
-        out[name] = {"rows": index, "x": part[:, 0], "y": part[:, 1], "uncertainty": items[index].uncertainty()}
-    return out
+    sides = (("images", rows, pairs.images, plane[: len(rows)]), ("captions", columns, pairs.texts, plane[len(rows) :]))
+    return {"method": method} | {
+        name: {"rows": index, "x": part[:, 0], "y": part[:, 1], "uncertainty": items[index].uncertainty()}
+        for name, index, items, part in sides
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- erasing
@@ -161,9 +160,8 @@ def prefix(text: str, share: float) -> str:
 def erase_words(text: str, share: float, generator: torch.Generator) -> str:
     """The text without a share of its words, rounded to whole words, chosen at random."""
     words = text.split()
-    kept = len(words) - round(share * len(words))
-    chosen = torch.randperm(len(words), generator=generator)[:kept].sort().values.tolist()
-    return " ".join(words[i] for i in chosen)
+    order = torch.randperm(len(words), generator=generator)[: len(words) - round(share * len(words))]
+    return " ".join(words[i] for i in order.sort().values.tolist())
 
 
 def erase(
@@ -177,24 +175,25 @@ def erase(
     """
     read = []
     for i in chosen:
-        try:
+        with suppress(BadSample):  # the file has changed
             read.append(embedder.transform(captions.images.open(i)))
-        except BadSample:  # the file has changed
-            continue
     texts = [captions.captions[i][0] for i in chosen]
     originals = embedder.model.normalized(torch.stack(read))
     side, erase_part = ("regions", erase_regions) if originals.ndim == 3 else ("pixels", erase_pixels)
     u: dict[str, list[Tensor]] = {side: [], "words": [], "ends": []}
     lies_in, full = [], embedder.tokens(embedder.tokenizer(texts))
     with embedder.show("erased", len(shares) * (len(originals) + 2 * len(texts))) as advance:
+
+        def embedded(some: list[str]) -> Gaussian:
+            return embedder.tokens(embedder.tokenizer(some), advance)
+
         for share in shares:
             draw = torch.Generator().manual_seed(0)
             batches = erase_part(originals, share, draw).split(embedder.batch_size)
             u[side].append(measure(embedder.pixels(batches, advance)))
-            tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
-            u["words"].append(measure(embedder.tokens(tokens, advance)))
+            u["words"].append(measure(embedded([erase_words(text, share, draw) for text in texts])))
             prefixes = [prefix(text, share) for text in texts]
-            ends = embedder.tokens(embedder.tokenizer(prefixes), advance)
+            ends = embedded(prefixes)
             u["ends"].append(measure(ends))
             cut = torch.tensor([len(a.split()) < len(b.split()) for a, b in zip(prefixes, texts)])
             lies_in.append(float((own_inclusion(full, ends)[cut] > 0).double().mean()) if cut.any() else None)
@@ -236,15 +235,14 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
     apart = other != owner  # neighbours in a drawn order may share their image
 
     def lie_in(image: Tensor, texts: Gaussian) -> dict[str, float]:
-        return estimate(_shares(own_inclusion(pairs.images[image], texts) > 0, *_clusters(image)))
+        return _share(own_inclusion(pairs.images[image], texts) > 0, *_clusters(image))
 
     strangers = lie_in(other[apart], texts[apart]) if apart.any() else None
-    own = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": strangers}
-    if captions.truth is None:
-        return {"own": own, "nested": None}
-    rows = _drawn(len(pairs.owner), CAPTIONS, seed)
-    match_NM = exact_match(captions, pairs.kept, rows.tolist())
-    return {"own": own, "nested": direction(pairs.texts[rows], match_NM, seed)}
+    own, nested = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": strangers}, None
+    if captions.truth is not None:
+        rows = _drawn(len(pairs.owner), CAPTIONS, seed)
+        nested = direction(pairs.texts[rows], exact_match(captions, pairs.kept, rows.tolist()), seed)
+    return {"own": own, "nested": nested}
 
 
 def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
@@ -264,14 +262,11 @@ def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
     score_P = own_inclusion(texts[small], texts[large])
     cluster, weights_RC = _clusters(small, seed)
     both = torch.cat([score_P, -score_P])  # the reverse inclusion is the negative one
-    label = torch.arange(len(both)) < len(score_P)
+    area = pair_metrics(both, torch.arange(len(both)) < len(score_P), (cluster.repeat(2), weights_RC)).roc_auc
     return {
-        "captions": len(texts),
-        "found": n_found,
-        "pairs": len(score_P),
-        "lies_in": estimate(_shares(score_P > 0, cluster, weights_RC)),
-        "roc_auc": estimate(pair_metrics(both, label, (cluster.repeat(2), weights_RC)).roc_auc),
-    }
+        "captions": len(texts), "found": n_found, "pairs": len(score_P),
+        "lies_in": _share(score_P > 0, cluster, weights_RC), "roc_auc": estimate(area),
+    }  # fmt: skip
 
 
 def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,10 +288,10 @@ def _clusters(item_P: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
     return cluster, cluster_weights(int(cluster.max()) + 1, seed=seed)
 
 
-def _shares(hit_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> Tensor:
-    """The share of hits under every row of weights, (R,) float64."""
+def _share(hit_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> dict[str, float]:
+    """The share of hits, with its interval over the rows of weights."""
     hits_C, pairs_C = torch.bincount(cluster_P, hit_P.double()), torch.bincount(cluster_P).double()
-    return (weights_RC.double() @ hits_C) / (weights_RC.double() @ pairs_C)
+    return estimate((weights_RC.double() @ hits_C) / (weights_RC.double() @ pairs_C))
 
 
 def _drawn(n: int, wanted: int, seed: int) -> Tensor:
@@ -423,10 +418,7 @@ def assess(
     outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}
     return [
         {"score": name, "title": TITLES[name]}
-        | {
-            key: None if outcome is None else rank_correlation(score, outcome, cluster)
-            for key, outcome in outcomes.items()
-        }
+        | {key: None if x is None else rank_correlation(score, x, cluster) for key, x in outcomes.items()}
         | {"halves": halves(score, correct, cluster), "gain": rejection_gain(score, correct, cluster)}
         for name, score in scores.items()
     ]
@@ -443,16 +435,13 @@ def warning(found: Mapping) -> str | None:
     """One line if u runs against recall in a direction of `evaluate_predictors`, and what to do; None if not."""
     told = []
     for side in ("captions", "images"):
-        for row in found[side]:
-            if row["score"] == "u" and runs_against_recall(row):
-                told.append("{side}: Spearman with R@1 {value:+.3f} ± {se:.3f}".format(side=side, **row["r@1"]))
-                if row["halves"]:
-                    halves_of = "R@1 {certain:.1%} in the certain half, {rest:.1%} in the other"
-                    told[-1] += ", " + halves_of.format(**row["halves"])
+        for row in (row for row in found[side] if row["score"] == "u" and runs_against_recall(row)):
+            told.append("{side}: Spearman with R@1 {value:+.3f} ± {se:.3f}".format(side=side, **row["r@1"]))
+            if row["halves"]:
+                told[-1] += ", R@1 {certain:.1%} in the certain half, {rest:.1%} in the other".format(**row["halves"])
+    if not told:
+        return None
     return (
-        told
-        and (
-            f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
-            "finetune so that u keeps its sign (docs/concepts.md)"
-        )
-    ) or None
+        f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
+        "finetune so that u keeps its sign (docs/concepts.md)"
+    )

@@ -49,21 +49,17 @@ class Resampled(NamedTuple):
 def resample_accuracy(
     right_NQ: Tensor, labels_N: Tensor, n_classes: int, resamples: int = RESAMPLES, seed: int = 0
 ) -> Resampled:
-    """Draw N of the N images with replacement, R times.
+    """Draw N of the N images with replacement, R times. right_NQ: bool, whether each classifier is right."""
+    generator, hits_NQ, parts = torch.Generator().manual_seed(seed), right_NQ.float(), []
 
-    Args:
-        right_NQ: bool, whether each classifier is right; labels_N: int64 in [0, C).
-    """
-    n = len(labels_N)
-    generator = torch.Generator().manual_seed(seed)
-    hits_NQ, parts = right_NQ.float(), []
-    for rows in torch.arange(resamples).split(max(1, COUNT_ELEMENTS // n)):
-        counts_RN = _counts(len(rows), n, generator)
-        held_RC = _by_class(counts_RN, labels_N, n_classes)
-        recalls = [
-            (_by_class(counts_RN * hits, labels_N, n_classes) / held_RC).nanmean(1) for hits in hits_NQ.unbind(1)
-        ]
-        parts.append(((counts_RN @ hits_NQ).double() / n, torch.stack(recalls, 1)))
+    def by_class(values_RN: Tensor) -> Tensor:
+        return torch.zeros(len(values_RN), n_classes).index_add_(1, labels_N, values_RN).double()
+
+    for rows in torch.arange(resamples).split(max(1, COUNT_ELEMENTS // len(labels_N))):
+        counts_RN = _counts(len(rows), len(labels_N), generator)
+        held_RC = by_class(counts_RN)
+        recalls = [(by_class(counts_RN * hits) / held_RC).nanmean(1) for hits in hits_NQ.unbind(1)]
+        parts.append(((counts_RN @ hits_NQ).double() / len(labels_N), torch.stack(recalls, 1)))
     return Resampled(*(torch.cat(column) for column in zip(*parts)))
 
 
@@ -71,10 +67,6 @@ def _counts(n_resamples: int, n: int, generator: torch.Generator) -> Tensor:
     """Draws of each of n items in every resample, (R, n) float32."""
     drawn = torch.randint(n, (n_resamples, n), generator=generator)
     return torch.zeros(n_resamples, n).scatter_add_(1, drawn, torch.ones(1).expand_as(drawn))
-
-
-def _by_class(values_RN: Tensor, labels_N: Tensor, n_classes: int) -> Tensor:
-    return torch.zeros(len(values_RN), n_classes).index_add_(1, labels_N, values_RN).double()
 
 
 # ---------------------------------------------------------------------------------------------------- clusters of pairs
@@ -96,12 +88,8 @@ def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0
 def pair_metrics(scores_P: Tensor, label_P: Tensor, *clusters: tuple[Tensor, Tensor]) -> PairMetrics:
     """Both metrics under every row of weights, as scikit-learn's sample_weight; equal scores share one threshold.
 
-    Args:
-        scores_P: larger means more likely a match; label_P: bool.
-        clusters: for each kind of cluster (P,) int64 in [0, C), the pairs' clusters, and (R, C) of `cluster_weights`.
-
-    Raises:
-        ValueError: scores that are not finite.
+    clusters: for each kind of cluster (P,) int64 in [0, C), the pairs' clusters, and (R, C) of `cluster_weights`.
+    Raises ValueError: scores that are not finite.
     """
     if not torch.isfinite(scores_P).all():
         raise ValueError("scores hold NaN or infinity: there is no order to measure")
@@ -120,12 +108,10 @@ def _weighted(weight_RP: Tensor, positive_P: Tensor, last_T: Tensor) -> tuple[Te
     """AP = sum over thresholds of (gain of recall) * precision; AUC by trapezia over the same thresholds."""
     total_RT = weight_RP.cumsum(1, dtype=torch.float64)[:, last_T]
     found_RT = (weight_RP * positive_P).cumsum(1, dtype=torch.float64)[:, last_T]
-    positives, negatives = found_RT[:, -1], total_RT[:, -1] - found_RT[:, -1]
-    gain_RT = found_RT.diff(dim=1, prepend=found_RT.new_zeros(len(found_RT), 1))
-    precision_RT = found_RT / total_RT.clamp_min(1e-12)
-    false_RT = total_RT - found_RT
-    wrong_RT = false_RT.diff(dim=1, prepend=false_RT.new_zeros(len(false_RT), 1))
-    area = (wrong_RT * (found_RT - gain_RT / 2)).sum(1)
+    false_RT, zero_R1 = total_RT - found_RT, total_RT.new_zeros(len(total_RT), 1)
+    positives, negatives = found_RT[:, -1], false_RT[:, -1]
+    gain_RT, wrong_RT = (x.diff(dim=1, prepend=zero_R1) for x in (found_RT, false_RT))
+    precision = (gain_RT * (found_RT / total_RT.clamp_min(1e-12))).sum(1) / positives
+    area = (wrong_RT * (found_RT - gain_RT / 2)).sum(1) / (positives * negatives)
     undefined = (positives == 0) | (negatives == 0)
-    found = (gain_RT * precision_RT).sum(1) / positives, area / (positives * negatives)
-    return found[0].masked_fill(undefined, torch.nan), found[1].masked_fill(undefined, torch.nan)
+    return precision.masked_fill(undefined, torch.nan), area.masked_fill(undefined, torch.nan)

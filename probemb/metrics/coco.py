@@ -66,18 +66,12 @@ def coco_rows(image_ids: Iterable | None, caption_ids: Iterable | None) -> tuple
 
     Raises UserError: the data has no ids, or some of COCO's are not among them.
     """
-    remedy = "Give the data of COCO's Karpathy test split with its ids, or leave these benchmarks out."
-    found = []
+    remedy, found = "Give the data of COCO's Karpathy test split with its ids, or leave these benchmarks out.", []
     for what, ids, wanted in zip(("images", "captions"), (image_ids, caption_ids), coco_test_ids()):
-        if ids is None:
-            raise UserError(f"The data has no COCO ids of its {what}.", remedy)
-        place = {int(name) if str(name).lstrip("-").isdecimal() else name: row for row, name in enumerate(ids)}
+        place = {int(name) if str(name).lstrip("-").isdecimal() else name: row for row, name in enumerate(ids or ())}
         if missing := [i for i in wanted if i not in place]:
-            raise UserError(
-                f"{len(missing):,} of the {len(wanted):,} {what} of COCO's test split are not in the data "
-                f"(the first one has id {missing[0]}).",
-                remedy,
-            )
+            told = f"{len(missing):,} of the {len(wanted):,} {what} of COCO's test split are not in the data"
+            raise UserError(f"{told} (the first one has id {missing[0]}).", remedy)
         found.append(torch.tensor([place[i] for i in wanted]))
     return found[0], found[1]
 

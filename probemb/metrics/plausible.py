@@ -23,16 +23,12 @@ def plausible_match_r_precision(
 ) -> dict:  # fmt: skip
     """R-Precision and R@1 where a pair matches if its labels differ in at most zeta places, for each zeta.
 
-    A caption has the labels of its image. Items without labels match nothing and are not queries; variant "pcme" drops
-    them from every ranking, "eccv-caption" keeps them.
+    A caption has the labels of its image, multi-hot of any type. Items without labels match nothing and are not
+    queries; variant "pcme" drops them from every ranking, "eccv-caption" keeps them. score: rows -> (rows, G), larger
+    is closer; called in order.
 
-    Args:
-        score: rows -> (rows, G), larger is closer; called in order.
-        query_labels_QL, gallery_labels_GL: multi-hot, any type.
-
-    Returns:
-        {"pmrp": mean over zetas, "pmr1": likewise, "per_zeta": {zeta: {"r_precision", "r@1"}},
-        "per_query": {"pmrp": (Q,) float64, "pmr1": (Q,)}}, shares in [0, 1]; NaN for an item that is not a query.
+    Returns {"pmrp": mean over zetas, "pmr1": likewise, "per_zeta": {zeta: {"r_precision", "r@1"}}, "per_query":
+    {"pmrp": (Q,) float64, "pmr1": (Q,)}}, shares in [0, 1]; NaN for an item that is not a query.
     """
     n_queries, n_gallery = len(query_labels_QL), len(gallery_labels_GL)
     a, b = (query_labels_QL != 0).float(), (gallery_labels_GL != 0).float()
@@ -53,9 +49,8 @@ def plausible_match_r_precision(
     both = torch.from_numpy(precision)
     means = both.nanmean(2).tolist()
     per_zeta = {zeta: {"r_precision": means[0][z], "r@1": means[1][z]} for z, zeta in enumerate(zetas)}
-    names = {"pmrp": "r_precision", "pmr1": "r@1"}
-    found = {name: sum(one[key] for one in per_zeta.values()) / len(zetas) for name, key in names.items()}
-    return found | {"per_zeta": per_zeta, "per_query": dict(zip(names, both.nanmean(1)))}
+    found = {name: sum(values) / len(zetas) for name, values in zip(("pmrp", "pmr1"), means)}
+    return found | {"per_zeta": per_zeta, "per_query": dict(zip(("pmrp", "pmr1"), both.nanmean(1)))}
 
 
 def _found_among_r(scores_QG: np.ndarray, differ_QG: np.ndarray, zetas: Sequence[int]) -> list[np.ndarray]:
@@ -71,10 +66,8 @@ def _found_among_r(scores_QG: np.ndarray, differ_QG: np.ndarray, zetas: Sequence
     for zeta in zetas:
         match_P = differ_P <= zeta
         r = np.bincount(query_P[match_P], minlength=len(every))
-        last, after = (
-            ordered_QG[every, n_gallery - np.maximum(r, 1)],
-            ordered_QG[every, np.maximum(n_gallery - r - 1, 0)],
-        )
+        last = ordered_QG[every, n_gallery - np.maximum(r, 1)]
+        after = ordered_QG[every, np.maximum(n_gallery - r - 1, 0)]
         found = np.bincount(query_P[match_P & (score_P >= last[query_P])], minlength=len(every))
         for q in np.flatnonzero((last == after) & (r > 0) & (r < n_gallery)):  # a tie at rank R: by gallery index
             found[q] = (differ_QG[q, np.argsort(-scores_QG[q], kind="stable")[: r[q]]] <= zeta).sum()

@@ -20,20 +20,12 @@ CHUNK_ELEMENTS = 1 << 24  # of one direction alone
 COLUMN_ELEMENTS = 1 << 21  # of a block's columns, transposed and ranked at a time: fits the processor's cache
 
 KS = (1, 5, 10)
-# Title, and a function of the matches at each rank (Q, K) and of R (Q,); recall at k stands beside them.
-METRICS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "r_precision": ("R-P", lambda hit_QK, r_Q: _within(hit_QK, r_Q).sum(1).double() / r_Q),
-    "map_at_r": ("mAP@R", lambda hit_QK, r_Q: (_precision(hit_QK) * _within(hit_QK, r_Q)).sum(1) / r_Q),
+# Title, and a function of precision at each rank and of the matches among the first R, (Q, K), and of R (Q,).
+METRICS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "r_precision": ("R-P", lambda precision_QK, hit_QK, r_Q: hit_QK.sum(1).double() / r_Q),
+    "map_at_r": ("mAP@R", lambda precision_QK, hit_QK, r_Q: (precision_QK * hit_QK).sum(1) / r_Q),
 }
 TITLES = {f"r@{k}": f"R@{k}" for k in KS} | {name: title for name, (title, _) in METRICS.items()}
-
-
-def _within(hit_QK: Tensor, r_Q: Tensor) -> Tensor:
-    return hit_QK & (torch.arange(1, hit_QK.shape[1] + 1) <= r_Q[:, None])  # matches among the first R
-
-
-def _precision(hit_QK: Tensor) -> Tensor:
-    return hit_QK.cumsum(1).double() / torch.arange(1, hit_QK.shape[1] + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +87,10 @@ class Positives:
 def query_metrics(top_QK: Tensor, positives: Positives, ks: Sequence[int] = KS) -> dict[str, Tensor]:
     """ "r@k" and METRICS of every query, (Q,) float64 each; NaN without a match. Lists are as long as k and R."""
     hit_QK, r_Q = positives.hits(top_QK), positives.counts
+    place_K = torch.arange(1, hit_QK.shape[1] + 1)
+    precision_QK, among_r_QK = hit_QK.cumsum(1).double() / place_K, hit_QK & (place_K <= r_Q[:, None])
     found = {f"r@{k}": hit_QK[:, :k].any(1).double() for k in ks}
-    found |= {name: metric(hit_QK, r_Q) for name, (_, metric) in METRICS.items()}
+    found |= {name: metric(precision_QK, among_r_QK, r_Q) for name, (_, metric) in METRICS.items()}
     return {name: values.masked_fill(r_Q == 0, torch.nan) for name, values in found.items()}
 
 

@@ -54,9 +54,8 @@ def cluster_standard_error(values: Tensor, cluster: Tensor) -> float:
 
 
 def _standard_error(influence: Tensor, cluster: Tensor) -> float:
-    _, group = cluster.unique(return_inverse=True)
-    total = influence.new_zeros(int(group.max()) + 1).index_add_(0, group, influence)
-    return float(total.square().sum().sqrt())
+    group = cluster.unique(return_inverse=True)[1]
+    return float(influence.new_zeros(int(group.max()) + 1).index_add_(0, group, influence).square().sum().sqrt())
 
 
 def mean_estimates(
@@ -75,10 +74,8 @@ def mean_estimates(
 def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_over_all: bool = False) -> dict | None:
     """Items in bins of (nearly) equal count, from certain to uncertain; None if fewer than two have a score.
 
-    Args:
-        uncertainty: (Q,); score: (Q,), NaN for an item without one.
-        cut_over_all: cut the bins over items without a score too, as PCME++'s evaluation does although ECCV Caption
-            has only some queries. Everything else is over the items with a score.
+    uncertainty: (Q,); score: (Q,), NaN for an item without one. cut_over_all: cut the bins over items without a score
+    too, as PCME++'s evaluation does although ECCV Caption has only some queries.
 
     Returns:
         "uncertainty", "accuracy": means of each bin; "counts"; "accuracy_se", of independent items, None for a single
@@ -104,8 +101,7 @@ def rejection_curve(
 ) -> dict | None:
     """Refuse the most uncertain queries first; queries of equal uncertainty count with their mean score.
 
-    Args:
-        uncertainty: (Q,); score: (Q,), items with a NaN score are left out; refused: shares in [0, 1).
+    uncertainty: (Q,); score: (Q,), items with a NaN score are left out; refused: shares in [0, 1).
 
     Returns:
         "refused"; "score", mean of the others at each share; "area", mean of the curve from none refused to all but
@@ -233,9 +229,8 @@ def highest_threshold(curve: PrecisionCurve, precision: float) -> float | None:
 def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> dict:
     """Predicted probabilities against observed shares, (P,) in [0, 1], in bins of equal width that hold any item.
 
-    Returns:
-        "predicted", "observed": means of each bin; "counts"; "ece", mean over all items of their bin's |predicted -
-        observed| (Guo et al. 2017, Eq. 3); "brier", mean squared difference of single items.
+    Returns "predicted" and "observed", means of each bin; "counts"; "ece", mean over all items of their bin's
+    |predicted - observed| (Guo et al. 2017, Eq. 3); "brier", mean squared difference of single items.
     """
     p, s = probability.double(), share.double()
     place = (p * n_bins).long().clamp_max(n_bins - 1)

@@ -94,16 +94,6 @@ class Chart:
         self._notes += [(x, y, 4, note) for x, y, note in zip(xs, ys, notes)]
         return self
 
-    def bins(self, bins: dict, things: str) -> Chart:
-        """A point with a standard error for each bin of `uncertainty_bins`: accuracy in percent against uncertainty."""
-        ys = [100 * y for y in bins["accuracy"]]
-        errors = [math.nan if se is None else 100 * se for se in bins["accuracy_se"]]
-        notes = [
-            f"{count} {things}, mean uncertainty {number(x)}: {y:.2f}{'' if math.isnan(se) else f' ± {se:.2f}'} %"
-            for count, x, y, se in zip(bins["counts"], bins["uncertainty"], ys, errors)
-        ]
-        return self.line(bins["uncertainty"], ys, points=True, spread=errors, notes=notes)
-
     @_styled
     def level(self, y: float, name: str, colour: str = GREY) -> Chart:
         """A horizontal line for comparison."""
@@ -175,9 +165,9 @@ class Chart:
 
     @_styled
     def save(self, path: Path, format: str, generator: str = "") -> None:
-        """Write "pdf", "png" (200 dots an inch) or "svg", on white."""
+        """Write "pdf" or "png" (200 dots an inch), on white."""
         self._finish()
-        key = {"png": "Software", "pdf": "Creator", "svg": "Creator"}[format]
+        key = "Software" if format == "png" else "Creator"
         self._figure.savefig(path, format=format, dpi=200, metadata={key: generator})
 
     @_styled

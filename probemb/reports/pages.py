@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from probemb.data.image_loader import Images
 from probemb.files import replace_file, replace_text
 from probemb.reports.figures import GREY, PALETTE, Chart
 from probemb.reports.results import FIGURES, provenance
-from probemb.reports.text import correlations, percent, printable
+from probemb.reports.text import correlations, number, percent, printable
 
 TEMPLATES = Path(__file__).with_name("templates")
 THUMBNAIL = 104  # pixels of the longer side
@@ -70,10 +71,19 @@ def line_figure(name: str, x_label: str, y_label: str, lines: Mapping[str, Seque
 
 
 def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label: str, title: str = "") -> list[Figure]:
-    """A score in bins of uncertainty (a result of `uncertainty_bins`); nothing without bins."""
+    """A score in bins of uncertainty (a result of `uncertainty_bins`), in percent with a standard error; nothing
+    without bins."""
     if bins is None:
         return []
-    return [Figure(Chart(name, x_label=x_label, y_label=y_label).bins(bins, things), title, correlations(bins))]
+    ys = [100 * y for y in bins["accuracy"]]
+    errors = [math.nan if se is None else 100 * se for se in bins["accuracy_se"]]
+    notes = [
+        f"{count} {things}, mean uncertainty {number(x)}: {y:.2f}{'' if math.isnan(se) else f' ± {se:.2f}'} %"
+        for count, x, y, se in zip(bins["counts"], bins["uncertainty"], ys, errors)
+    ]
+    chart = Chart(name, x_label=x_label, y_label=y_label)
+    chart.line(bins["uncertainty"], ys, points=True, spread=errors, notes=notes)
+    return [Figure(chart, title, correlations(bins))]
 
 
 def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title: str) -> list[Figure]:

@@ -21,13 +21,8 @@ def results_folder(out: str | None, model: str, name: str, elsewhere: str) -> Pa
     """--out, or `name` in the model's run folder, or the folder `elsewhere` for a model that has none."""
     if out is not None:
         return Path(out)
-    path = Path(model)
-    if path.is_dir():
-        if (path / "model").is_dir():
-            return path / name
-        if path.name == "model":
-            return path.parent / name
-    return Path(elsewhere)
+    run = Path(model).parent if Path(model).name == "model" else Path(model)
+    return run / name if (run / "model").is_dir() else Path(elsewhere)
 
 
 def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
@@ -35,23 +30,20 @@ def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
 
     A new page also needs a figures folder that is absent or empty. Raises UserError.
     """
+    remedy, taken = "Name another folder with --out.", None
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file.", "Name a folder.")
     parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not os.access(parent, os.W_OK):
-        raise UserError(f"The folder {parent} cannot be written to.", "Name another folder with --out.")
-    for name in names:
-        file = folder / name
+        raise UserError(f"The folder {parent} cannot be written to.", remedy)
+    for file in (folder / name for name in names):
         if not file.exists():
-            if file.suffix == ".html" and (used := folder / FIGURES).exists() and any(used.iterdir()):
-                raise UserError(f"{used} holds files of another origin.", "Name another folder with --out.")
-            continue
-        ours = False
-        if file.is_file():
-            with open(file, "rb") as opened:
-                ours = generator.encode() in opened.read(4096)
-        if not ours:
-            raise UserError(f"{file} exists and was not written by this command.", "Name another folder with --out.")
+            used = folder / FIGURES
+            taken = used if file.suffix == ".html" and used.exists() and any(used.iterdir()) else None
+        elif not file.is_file() or generator.encode() not in file.read_bytes()[:4096]:
+            taken = file
+        if taken:
+            raise UserError(f"{taken} exists and was not written by this command.", remedy)
 
 
 def write_json(file: Path, content: dict, generator: str) -> None:

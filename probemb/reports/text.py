@@ -40,9 +40,8 @@ def between(estimate: dict[str, float] | None, signed: bool = False) -> str:
     """{"value", "low", "high"} as "0.173 [0.158, 0.190]"; empty for None, "undefined" for NaN."""
     if estimate is None:
         return ""
-    value, low, high = (
-        f"{estimate[key]:{'+' if signed else ''}.3f}".replace("-", "\N{MINUS SIGN}") for key in ("value", "low", "high")
-    )
+    form = "+.3f" if signed else ".3f"
+    value, low, high = (f"{estimate[key]:{form}}".replace("-", "\N{MINUS SIGN}") for key in ("value", "low", "high"))
     return "undefined" if value.endswith("nan") else f"{value} [{low}, {high}]"
 
 
@@ -50,9 +49,8 @@ def plus_minus(estimate: dict | None, scale: float = 100, digits: int = 2, signe
     """{"value", "se"} as "51.20 ± 0.43"; "" for None."""
     if not estimate:
         return ""
-    form = f"{'+' if signed else ''}.{digits}f"
     se = "" if estimate["se"] is None else f" ± {scale * estimate['se']:.{digits}f}"
-    return f"{scale * estimate['value']:{form}}{se}"
+    return f"{scale * estimate['value']:{'+' if signed else ''}.{digits}f}{se}"
 
 
 def correlations(bins: dict) -> str:

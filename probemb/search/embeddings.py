@@ -37,17 +37,18 @@ _AGAIN = "Delete it, and repeat the command of tools.embed."
 
 
 class Partition(NamedTuple):
-    """One embedded shard: "image" or "text", the name of its files, its rows, and `about` of its npz."""
+    """One embedded shard: "image" or "text", the name of its files, its rows, `about` of its npz, least and most u."""
 
     kind: str
     name: str
     count: int
     about: dict
+    u: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A folder of embeddings of dimension D.
+    """A folder of embeddings of dimension D. What it reads raises UserError if it is damaged.
 
     Attributes:
         model: as typed; weights: its SHA-256 (`probemb.models.weights_sha256`).
@@ -63,12 +64,9 @@ class Embeddings:
     resize: str = RESIZES[0]
 
     def corpora(self) -> dict[str, list[str]]:
-        """Names of the partitions by the path or address of each corpus. Raises UserError."""
-        found = {}
-        for file in sorted((self.folder / CORPORA).glob("*.json")):
-            content = read_json(file, _AGAIN)
-            found[content["data"]] = content["shards"]
-        return found
+        """Names of the partitions by the path or address of each corpus."""
+        found = [read_json(file, None, _AGAIN) for file in sorted((self.folder / CORPORA).glob("*.json"))]
+        return {content["data"]: content["shards"] for content in found}
 
     def add_corpus(self, data: str, names: Sequence[str]) -> None:
         """Record a corpus, which may be there already. Raises UserError."""
@@ -78,37 +76,34 @@ class Embeddings:
             replace_text(self.folder / CORPORA / f"{digest[:16]}.json", content + "\n")
 
     def partitions(self, kind: str) -> list[Partition]:
-        """The complete ones of the corpora, in the order of their names. Raises UserError for a damaged one."""
-        listed = {name for names in self.corpora().values() for name in names}
-        files = sorted((self.folder / kind).glob("*.npz"))
-        return [self.partition(kind, file.stem) for file in files if file.stem in listed]
+        """The complete ones of the corpora, in the order of their names."""
+        names = sorted({name for names in self.corpora().values() for name in names})
+        return [part for name in names if (part := self.partition(kind, name))]
 
     def partition(self, kind: str, name: str) -> Partition | None:
-        """A partition by its name; None if it is not embedded. Raises UserError."""
+        """A partition by its name; None if it is not embedded."""
         if not self._file(kind, name).exists():
             return None
-        u, text = self._arrays(kind, name, "u", "about")
-        return Partition(kind, name, len(u), json.loads(str(text)))
+        u, about = self._arrays(kind, name, "u", "about")
+        return Partition(
+            kind, name, len(u), json.loads(str(about)), (float(u.min(initial=np.inf)), float(u.max(initial=0)))
+        )
 
     def count(self, kind: str) -> int | None:
-        """Rows of a kind; None while it is incomplete. Raises UserError."""
+        """Rows of a kind; None while it is incomplete."""
         done = {part.name: part.count for part in self.partitions(kind)}
         complete = done and all(done.keys() >= set(names) for names in self.corpora().values())
         return sum(done.values()) if complete else None
 
     def read(self, part: Partition) -> tuple[np.ndarray, np.ndarray]:
-        """mean (n, D) of `mean_dtype` and u (n,) float32. Raises UserError."""
+        """mean (n, D) of `mean_dtype` and u (n,) float32."""
         mean, u = self._arrays(part.kind, part.name, "mean", "u")
         if mean.shape != (part.count, self.dim) or mean.dtype != self.mean_dtype or u.shape != (part.count,):
             raise self._damaged(part.kind, part.name, f"{mean.dtype} of {mean.shape}")
         return mean, np.ascontiguousarray(u, dtype=np.float32)
 
-    def read_uncertainty(self, part: Partition) -> np.ndarray:
-        """u (n,) float32 alone. Raises UserError."""
-        return np.ascontiguousarray(self._arrays(part.kind, part.name, "u")[0], dtype=np.float32)
-
     def read_items(self, part: Partition) -> pa.Table:
-        """key, captions, shard, offset, size, url (and number, of captions) of every row. Raises UserError."""
+        """key, captions, shard, offset, size, url (and number, of captions) of every row."""
         path, schema = self._file(part.kind, part.name).with_suffix(".parquet"), item_schema(part.kind)
         try:
             table = pq.read_table(path).select(schema.names).cast(schema)
@@ -165,13 +160,10 @@ def item_schema(kind: str) -> pa.Schema:
 
 def open_embeddings(folder: str | Path) -> Embeddings:
     """The embeddings in a folder. Raises UserError: there are none, or they are damaged or of another version."""
-    path, anew = Path(folder) / NAME, "Embed the data again, into another folder."
+    path = Path(folder) / NAME
     if not path.is_file():
         raise UserError(f"There are no embeddings in {folder}.", "Make them with `python -m tools.embed`.")
-    content = read_json(path, anew)
-    if content.pop("format", None) != FORMAT:
-        raise UserError(f"{path} has another format than {FORMAT}.", anew)
-    return Embeddings(path.parent, **content)
+    return Embeddings(path.parent, **read_json(path, FORMAT, "Embed the data again, into another folder."))
 
 
 def create_embeddings(
@@ -183,16 +175,15 @@ def create_embeddings(
     of another of these choices, or other files.
     """
     folder = Path(folder)
-    if not (folder / NAME).exists() and folder.exists():
-        others = [folder] if folder.is_file() else [f for f in folder.iterdir() if not f.name.startswith(f".{NAME}.")]
-        if others and not (folder / NAME).exists():  # which another process may just have written
-            raise UserError(f"{folder} holds other files, and no embeddings.", "Name a new folder with --out.")
-    if (folder / NAME).exists():
-        held = open_embeddings(folder)
-        asked = {"mean_dtype": mean_dtype or held.mean_dtype, "resize": resize or held.resize}
-        same_model([held, Embeddings(folder, model, weights, dim, **asked)])
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or (NAME not in names and any(not name.startswith(f".{NAME}.") for name in names)):
+        raise UserError(f"{folder} holds other files, and no embeddings.", "Name a new folder with --out.")
+    held = open_embeddings(folder) if NAME in names else Embeddings(folder, model, weights, dim)
+    asked = {"mean_dtype": mean_dtype or held.mean_dtype, "resize": resize or held.resize}
+    made = Embeddings(folder, model, weights, dim, **asked)
+    if NAME in names:
+        same_model([held, made])
         return held
-    made = Embeddings(folder, model, weights, dim, mean_dtype or MEAN_DTYPES[0], resize or RESIZES[0])
     about = {key: value for key, value in asdict(made).items() if key != "folder"}
     with made._writing():
         replace_text(folder / NAME, json.dumps({"format": FORMAT, **about}, indent=1) + "\n")
@@ -201,21 +192,23 @@ def create_embeddings(
 
 def same_model(several: Sequence[Embeddings]) -> None:
     """Refuse embeddings by different models, or stored or resized otherwise. Raises UserError, which names both."""
-
     first = several[0]
     for other in several[1:]:
         if replace(other, folder=first.folder, model=first.model) != first:
-            texts = [
+            by, instead = (
                 f"by {one.model} ({one.weights[:12]}, {one.dim} dimensions, {one.mean_dtype}, --resize {one.resize})"
                 for one in (first, other)
-            ]
-            what = f"{first.folder} was embedded {texts[0]}, not {texts[1]}."
+            )
+            what = f"{first.folder} was embedded {by}, not {instead}."
             raise UserError(what, "Use one model and one way, and a folder for each.")
 
 
-def read_json(path: Path, remedy: str) -> dict:
-    """A small file with a JSON object. Raises UserError."""
+def read_json(path: Path, format: int | None, remedy: str) -> dict:
+    """A small file with a JSON object, less its "format". Raises UserError: damaged, or of another format."""
     try:
-        return dict(json.loads(path.read_bytes()))
+        content = dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not readable JSON.", remedy) from error
+    if (found := content.pop("format", None)) != format:
+        raise UserError(f"{path} has the format {found!r}, not {format}.", remedy)
+    return content

@@ -28,24 +28,13 @@ import torch
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
 from probemb.progress import silent
+from probemb.search import index as indexes
 from probemb.search.embeddings import Embeddings, Partition, read_json
-from probemb.search.index import (
-    Choice,
-    Index,
-    faiss_errors,
-    gallery_vectors,
-    new_index,
-    sample_rows,
-    set_effort,
-    training_count,
-    weighing,
-    width_of,
-)
+from probemb.search.index import Choice, Index
 
 FORMAT = 3
 NAME, UNCERTAINTY, SAMPLE, ITEMS, ENDS = "index.json", "u.f32", "sample.f32", "items.jsonl", "ends.i64"
 TOLD = ("identity", "model", "weights", "resize", "dim", "width", "kind", "form", "weight", "origin", "factory")
-ROWS = 1 << 16  # vectors added at a time
 _REBUILD = "Rebuild the index with `python -m tools.build_index`."
 
 
@@ -53,11 +42,10 @@ def write_index(
     out: Path, sources: Sequence[Embeddings], kind: str, choice: Choice, *, form: str = "csd",
     tolerance: float = 1.0, part_items: int | None = None, memory: int = 1 << 62, show: Callable = silent,
 ) -> Path:  # fmt: skip
-    """Build an index folder, aside: it appears when it is complete.
+    """Build an index folder of "image" or "text" items, aside: it appears when it is complete.
 
     Args:
         sources: of one model; their partitions in the order of their names are the gallery's order.
-        kind: "image" or "text".
         form, tolerance: as `build_index` takes them.
         part_items: vectors in a FAISS file, which is in memory while it is filled; all by default.
         memory: bytes, which bound the items to train on.
@@ -67,51 +55,50 @@ def write_index(
     disk, an existing `out`.
     """
     parts = [(source, part) for source in sources for part in source.partitions(kind) if part.count]
-    count, dim, model = sum(part.count for _, part in parts), sources[0].dim, sources[0]
+    count, model = sum(part.count for _, part in parts), sources[0]
     if not count:
         what = f"{' and '.join(str(source.folder) for source in sources)} hold no {kind} embeddings."
         raise UserError(what, f"Make them with `python -m tools.embed --items {kind}`.")
-    ends = [(float(u.min()), float(u.max())) for u in (source.read_uncertainty(part) for source, part in parts)]
-    weight, origin = weighing(form, tolerance, min(least for least, _ in ends), max(most for _, most in ends))
+    least, most = (end(part.u[i] for _, part in parts) for i, end in enumerate((min, max)))
+    weight, origin = indexes.weighing(form, tolerance, least, most)
 
     def vectors(mean: np.ndarray, u: np.ndarray) -> np.ndarray:
-        return gallery_vectors(mean, u, form, choice.factory, weight, origin)
+        return indexes.gallery_vectors(mean, u, form, choice.factory, weight, origin)
 
-    width, rows, sizes, start = width_of(dim, form, choice.factory), min(count, part_items or count), [], 0
-    empty = new_index(width, choice.factory)
-    with _aside(out) as folder, faiss_errors(choice.factory), ExitStack() as stack:
+    width, sizes, start = indexes.width_of(model.dim, form, choice.factory), [], 0
+    rows, sample, names = part_items or count, indexes.sample_rows(count).numpy(), (UNCERTAINTY, SAMPLE, ITEMS, ENDS)
+    empty = indexes.new_index(width, choice.factory)
+    with _aside(out) as folder, indexes.faiss_errors(choice.factory), show("items", count) as advance:
         if not empty.is_trained:
-            wanted = training_count(choice.factory, count, dim, memory)
+            wanted = indexes.training_count(choice.factory, count, model.dim, memory)
             drawn = np.random.default_rng(0).choice(count, wanted, replace=False, shuffle=False)
             _train(empty, np.concatenate([vectors(*found) for found in _read_rows(parts, np.sort(drawn))]))
-        index, sample = faiss.clone_index(empty), sample_rows(count).numpy()
-        names = UNCERTAINTY, SAMPLE, ITEMS, ENDS
-        files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
-        with show("items", count) as advance:
+        index = faiss.clone_index(empty)
+        with ExitStack() as stack:
+            u_file, sample_file, items_file, ends_file = (
+                stack.enter_context(open(folder / name, "wb")) for name in names
+            )
             for source, part in parts:
                 mean, u = source.read(part)
                 kept = sample[(sample >= start) & (sample < start + part.count)] - start
                 lines = [json.dumps(item).encode() + b"\n" for item in source.read_items(part).to_pylist()]
-                line_ends = list(accumulate(map(len, lines), initial=files[ITEMS].tell()))[1:]
-                files[UNCERTAINTY].write(u.astype("<f4").tobytes())
-                files[SAMPLE].write(mean[kept].astype("<f4").tobytes())
-                files[ITEMS].write(b"".join(lines))
-                files[ENDS].write(np.array(line_ends, "<i8").tobytes())
-                start, first = start + part.count, 0
-                while first < part.count:
-                    last = min(part.count, first + ROWS, first + rows - index.ntotal)
-                    index.add(vectors(mean[first:last], u[first:last]))
-                    if advance:
-                        advance(last - first)
-                    first = last
-                    if index.ntotal == rows or (start == count and first == part.count):
+                ends_file.write(np.array(list(accumulate(map(len, lines), initial=items_file.tell()))[1:], "<i8"))
+                items_file.write(b"".join(lines))
+                u_file.write(u.astype("<f4"))
+                sample_file.write(mean[kept].astype("<f4"))
+                left, start = vectors(mean, u), start + part.count
+                while len(left):
+                    added, left = np.split(left, [rows - index.ntotal])
+                    index.add(added)
+                    if index.ntotal == rows or (start == count and not len(left)):
                         sizes.append(_save_part(index, folder, len(sizes)))
                         index = faiss.clone_index(empty)
-        stack.close()
+                if advance:
+                    advance(part.count)
         for name in names:
             flush(folder / name)
         about = {"format": FORMAT, "identity": uuid4().hex[:16], "model": model.model, "weights": model.weights}
-        about |= {"resize": model.resize, "dim": dim, "width": width, "kind": kind, "form": form}
+        about |= {"resize": model.resize, "dim": model.dim, "width": width, "kind": kind, "form": form}
         about |= {"weight": weight, "origin": origin, "factory": choice.factory, "effort": choice.effort}
         about |= {"count": count, "parts": sizes}
         replace_text(folder / NAME, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
@@ -184,9 +171,7 @@ def load_index(folder: str | Path, memory_map: bool = True) -> Index:
     folder = Path(folder)
     if not (folder / NAME).is_file():
         raise UserError(f"There is no index in {folder}.", "Build one with `python -m tools.build_index`.")
-    about = read_json(folder / NAME, _REBUILD)
-    if about.get("format") != FORMAT:
-        raise UserError(f"{folder / NAME} has the format {about.get('format')!r}, not {FORMAT}.", _REBUILD)
+    about = read_json(folder / NAME, FORMAT, _REBUILD)
     mapped = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY if "IVF" in about["factory"] else faiss.IO_FLAG_MMAP_IFC
     parts = []
     for number, items in enumerate(about["parts"]):
@@ -199,7 +184,8 @@ def load_index(folder: str | Path, memory_map: bool = True) -> Index:
             what = f"{path} holds {part.ntotal:,} vectors of {part.d} dimensions, not {items:,} of {about['width']}."
             raise UserError(what, _REBUILD)
         parts.append(part)
-    rows, count = sample_rows(about["count"]), about["count"]
+    count = about["count"]
+    rows = indexes.sample_rows(count)
     index = Index(
         parts=tuple(parts),
         uncertainty=torch.from_numpy(_read(folder / UNCERTAINTY, "<f4", (count,), memory_map)),
@@ -208,7 +194,7 @@ def load_index(folder: str | Path, memory_map: bool = True) -> Index:
         **{name: about[name] for name in TOLD},
     )
     if about["effort"]:
-        set_effort(index, about["effort"])
+        indexes.set_effort(index, about["effort"])
     return index
 
 
@@ -224,18 +210,15 @@ def _read(path: Path, dtype: str, shape: tuple[int, ...], memory_map: bool) -> n
 
 
 class Items:
-    """The metadata of gallery rows: `items[i]` -> dict."""
+    """The metadata of gallery rows: `items[i]` -> dict, see `Index.item`."""
 
     def __init__(self, folder: Path, count: int, memory_map: bool = True):
         self.path, self.ends = folder / ITEMS, _read(folder / ENDS, "<i8", (count,), memory_map)
         self.text = _read(self.path, "u1", (int(self.ends[-1]),), memory_map)
 
     def __getitem__(self, i: int) -> dict:
-        """key, captions (list), shard (path of the tar), offset and size of the image's bytes in it, url; for a gallery
-        of captions also number, the caption's index within its image. Raises UserError: the file is damaged.
-        """
-        start = self.ends[i - 1] if i else 0
+        """Raises UserError: the file is damaged."""
         try:
-            return json.loads(self.text[start : self.ends[i]].tobytes())
+            return json.loads(self.text[self.ends[i - 1] if i else 0 : self.ends[i]].tobytes())
         except ValueError as error:
             raise UserError(f"{self.path} cannot be read ({error}).", _REBUILD) from error

@@ -43,8 +43,7 @@ class Index:
     """A searchable gallery, in memory or in the files of an index folder.
 
     Attributes:
-        parts: FAISS indexes over vectors of `width` dimensions (padded with zeros where a quantizer needs it), which
-            together hold the gallery's items in order.
+        parts: FAISS indexes over vectors of `width` dimensions, which together hold the gallery's items in order.
         form: "csd" (D + 1 dimensions) or "mean" (D).
         uncertainty: (N,) float32, u of the gallery.
         sample: evenly spaced rows (S,), at most SAMPLE, and their means (S, D) float32.
@@ -83,16 +82,11 @@ class Index:
 
 
 def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tolerance: float = 1.0) -> Index:
-    """Index a gallery.
+    """Index a gallery (N, D) in memory, trained on itself if the factory string needs training.
 
-    Args:
-        gallery: Gaussian (N, D).
-        factory: as `faiss.index_factory` takes it; trained on the gallery if it needs training.
-        form: "csd" searches CSD itself in D + 1 dimensions; "mean" the Euclidean distance of the means.
-        tolerance: weight of the gallery's u in the form "csd".
-
-    Raises UserError: an empty gallery, numbers that are not finite, an unknown factory string or one that needs a
-    larger gallery.
+    form: "csd" searches CSD itself in D + 1 dimensions, with the gallery's u times `tolerance`; "mean" the Euclidean
+    distance of the means. Raises UserError: an empty gallery, numbers that are not finite, an unknown factory string or
+    one that needs a larger gallery.
     """
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
@@ -120,16 +114,15 @@ def gallery_vectors(
     mean: np.ndarray, u: np.ndarray, form: str, factory: str, weight: float = 1.0, origin: float = 0.0
 ) -> np.ndarray:
     """The vectors for FAISS of (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
-    last = None if form == "mean" else np.sqrt(abs(weight * (u - np.float32(origin))))
-    return _vectors(mean, last, width_of(mean.shape[1], form, factory))
+    last = 0 if form == "mean" else np.sqrt(abs(weight * (u - np.float32(origin))))
+    return _vectors(mean, width_of(mean.shape[1], form, factory), last)
 
 
-def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarray:
+def _vectors(mean: np.ndarray, width: int, last: np.ndarray | int = 0) -> np.ndarray:
     """Means (N, D), one more column, and zero padding: (N, width) float32. Raises UserError: not finite."""
     out = np.zeros((len(mean), width), dtype=np.float32)
     out[:, : mean.shape[1]] = mean
-    if last is not None:
-        out[:, mean.shape[1]] = last
+    out[:, mean.shape[1] : mean.shape[1] + 1] = np.reshape(last, (-1, 1))
     if not np.isfinite(out).all():
         raise UserError("An embedding holds NaN or infinity.", "Leave it out, or use another checkpoint.")
     return out
@@ -150,8 +143,7 @@ def width_of(dim: int, form: str, factory: str) -> int:
 def new_index(width: int, factory: str) -> faiss.Index:
     """An empty, untrained index. Raises UserError for a string that FAISS does not know, or of another distance."""
     if re.search("LSH|L2norm|ITQ|PCAW", factory):
-        what = f"'{factory}' does not rank by the Euclidean distance, from which CSD follows."
-        raise UserError(what, _REMEDY)
+        raise UserError(f"'{factory}' does not rank by the Euclidean distance, from which CSD follows.", _REMEDY)
     with faiss_errors(factory):
         index = faiss.index_factory(width, factory, faiss.METRIC_L2)
     if isinstance(index, faiss.IndexRefine):
@@ -196,10 +188,7 @@ def set_effort(index: Index, effort: int) -> str | None:
 
 
 def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
-    """The k closest gallery items of every query.
-
-    Args:
-        queries: Gaussian (Q, D). k: at most the gallery's size.
+    """The k closest gallery items of every query (Q, D), k at most the gallery's size.
 
     Returns:
         distance (Q, k) float32: the squared Euclidean distance of the means for the form "mean", else CSD with the
@@ -223,30 +212,25 @@ def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]
             f"{k} neighbours of queries {tuple(queries.shape)} are asked of {len(index)} items, D = {index.dim}.",
             f"Ask for 1 to {len(index)}, and embed queries (Q, D) with the gallery's model.",
         )
-    vectors = _vectors(queries.mean.detach().float().cpu().numpy(), None, index.width)
+    vectors = _vectors(queries.mean.detach().float().cpu().numpy(), index.width)
     distances, places, start = [], [], 0
     for part in index.parts:
         distance, found = (torch.from_numpy(one) for one in part.search(vectors, min(k, part.ntotal)))
         distances.append(distance.masked_fill(found < 0, torch.inf))
         places.append(found.where(found < 0, found + start))
         start += part.ntotal
-    distance, found = torch.cat(distances, 1), torch.cat(places, 1)
-    if len(index.parts) > 1:
-        distance, order = distance.sort(dim=1, stable=True)
-        distance, found = distance[:, :k], found.gather(1, order[:, :k])
-    return distance, found
+    distance, order = torch.cat(distances, 1).sort(dim=1, stable=True)
+    return distance[:, :k], torch.cat(places, 1).gather(1, order[:, :k])
 
 
 def rerank(
     index: Index, queries: Gaussian, k: int, candidates: int | None = None, weight: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Search the means, add the gallery's uncertainty to the candidates, and keep the k closest. Source: PCME++ §C.5.
+    """Search the means, add the gallery's u times `weight` to the candidates, and keep the k closest. Source: PCME++
+    §C.5.
 
-    Args:
-        index: of the form "mean". candidates: how many are re-ranked, from k to all; by default 10 times k.
-        weight: of the gallery's uncertainty.
-
-    Returns CSD (Q, k) with the weighted uncertainty, and gallery indices (Q, k). Raises UserError: as `search`.
+    index: of the form "mean"; candidates: re-ranked, from k to all, by default 10 times k. Returns CSD (Q, k) with the
+    weighted u, and gallery indices (Q, k). Raises UserError: as `search`.
     """
     candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
     distance, found = _weighted(index, *neighbours(index, queries, candidates), weight)
@@ -287,9 +271,7 @@ def is_exact(index: Index) -> bool:
 
 
 def _weighted(index: Index, distance: Tensor, found: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Candidates in the order of their distances plus `weight` times their u, in float64; what was not found stays
-    last.
-    """
+    """Candidates in the order of their distances plus `weight` times their u, in float64; -1 stays last."""
     u = index.uncertainty[found.clamp_min(0)].double()
     distance, order = (distance.double() + weight * u).sort(dim=1, stable=True)
     return distance, found.gather(1, order)
@@ -303,7 +285,6 @@ def _whole(index: Index, queries: Gaussian, distance: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ choosing a factory
 
 # FAISS' own guide: exact search while it is fast, a graph while it fits into memory, inverted lists with codes beyond.
-GIB = 1 << 30
 FLAT_ITEMS = 100_000  # up to here an exact answer takes a few hundredths of a second on one core
 GRAPH_ITEMS = 20_000_000  # a graph of more takes days to build
 LINKS = 32  # of each node of the graph
@@ -337,28 +318,26 @@ def item_bytes(dim: int) -> int:
 
 def choose_factory(count: int, dim: int, memory: int) -> Choice:
     """The index for `count` items of `dim` dimensions that may take `memory` bytes during a search."""
-    flat, graph, shape = count * 4 * (dim + 1), count * item_bytes(dim), f"{count:,} items of {dim} + 1 dimensions"
-    if count <= FLAT_ITEMS and flat <= memory:
+    graph, shape = count * item_bytes(dim), f"{count:,} items of {dim} + 1 dimensions"
+    if count <= FLAT_ITEMS and count * 4 * (dim + 1) <= memory:
         return Choice("Flat", f"Flat, exact: {shape} are fast to search as a whole.")
     if count <= GRAPH_ITEMS and graph <= memory:
-        return Choice(f"HNSW{LINKS}", f"HNSW{LINKS}, a graph: {shape} fit into memory as {graph / GIB:,.1f} GiB.")
+        return Choice(f"HNSW{LINKS}", f"HNSW{LINKS}, a graph: {shape} fit into memory as {graph / 2**30:,.1f} GiB.")
     cells, parts = cell_count(count), 64
     while parts > 8 and parts * 8 > dim:  # bytes of a code: at most an eighth of the dimensions
         parts //= 2
-    parts = min(parts, dim)
+    parts, graph_of_cells = min(parts, dim), "_HNSW32" if cells >= MANY_CELLS else ""
     # np: without the training for polysemous search, which takes minutes and is not used here
-    graph_of_cells = "_HNSW32" if cells >= MANY_CELLS else ""
     factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells}{graph_of_cells},PQ{parts}np"
-    why = f"IVF-PQ, compressed: {shape} are too many or too large for a graph; distances are approximate."
-    return Choice(factory, why)
+    return Choice(
+        factory, f"IVF-PQ, compressed: {shape} are too many or too large for a graph; distances are approximate."
+    )
 
 
 def cell_count(count: int) -> int:
     """Cells of an inverted file: a power of two near 8·√N that N items can train."""
-    cells = 1
-    while cells * 2 <= min(8 * count**0.5, count / TRAIN_PER_CELL, 1 << 20):
-        cells *= 2
-    return cells
+    most = min(8 * count**0.5, count / TRAIN_PER_CELL, 1 << 20)
+    return 1 << max(0, int(most).bit_length() - 1)
 
 
 def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62) -> int:

@@ -35,7 +35,7 @@ WALKS = {
 LEVEL, GENERIC_LEVEL = 0.5, 0.99  # mass in an ellipse
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 MIXES = {"pixels": ("cutmix", "mixup"), "regions": ("cutmix",)}
-STEPS = 7  # of a walk, with both ends
+STEPS = 7  # of a walk, with both ends; odd, so that one is half-way
 MOST_CODES = 5000  # images between which walks lead
 MIXED = {
     "covers": "covers its own",
@@ -304,7 +304,7 @@ def ellipses(config: EllipsesConfig) -> None:
         "Embeddings in a plane",
         f"{config.model} on {config.data}: {len(groups)} groups, each item as the ellipse that holds "
         f"{percent(LEVEL)} % of its mass, in the plane of the means' two largest principal components",
-        [("analyses.Ellipses", [figures, *lines])],
+        [("Ellipses", [figures, *lines])],
     )
     runner.finish(out, "ellipses", results, page)
 
@@ -357,7 +357,7 @@ def continuity(config: ContinuityConfig) -> None:
     row = [
         *(f"{by[key]:.3f}" for key in ("likeness", "random", "most")), f"{walked['images']:.1f}",
         "" if walked["consecutive"] is None else f"{walked['consecutive']:.3f}",
-        f"{analyses.half_way(walked['cosine']):.3f}",
+        f"{walked['cosine'][STEPS // 2]:.3f}",
     ]  # fmt: skip
     headings = (f"{by['k']} neighbours", "random", "most similar", "images a walk", "in a row", "half-way, cosine")
     table = Table(headings, [row], "likeness of images by their captions", left=0)

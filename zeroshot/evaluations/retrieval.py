@@ -155,7 +155,7 @@ def evaluate_judgements(
     sampled, closed = scores.get("match-probability"), model.match_form == "csd"
     calibrated = model.probabilistic and model.predicts_matches and (closed or sampled is not None)
     return {
-        "pairs": len(judged),
+        "pairs": len(judged.label),
         "accepted": int(judged.label.sum()),
         "images": len(judged.image.unique()),
         "captions": len(judged.caption.unique()),
