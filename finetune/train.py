@@ -112,7 +112,7 @@ def start_accelerator(config: Config) -> Accelerator:
         control_group(timeout)
     check_engine(accelerator)
     check(config, accelerator.num_processes)
-    share_cores(config.engine.threads, config.data.workers, accelerator.num_processes)
+    share_cores(config.engine.threads, accelerator.num_processes)
     return accelerator
 
 

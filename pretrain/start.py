@@ -189,7 +189,7 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
 
 def pick_device(config: Config) -> torch.device:
     """This rank's device; also shares the machine's cores among its ranks."""
-    here = share_cores(config.engine.threads, config.data.workers)
+    here = share_cores(config.engine.threads)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if here > torch.cuda.device_count():

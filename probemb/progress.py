@@ -16,28 +16,24 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    started = time.monotonic()
-    if console.is_terminal:
-        columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(title, total=total or None)
-            yield lambda n: bar.advance(task, n)
-        return
-    done, reported = 0, started
+    started = told = time.monotonic()
+    console, done = Console(stderr=True), 0
+    columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total or None)
 
-    def advance(n: int) -> None:
-        nonlocal done, reported
-        done += n
-        now = time.monotonic()
-        if now - reported >= LINE_EVERY:
-            reported = now
-            left = (now - started) / max(done, 1) * max(total - done, 0)
-            of = f" of {total:,}, about {left:.0f} s left" if total else ""
-            print(f"{title}: {done:,}{of}", file=sys.stderr, flush=True)
+        def advance(n: int) -> None:
+            nonlocal done, told
+            done, now = done + n, time.monotonic()
+            bar.advance(task, n)
+            if not console.is_terminal and now - told >= LINE_EVERY:
+                told, left = now, (now - started) / max(done, 1) * max(total - done, 0)
+                of = f" of {total:,}, about {left:.0f} s left" if total else ""
+                print(f"{title}: {done:,}{of}", file=sys.stderr, flush=True)
 
-    yield advance
-    print(f"{title}: {done:,} in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        yield advance
+    if not console.is_terminal:
+        print(f"{title}: {done:,} in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
 
 
 @contextmanager

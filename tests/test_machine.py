@@ -1,20 +1,10 @@
-"""Counts of processes and threads are bound by the machine, in every command that takes one."""
+"""The precision of a GPU, and the memory of a container."""
 
 import pytest
 
 from probemb.errors import UserError
-from probemb.machine import COMPUTING, machine_memory, memory_limits, refuse_crowd, share_cores, training_precision
+from probemb.machine import machine_memory, memory_limits, training_precision
 from tests.world import save
-
-
-def test_ranks_of_a_machine_share_the_bound(monkeypatch):
-    refuse_crowd(COMPUTING // 2, "data.workers", ranks=2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for threads, workers, name in ((COMPUTING, 0, "engine.threads"), (1, COMPUTING, "data.workers")):
-        with pytest.raises(UserError) as error:
-            share_cores(threads, workers)
-        assert error.value.what == f"{name} is {COMPUTING}, for each of 4 processes on this machine."
-        assert error.value.remedy.startswith(f"Set it to at most {COMPUTING // 4}: this machine has")
 
 
 def test_bf16_is_for_gpus_that_have_it():

@@ -5,13 +5,13 @@ from typing import Any, Literal, get_args, get_origin
 from jsonargparse.typing import restricted_number_type, restricted_string_type
 
 from probemb.errors import UserError, nearest
-from probemb.machine import COMPUTING, WAITING
 
+MANY = 4096  # processes or threads; more are a typing error
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)])
-Workers = restricted_number_type("Workers", int, [(">=", 0), ("<=", COMPUTING)])  # processes; 0 for this one alone
+Workers = restricted_number_type("Workers", int, [(">=", 0), ("<=", MANY)])  # processes; 0 for this one alone
 Threads = Workers  # 0 chooses a number
-Processes = restricted_number_type("Processes", int, [(">=", 1), ("<=", COMPUTING)])
-Requests = restricted_number_type("Requests", int, [(">=", 1), ("<=", WAITING)])  # threads that wait for the network
+Processes = restricted_number_type("Processes", int, [(">=", 1), ("<=", MANY)])
+Requests = Processes  # threads that wait for the network
 Count = restricted_number_type("Count", int, [(">=", 1), ("<=", 1_000_000)])  # of a batch: more is a typing error
 Passes = restricted_number_type("Passes", float, [(">=", 0), ("<=", 1_000_000)])  # over the data
 Gibibytes = restricted_number_type("Gibibytes", float, [(">", 0), ("<=", 1_000_000)])

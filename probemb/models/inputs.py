@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import (
     MaybeConvertMode,
@@ -18,6 +19,7 @@ from open_clip.transform import (
     image_transform_v2,
 )
 from PIL import Image
+from timm.data.random_erasing import RandomErasing as TimmsRandomErasing
 from torch import Tensor
 from torchvision.transforms import (
     Compose,
@@ -30,7 +32,7 @@ from torchvision.transforms import (
 
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.image_loader import Images, RegionImages
-from probemb.data.pixels import RandomCrop, RandomErasing, Resized, as_pixels
+from probemb.data.pixels import as_pixels, resize
 from probemb.data.words import split_words
 from probemb.errors import UserError
 from probemb.models.architectures import reads_regions, reads_words
@@ -88,6 +90,60 @@ def create_transforms(model_or_config, augmentation: Augmentation | None = None,
 
 def identity(regions: Tensor) -> Tensor:
     return regions
+
+
+class RandomCrop(RandomResizedCrop):
+    """torchvision's RandomResizedCrop, to (3, h, w) uint8."""
+
+    def forward(self, image: Image.Image) -> Tensor:
+        top, left, height, width = self.get_params(image, self.scale, self.ratio)
+        crop = as_pixels(image)[:, top : top + height, left : left + width]
+        return resize(crop, self.size, self.interpolation.value)
+
+
+class Resized:
+    """A PIL image resized to (3, h, w) uint8, as torchvision's Resize or open_clip's ResizeKeepRatio (`step`) would."""
+
+    def __init__(self, step: Resize):
+        self.step = step
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        if isinstance(self.step, Resize):
+            wanted = self.step.size if isinstance(self.step.size, Sequence) else [self.step.size]
+            size = _short_side(*image.size, wanted[0]) if len(wanted) == 1 else wanted
+        else:
+            size = self.step.get_params(image, self.step.size, self.step.longest)
+        return resize(as_pixels(image), size, self.step.interpolation.value)
+
+    def __repr__(self) -> str:
+        return f"Resized({self.step})"
+
+
+def _short_side(width: int, height: int, short: int) -> tuple[int, int]:
+    """(height, width) with a shorter side of `short` pixels; the longer is cut to whole pixels, as torchvision does."""
+    long = int(short * max(width, height) / min(width, height))
+    return (long, short) if width <= height else (short, long)
+
+
+class RandomErasing:
+    """Fill random rectangles of (3, H, W) uint8 with noise, in place, as timm's RandomErasing of mode "pixel" does.
+
+    The noise is normal with the mean and deviation, of colours from 0 to 1, by which the model normalises; it is cut at
+    black and white. `probability`: share of the images that lose something; `count`: largest number of rectangles.
+    """
+
+    def __init__(self, probability: float, count: int, mean: Sequence[float], std: Sequence[float]):
+        self.erase = TimmsRandomErasing(probability, mode="pixel", max_count=count, device="cpu")
+        self.mean, self.std = (255 * torch.tensor(numbers)[:, None, None] for numbers in (mean, std))
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        noise = self.erase(torch.full(pixels.shape, torch.nan))
+        erased = ~noise.isnan()
+        pixels[erased] = (noise * self.std + self.mean)[erased].round().clamp(0, 255).to(torch.uint8)
+        return pixels
+
+    def __repr__(self) -> str:
+        return repr(self.erase)
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts

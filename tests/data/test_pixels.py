@@ -8,9 +8,8 @@ import torch
 from PIL import Image
 from timm.data.random_erasing import RandomErasing as TimmsRandomErasing
 
-from probemb.data.pixels import RandomErasing
 from probemb.data.randomness import seed_all
-from probemb.models.inputs import create_transforms
+from probemb.models.inputs import RandomErasing, create_transforms
 
 SIZES = ((256, 256), (640, 480), (120, 90), (300, 1000), (1024, 700), (225, 225), (33, 500), (500, 33))
 

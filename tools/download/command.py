@@ -37,7 +37,7 @@ from probemb.cli.ranges import Processes, Requests
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError, nearest
 from probemb.files import replace_file
-from probemb.machine import WAITING, cores, refuse_crowd
+from probemb.machine import cores
 from probemb.progress import progress
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
 from probemb.runs.preemption import REQUEUE
@@ -156,7 +156,6 @@ def _check(options: Download) -> tuple[int, int]:
     """Check options before anything is read; returns the part as (i, n). Raises UserError."""
     if not options.out:
         raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
-    refuse_crowd(options.threads, "--threads", options.processes, WAITING)
     if options.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", options.user_agent):
         raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
     if options.part is None:
