@@ -31,6 +31,7 @@ import torch
 from jsonargparse.typing import ClosedUnitInterval
 from torch import Tensor
 
+from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
 from probemb.data.failures import BadSample, BadShard
@@ -52,7 +53,6 @@ from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import encode_texts
 from probemb.machine import Device, choose_device, loader_workers
-from probemb.models import check_single_embeddings, create_transforms, lasting_name, load_model, weights_sha256
 from probemb.progress import progress
 from probemb.reports.text import web_link
 from probemb.runs.preemption import Preemption
@@ -75,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = choose_device(local_device(options.device), options.precision)
     if device.name.startswith("cuda"):
         torch.cuda.set_device(device.name)  # else every rank also takes memory of the first GPU
-    loaded = load_model(options.model, device=device.name)
-    check_single_embeddings(loaded.model, options.model)
-    weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
-    out = create_embeddings(options.out, lasting_name(options.model), weights, dim, options.mean_dtype, options.resize)
+    loaded = models.load_model(options.model, device=device.name)
+    models.check_single_embeddings(loaded.model, options.model)
+    weights, dim = models.weights_sha256(loaded.model), loaded.model.embed_dim
+    name = models.lasting_name(options.model)
+    out = create_embeddings(options.out, name, weights, dim, options.mean_dtype, options.resize)
     assigned = list(names.items())[first::step]
-    loaded = loaded._replace(transforms=create_transforms(loaded.model, resize=out.resize))
+    loaded = loaded._replace(transforms=models.create_transforms(loaded.model, resize=out.resize))
     tasks = pending(out, assigned, kinds)
     for data, shards in corpora.items():
         out.add_corpus(data, [names[shard] for shard in shards])

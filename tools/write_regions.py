@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
 from probemb.data.boxes import PhraseDataset, find_phrases
@@ -38,10 +39,7 @@ from probemb.errors import UserError
 from probemb.evaluation.localisation import crop
 from probemb.files import replace_file, replace_text
 from probemb.machine import choose_device, loader_workers
-from probemb.models.dual_encoder import channel_statistics
-from probemb.models.inputs import create_transforms
 from probemb.models.options import ModelOptions
-from probemb.models.towers.trunks import TimmTower, pretrained_trunk, timm_tower
 from probemb.progress import progress
 from tools.make_scenes.forms import FEATURES, region_features
 from zeroshot.localisation import GridOptions
@@ -138,7 +136,7 @@ class Backbone:
     image to (3, H, W) uint8.
     """
 
-    tower: TimmTower
+    tower: torch.nn.Module
     transform: Callable[[Image.Image], Tensor]
     side: int
     width: int
@@ -155,6 +153,9 @@ def load_backbone(options: Namespace) -> Backbone:
     """The model that the options name. Raises UserError: no such model or weights, an image size that it does not take,
     or no square feature map.
     """
+    from probemb.models.dual_encoder import channel_statistics  # models take seconds to import
+    from probemb.models.towers.trunks import pretrained_trunk, timm_tower
+
     name, size, device = options.model, options.image_size, choose_device(options.device, "fp32").name
     trunk, wanted = pretrained_trunk({"timm_model_name": name}, options.weights)
     vision, options = (
@@ -166,7 +167,7 @@ def load_backbone(options: Namespace) -> Backbone:
     tower.normalization = channel_statistics(preprocess)
     with torch.inference_mode():
         features = tower.feature_map(torch.zeros(1, 3, size, size, device=device))
-    transform = create_transforms({"preprocess": preprocess}).evaluate
+    transform = models.create_transforms({"preprocess": preprocess}).evaluate
     return Backbone(tower, transform, features.shape[2], features.shape[1], device)
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemb import models
 from probemb.cross_attention import Tokens, unit_tokens
 from probemb.data.image_loader import ImageBatches, Images
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device, loader_workers
-from probemb.models.inputs import check_images
 from probemb.progress import silent
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Embedder:
 
     def images(self, images: Images, title: str = "images", keeper: TokenKeeper | None = None) -> EmbeddedImages:
         """Embed all readable images. Raises UserError: too many cannot be read, embeddings that are not finite."""
-        check_images(self.model, images)
+        models.check_images(self.model, images)
         workers = loader_workers(self.workers, len(images), self.device.name)
         batches = ImageBatches(images, self.transform, self.batch_size, workers, self.max_bad)
         with self.show(title, len(images)) as advance:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
-from sklearn.manifold import TSNE
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid, pad
 
@@ -116,6 +115,8 @@ def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
     if len(points.unique(dim=0)) < 4:  # the start of t-SNE divides by their spread
         plane, method = pad(points, (0, 2))[:, :2], "the first two dimensions"
     else:
+        from sklearn.manifold import TSNE  # sklearn costs --help more than a second
+
         perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
         plane = TSNE(init="pca", random_state=0, perplexity=perplexity).fit_transform(points.numpy())
         plane, method = torch.from_numpy(plane), f"t-SNE (perplexity {perplexity:.0f})"

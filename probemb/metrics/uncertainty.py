@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from scipy.special import betaincinv
 from scipy.stats import rankdata
-from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 SIGNIFICANT = 1.96  # standard errors
@@ -251,6 +250,8 @@ def fit_logistic(x: Tensor, share: Tensor) -> tuple[float, float]:
     centre, spread = x.mean(), x.std(correction=0).clamp_min(1e-12)
     both = ((x - centre) / spread).repeat(2)[:, None].numpy()  # each item once as a match and once as none, weighted
     labels = torch.arange(2).flip(0).repeat_interleave(len(x)).numpy()
+    from sklearn.linear_model import LogisticRegression  # sklearn costs --help more than a second
+
     fitted = LogisticRegression(C=1e8, tol=1e-8, max_iter=1000)
     fitted.fit(both, labels, sample_weight=torch.cat([share, 1 - share]).numpy())
     a = float(fitted.coef_[0, 0]) / float(spread)

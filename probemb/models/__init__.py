@@ -11,7 +11,8 @@ _HOME = {
     "ensemble": "Ensemble as_one networks_of",
     "formats": "export_open_clip import_pcmepp import_prolip",
     "hub": "LoadedModel digest_model lasting_name load_model save_model weights_sha256",
-    "inputs": "Transforms check_images check_single_embeddings check_words create_tokenizer create_transforms",
+    "inputs": "Tokenizer Transforms check_images check_single_embeddings check_words create_tokenizer create_transforms"
+    " unknown_words",
     "options": "Augmentation ModelOptions TrainedTowers",
     "towers.parts": "draw_parts",
 }

@@ -20,16 +20,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import webdataset as wds
-from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
 from pretrain.config import Data
 from pretrain.stream.stream import Stream
+from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Workers
 from probemb.data.shards.index import Shard, read_index, write_index
 from probemb.data.shards.samples import encode_captions, tar_writer
-from probemb.models.inputs import Tokenizer, create_transforms
 from tools.bench.timing import in_turn, report, timer
 
 IMAGE_SIZE = 224
@@ -107,16 +106,18 @@ def photograph(size: int, seed: int) -> bytes:
 
 def stream_batches(folder: str, batch: int, workers: int, resize: str = "tensor") -> Iterator:
     """Infinite batches of the stream, as in training."""
-    transform = create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train
+    transform = models.create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train
     data = Data(workers=workers)
-    with Stream([read_index(folder)], data, transform, Tokenizer(77), batch_size=batch) as stream:
+    with Stream([read_index(folder)], data, transform, models.Tokenizer(77), batch_size=batch) as stream:
         for loaded in stream:
             yield loaded.images, loaded.tokens
 
 
 def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:
     """Infinite batches of open_clip's stages."""
-    transform, tokenizer = image_transform_v2(PreprocessCfg(size=IMAGE_SIZE), is_train=True), Tokenizer(77)
+    from open_clip.transform import PreprocessCfg, image_transform_v2  # takes seconds to import
+
+    transform, tokenizer = image_transform_v2(PreprocessCfg(size=IMAGE_SIZE), is_train=True), models.Tokenizer(77)
     dataset = wds.DataPipeline(
         wds.ResampledShards(sorted(map(str, Path(folder).glob("*.tar")))),
         wds.tarfile_to_samples(),

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn import functional as F
 from torch.utils.benchmark import Measurement
 
@@ -111,6 +110,8 @@ def times(rank: int, world: int, names: tuple[str, ...], batch: int, dim: int, r
 
 def rank_step(name: str, rank: int, world: int, batch: int, dim: int):
     """A function that computes a loss and the gradients of this rank's embeddings."""
+    from open_clip.loss import ClipLoss, SigLipLoss  # takes seconds to import
+
     warnings.simplefilter("ignore")  # torch's, of a function that open_clip calls
     g = torch.Generator().manual_seed(rank)
     means = [F.normalize(torch.randn(batch, dim, generator=g), dim=1).requires_grad_() for _ in range(2)]

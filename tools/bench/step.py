@@ -14,9 +14,7 @@ import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
-import open_clip
 import torch
-from open_clip.loss import ClipLoss
 from torch import Tensor
 from torch.utils.benchmark import Measurement
 
@@ -131,7 +129,9 @@ def our_step(config: Config, data: tuple[Tensor, Tensor]) -> Variant:
 
 def open_clip_step(config: Config, data: tuple[Tensor, Tensor]) -> Variant:
     """open_clip's model and ClipLoss, called as in its trainer."""
-    device, o, loss_of = data[0].device.type, config.optimizer, ClipLoss()
+    import open_clip  # takes seconds
+
+    device, o, loss_of = data[0].device.type, config.optimizer, open_clip.ClipLoss()
     if config.model.name in OWN:
         open_clip.add_model_config(OWN[config.model.name])
     model = open_clip.create_model(config.model.name, output_dict=True).to(device).train()

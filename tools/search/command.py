@@ -24,11 +24,11 @@ from pathlib import Path
 
 from jsonargparse.typing import PositiveInt, restricted_number_type
 
+from probemb import models
 from probemb.cli.command import Parser, require_output
 from probemb.cli.ranges import Share
 from probemb.errors import UserError
 from probemb.machine import choose_device, machine_memory
-from probemb.models import load_model, weights_sha256
 from probemb.progress import progress
 from probemb.reports.results import finite
 from probemb.reports.text import printable
@@ -165,13 +165,13 @@ def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
         key = name, index.resize
         if key not in encoders:
             try:
-                encoders[key] = QueryEncoder(load_model(name, device.name, index.resize), name, device)
+                encoders[key] = QueryEncoder(models.load_model(name, device.name, index.resize), name, device)
             except UserError as error:
                 if options.model:
                     raise
                 what = f"The index {folder} was made with it; --model names its present location."
                 raise UserError(error.what, what) from None
-            weights[name] = weights_sha256(encoders[key].loaded.model)
+            weights[name] = models.weights_sha256(encoders[key].loaded.model)
         if index.weights != weights[name]:
             what = f"{folder} was made with {index.model} ({index.weights[:12]}), not {name} ({weights[name][:12]})."
             raise UserError(what, f"Search with --model {index.model}, or build an index with the other model.")

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from probemb import models
 from probemb.compose import Product, as_query, compose
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import MAX_PIXELS as MAX_JPEG_PIXELS
@@ -31,8 +32,6 @@ from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device
-from probemb.models import POINT_LOG_VAR
-from probemb.models.inputs import unknown_words
 from probemb.models.match import MatchModel
 from probemb.search import CANDIDATES, Index, is_exact, rerank, search_weighted
 
@@ -240,7 +239,7 @@ class QueryEncoder:
             product = self.composer(Gaussian(parts.mean[None], parts.log_var[None]).to(device), weights)
         composed = product.gaussian[0].to("cpu")
         if not self.composer.probabilistic:
-            composed = Gaussian(composed.mean, torch.full_like(composed.mean, POINT_LOG_VAR))
+            composed = Gaussian(composed.mean, torch.full_like(composed.mean, models.POINT_LOG_VAR))
         return Product(composed, product.log_normaliser[0].cpu())
 
 
@@ -301,7 +300,7 @@ class Searcher:
                 ],
                 "composer": self.encoder.composer_name,
                 "log_normaliser": float(log_normaliser),
-                "unknown_words": unknown_words(self.encoder.loaded.tokenizer, request.texts),
+                "unknown_words": models.unknown_words(self.encoder.loaded.tokenizer, request.texts),
             },
             "weight": self.weight,
             "limit": request.max_uncertainty,
