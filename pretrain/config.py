@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pretrain.engine.engine import Engine
 from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
-from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Passes, Resize, Seed, Share, Workers
+from probemb.cli.ranges import (
+    BelowOne,
+    Count,
+    Folder,
+    Gibibytes,
+    Minutes,
+    Passes,
+    Precision,
+    Resize,
+    Seed,
+    Share,
+    Threads,
+    Workers,
+)
 from probemb.errors import UserError
 from probemb.models.options import Augmentation, TrainedTowers
 
@@ -123,6 +135,31 @@ class Ema:
 
     half_life_samples: NonNegativeInt = 0
     rampup: ClosedUnitInterval = 0.05
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Computation of a step; changes results by rounding only.
+
+    Args:
+        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
+        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 if the GPU has it.
+        accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
+        grad_checkpointing: recompute every block in the backward pass.
+        compile: torch.compile the towers.
+        deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
+        threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
+        timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
+    """
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    precision: Precision = "auto"
+    accumulation: PositiveInt = 1
+    grad_checkpointing: bool = False
+    compile: bool = False
+    deterministic: bool = False
+    threads: Threads = 0
+    timeout: Minutes = 30.0
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.config import Config
 from pretrain.engine.engine import BUCKET, Towers
 from pretrain.masking import draw_masks
-from pretrain.objectives import MASKED_EVERY
 from probemb.errors import UserError
-from probemb.models.dual_encoder import DualEncoder
 
 FP32 = 4  # bytes of an element
 PLAIN_BUCKET = 500_000_000  # elements that DeepSpeed reduces at a time without ZeRO
@@ -55,54 +53,52 @@ def find_gpu(name: str) -> str | None:
 
 
 class StepCost:
-    """The cost of a configuration's step on `world` ranks. If they cannot share its batch, it has a larger one.
-
-    Args:
-        half: compute in bf16.
-        text_tokens: length of the texts; 0 for the whole context.
+    """The cost of a configuration's step on `world` ranks, in bf16 if `half`, with texts of `text_tokens`, 0 for all.
 
     Attributes:
+        model: with fake weights; making it draws no random number.
         rows: of a rank; parts: into which accumulation cuts them.
         forward_flops, flops: of one part, forward, and with the backward pass, which recomputes with checkpointing.
         kept, most: bytes that the backward pass of a part needs, and most alive at one moment, without parameters'
             gradients.
+
+    Raises:
+        UserError: the configuration names no model that can be built, or its cost depends on the data.
     """
 
     def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0):
         self.config, self.world, self.parts = config, world, config.engine.accumulation
-        shares = self.parts * (MASKED_EVERY if getattr(config.loss, "masked_inclusion", 0) else 1)
-        self.rows = -(-config.batch_size // (world * shares)) * shares
-        self.model, mode = fake_model(config)
-        self.model.set_grad_checkpointing(config.engine.grad_checkpointing)
-        self.text_tokens = min(text_tokens or self.model.context_length, self.model.context_length)
-        towers, rows, size = (
-            Towers(self.model, "bf16" if half else "fp32"),
-            self.rows // self.parts,
-            self.model.image_size,
-        )
+        self.rows = config.batch_size // world
+        # The first backward pass starts a thread for each kind of device. It must run here, outside the fake mode,
+        # which pretends to have other devices.
+        torch.zeros((), requires_grad=True).backward()
+        bare = replace(config, model=replace(config.model, pretrained=None, image_weights=None))
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = bare.create_model(grad_checkpointing=config.engine.grad_checkpointing)
+        self.text_tokens = min(text_tokens or model.context_length, model.context_length)
         try:
-            with mode:
-                images = torch.empty(rows, 3, size, size, dtype=torch.uint8)
-                tokens = torch.empty(rows, self.text_tokens, dtype=torch.int64)
-                masks = draw_masks(config, self.model, images, tokens, samples=0)
-                given = [images, tokens, *(mask for mask in masks if mask is not None)]
-                self._measure(lambda: towers(images, tokens, *masks), given)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                self.model = model.to_empty(device="cpu")
+                shape = self.rows // self.parts, 3, model.image_size, model.image_size
+                images = torch.empty(shape, dtype=torch.uint8)
+                tokens = torch.empty(len(images), self.text_tokens, dtype=torch.int64)
+                given = images, tokens, *draw_masks(config, model, images, tokens, samples=0)
+                self._measure(Towers(model, "bf16" if half else "fp32"), given)
         except RuntimeError as error:  # the model reads the values of a fake tensor
             raise UserError(
                 "The cost of this model cannot be computed: it depends on the values of a batch.",
                 "Measure a short run instead, with pretrain.run --stop-at-step 50.",
             ) from error
 
-    def _measure(self, forward: Callable[[], Iterable[Tensor]], given: list[Tensor]) -> None:
+    def _measure(self, towers: Towers, given: Iterable[Tensor | None]) -> None:
         def drop(parameter: Tensor) -> None:
             parameter.grad = None
 
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(drop)
-        known = [*given, *self.model.parameters(), *self.model.buffers()]
+        for parameter in (p for p in towers.parameters() if p.requires_grad):
+            parameter.register_post_accumulate_grad_hook(drop)
+        known = [*(t for t in given if t is not None), *towers.parameters(), *towers.buffers()]
         with FlopCounterMode(display=False) as counter, _Storages(known) as storages:
-            outputs = [out for out in forward() if out.requires_grad]
+            outputs = [out for out in towers(*given) if out.requires_grad]
             self.kept, self.forward_flops = storages.now, counter.get_total_flops()
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         self.most, self.flops = storages.most, counter.get_total_flops()
@@ -113,49 +109,31 @@ class StepCost:
         again = self.forward_flops if self.parts > 1 else 0
         return self.world * self.parts * (self.flops + again)
 
-    def memory(self, stage: int, gpu: bool = True) -> dict[str, int]:
-        """Bytes on a rank at a ZeRO stage, by part; with `gpu` communication overlaps the backward pass.
+    def memory(self, stage: int) -> dict[str, int]:
+        """Bytes on a rank with a GPU at a ZeRO stage, by part.
 
         As a GPU's allocator reports them: without the CUDA context, NCCL and fragmentation. Activations in bf16 are
         those of autocast on a CPU, which keeps a tenth less than on a GPU, where norms stay in float32. "peak" is what
         is held all the time, and the backward pass.
         """
         world, several = self.world, self.parts > 1
-        each = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         padded = world if stage == 3 else 1  # ZeRO 3 pads each parameter to a multiple of the ranks
-        whole, trained = (
-            FP32 * sum(-(-n // padded) * padded for n, trains in each if trains or every) for every in (True, False)
-        )
+        sizes = [(FP32 * -(-p.numel() // padded) * padded, p.requires_grad) for p in self.model.parameters()]
+        whole, trained = sum(n for n, _ in sizes), sum(n for n, is_trained in sizes if is_trained)
         share = trained // world  # of one rank
-        bucket = FP32 * BUCKET
         # Allocated as large as allowed, whatever the model's size; without ZeRO gradients are flattened once more.
-        buckets = {0: min(trained, FP32 * PLAIN_BUCKET), 3: bucket}.get(stage, bucket * (2 if gpu and world > 1 else 1))
+        buckets = {0: min(trained, FP32 * PLAIN_BUCKET), 3: FP32 * BUCKET}.get(stage, FP32 * BUCKET * min(world, 2))
         # Without accumulation ZeRO's gradients go straight into the bucket, and to the rank that steps them.
         gradients = trained if stage == 0 or (stage == 1 and several) else share
         gathered = whole if stage == 3 and world > 1 else 0  # kept until they are needed again, within 1e9 elements
         images = self.rows * (3 * self.model.image_size**2 + 8 * self.text_tokens)
         embeddings = 3 * 4 * self.rows * self.model.embed_dim * FP32 if several else 0  # of parts, of all, gradients
-        weights, optimizer = whole // world if stage == 3 else whole, share if stage else trained
-        master, average = share if stage else 0, optimizer * (self.config.ema.half_life_samples > 0)
-        held = weights + master + 2 * optimizer + average + images + gathered + embeddings
-        parts = {"weights": weights, "master": master, "moments": 2 * optimizer, "average": average}
+        parts = {"weights": whole // world if stage == 3 else whole, "master": share if stage else 0}
+        parts["moments"] = 2 * (share if stage else trained)
+        parts["average"] = parts["moments"] // 2 * (self.config.ema.half_life_samples > 0)
+        held = sum(parts.values()) + images + gathered + embeddings
         parts |= {"gradients": gradients, "buckets": buckets, "activations": self.kept}
         return parts | {"peak": held + gradients + max(self.most + (buckets if stage else 0), buckets)}
-
-
-def fake_model(config: Config) -> tuple[DualEncoder, FakeTensorMode]:
-    """The model of a configuration with fake weights, and the mode to compute with it in; draws no random number.
-
-    Raises UserError: the configuration names no model that can be built.
-    """
-    config = replace(config, model=replace(config.model, pretrained=None, image_weights=None))
-    # The first backward pass starts a thread for each kind of device. It must run here, outside the fake mode, which
-    # pretends to have other devices.
-    torch.zeros((), requires_grad=True).backward()
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = config.create_model()
-    with (mode := FakeTensorMode(allow_non_fake_inputs=True)):
-        return model.to_empty(device="cpu"), mode
 
 
 class _Storages(TorchDispatchMode):
@@ -193,9 +171,9 @@ def images_at_peak(config: Config, precision: str, world: int, device: torch.dev
     half = precision == "bf16"
     peak = world * 1e12 * PEAKS[known][0 if half else 1]
     try:
-        longest_texts = StepCost(config, world, half)
-        long, short = longest_texts.text_tokens, max(1, longest_texts.text_tokens // 4)
-        most, least = longest_texts.step_flops, StepCost(config, world, half, short).step_flops
+        cost = StepCost(config, world, half)
+        long, short = cost.text_tokens, max(1, cost.text_tokens // 4)
+        most, least = cost.step_flops, StepCost(config, world, half, short).step_flops
     except UserError:
         return None
     # Linear in the length but for attention, a small part: two lengths suffice.

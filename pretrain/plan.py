@@ -10,8 +10,8 @@ nothing. docs/pretrain.md says how to choose.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -35,10 +35,8 @@ class Plan(Config):
     Args:
         nodes: machines.
         gpus_per_node: GPUs of each, one rank on each.
-        device: of the ranks, cuda or cpu; decides precision auto and the number of buckets.
         gpu_memory_gib: memory of one GPU in GiB; warn when a rank needs more. 0 checks nothing.
         samples_per_epoch: samples in all of data.train, each times its weight; 0 reads index.json in the folders.
-        text_tokens: tokens of the longest text in a batch, to which batches are cut; 0 takes the whole context.
         gpu: its name, such as h200, whose peak the table in pretrain/cost.py has; empty for this machine's.
         peak_tflops: of one GPU at the run's precision, in TFLOP/s, from its data sheet; 0 takes that of `gpu`.
         efficiency: share of it that the run reaches, recomputation included.
@@ -47,17 +45,15 @@ class Plan(Config):
     """
 
     COMMON: ClassVar = (
-        *("nodes", "gpus_per_node", "device", "gpu", "gpu_memory_gib", "samples_per_epoch", "text_tokens"),
-        *("peak_tflops", "efficiency", "images_per_second", "json", "batch_size", "epochs", "data.train"),
-        *("model.name", "engine.zero_stage", "engine.accumulation", "engine.grad_checkpointing"),
+        *("nodes", "gpus_per_node", "gpu", "gpu_memory_gib", "samples_per_epoch", "peak_tflops", "efficiency"),
+        *("images_per_second", "json", "batch_size", "epochs", "data.train", "model.name"),
+        *("engine.zero_stage", "engine.accumulation", "engine.grad_checkpointing"),
     )
 
     nodes: PositiveInt = 1
     gpus_per_node: PositiveInt = 1
-    device: Literal["cuda", "cpu"] = "cuda"
     gpu_memory_gib: NonNegativeFloat = 0.0
     samples_per_epoch: NonNegativeInt = 0
-    text_tokens: NonNegativeInt = 0
     gpu: str | None = None
     peak_tflops: NonNegativeFloat = 0.0
     efficiency: Share = 0.35
@@ -82,20 +78,24 @@ def make_plan(o: Plan) -> dict[str, Any]:
     """The whole plan, ready for JSON; bytes, seconds and counts are plain numbers.
 
     Raises:
-        UserError: an invalid value, or neither the data nor `samples_per_epoch`.
+        UserError: what `pretrain.run` would refuse on so many ranks, or neither the data nor `samples_per_epoch`.
     """
     from pretrain.cost import StepCost
 
-    warnings, e = check_options(o), o.engine
-    half = e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda")
-    data, cost = count_data(o), StepCost(o, o.world_size, half, o.text_tokens)
-    by_stage = {f"ZeRO {stage}": cost.memory(stage, gpu=o.device == "cuda") for stage in range(4)}
+    o.check(o.world_size)
+    lanes, e = o.data.lanes or default_lanes(o.batch_size), o.engine
+    if o.batch_size % lanes or lanes % o.world_size:
+        what = f"{o.world_size} ranks cannot share {lanes} lanes of a batch of {o.batch_size}."
+        raise UserError(what, "Set data.lanes to a number that divides the batch and that the ranks divide.")
+    half, data = e.precision != "fp32", count_data(o)
+    cost = StepCost(o, o.world_size, half)
+    by_stage, warnings = {f"ZeRO {stage}": cost.memory(stage) for stage in range(4)}, []
     limit, needed = o.gpu_memory_gib * 2**30, by_stage[f"ZeRO {e.zero_stage}"]["peak"]
     if 0 < limit < needed:
         fits = " or ".join(stage for stage, m in by_stage.items() if m["peak"] <= limit)
         remedy = f"It would fit with {fits}." if fits else "It needs accumulation, grad_checkpointing or more GPUs."
         warnings.append(f"A rank needs {_size(needed)}, more than the {_size(limit)} of a GPU. {remedy}")
-    run = {name: getattr(o, name) for name in ("nodes", "gpus_per_node", "world_size", "device", "batch_size")}
+    run = {name: getattr(o, name) for name in ("nodes", "gpus_per_node", "world_size", "batch_size")}
     run |= {name: getattr(e, name) for name in ("zero_stage", "accumulation", "grad_checkpointing")}
     return {
         "parameters": count_parameters(cost.model),
@@ -119,22 +119,6 @@ def count_parameters(model) -> dict[str, int]:
     return counts | {"scalars": total - sum(counts.values()), "total": total}
 
 
-def check_options(o: Plan) -> list[str]:
-    """Warnings for settings that `pretrain.run` would refuse on so many ranks. Raises UserError: it always would."""
-    replace(o, engine=replace(o.engine, accumulation=1)).check(1)  # everything but the division into ranks and parts
-    lanes, warnings = o.data.lanes or default_lanes(o.batch_size), []
-    try:
-        o.check(o.world_size)
-    except UserError as error:
-        warnings.append(f"{error.what} {error.remedy}")
-    if o.batch_size % lanes or lanes % o.world_size:
-        warnings.append(
-            f"{o.world_size} ranks cannot share {lanes} lanes of a batch of {o.batch_size}: data.lanes must divide the "
-            "batch, and the ranks the lanes."
-        )
-    return warnings
-
-
 def count_data(o: Plan) -> dict[str, Any]:
     """Samples, steps and, for local shards, bytes; rounded as in the stream and the trainer."""
     size, per_sample = o.samples_per_epoch, None
@@ -150,10 +134,9 @@ def count_data(o: Plan) -> dict[str, Any]:
         selection = select(corpora, o.data.filter) if corpora else None
         samples = iter(selection.sizes.tolist() if selection else [s.samples for shards in corpora for s in shards])
         size = sum(int(w * sum(next(samples) for _ in shards) + 0.5) for w, shards in zip(weights, corpora))
-        if size:
-            per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(weights, corpora)) / size
+        per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(weights, corpora)) / max(1, size)
     steps = whole_steps(o, size // o.batch_size)
-    sizes = {"samples_per_epoch": size or None, "bytes_per_sample": per_sample}
+    sizes = {"samples_per_epoch": size or None, "bytes_per_sample": per_sample or None}
     return {"steps": steps, "samples": steps * o.batch_size, **sizes}
 
 
@@ -161,25 +144,21 @@ def time_needed(o: Plan, flops: float, data: dict[str, Any], half: bool) -> dict
     """Time of a run whose steps have so many FLOPs over all ranks, and the data rates at which no step waits.
 
     Raises:
-        UserError: an unknown GPU, or one beside another source of the speed.
+        UserError: an unknown GPU.
     """
     from pretrain.cost import PEAKS, find_gpu
 
-    gpu, peak, speed, how = None, o.peak_tflops, o.images_per_second, "measured"
-    if o.gpu is not None:
-        if peak or speed or o.device != "cuda":
-            what = "--gpu excludes --peak-tflops, --images-per-second and --device cpu."
-            raise UserError(what, "Leave one of them out.")
-        if (gpu := find_gpu(o.gpu)) is None:
-            what = f"The peak of the GPU '{o.gpu}' is not known.{nearest(o.gpu, PEAKS)}"
-            raise UserError(what, f"Name one of {', '.join(PEAKS)}, or pass --peak-tflops from its data sheet.")
-    elif not peak and not speed and o.device == "cuda" and torch.cuda.is_available():
+    gpu, peak, speed, how = o.gpu, o.peak_tflops, o.images_per_second, "measured"
+    if not gpu and torch.cuda.is_available():
         gpu = find_gpu(torch.cuda.get_device_name(0))
-    if gpu:
-        peak = PEAKS[gpu][0 if half else 1]
+    if gpu and not peak:
+        if (known := find_gpu(gpu)) is None:
+            what = f"The peak of the GPU '{gpu}' is not known.{nearest(gpu, PEAKS)}"
+            raise UserError(what, f"Name one of {', '.join(PEAKS)}, or pass --peak-tflops from its data sheet.")
+        peak = PEAKS[known][0 if half else 1]
     if peak and not speed:
         speed = o.world_size * 1e12 * peak * o.efficiency / (flops / o.batch_size)
-        how = f"computed, {o.efficiency:.0%} of {f'the {gpu}{chr(39)}s ' if gpu else ''}{peak:g} TFLOP/s"
+        how = f"computed, {o.efficiency:.0%} of {peak:g} TFLOP/s"
     if not speed:
         return {"flops_per_step": flops}
     seconds, size = o.batch_size / speed, data["bytes_per_sample"]
@@ -211,25 +190,20 @@ def disk(o: Plan, model, steps: int) -> dict[str, int]:
 
 def describe(plan: dict[str, Any]) -> str:
     """The plan as text."""
-    run, compute, sizes = plan["run"], plan["compute"], {name: _size(n) for name, n in plan["disk"].items()}
+    run, c, sizes = plan["run"], plan["compute"], {name: _size(n) for name, n in plan["disk"].items()}
     time, data = "pass --gpu, such as h200, or --peak-tflops (and --efficiency), or --images-per-second", ""
-    if "hours" in compute:
-        time = f"{compute['hours']:,.1f} h = {compute['gpu_hours']:,.0f} GPU hours, "
-        time += f"{compute['seconds_per_step']:.3g} s a step ({compute['images_per_second_is']})"
-        data = (
-            f", {compute['images_per_second']:,.0f} images/s, {compute['images_per_second_per_worker']:,.0f} a worker"
-        )
-        data += f", {_size(compute['bytes_per_second'])}/s" if compute["bytes_per_second"] else ""
+    if "hours" in c:
+        time = f"{c['hours']:,.1f} h = {c['gpu_hours']:,.0f} GPU hours, {c['seconds_per_step']:.3g} s a step "
+        time += f"({c['images_per_second_is']})"
+        data = f", {c['images_per_second']:,.0f} images/s, {c['images_per_second_per_worker']:,.0f} a worker"
+        data += f", {_size(c['bytes_per_second'])}/s" if c["bytes_per_second"] else ""
     rows = {
-        "ranks": f"{run['nodes']} x {run['gpus_per_node']} = {run['world_size']} ({run['device']}), "
-        f"{run['precision']}, ZeRO {run['zero_stage']}",
+        "ranks": f"{run['nodes']} x {run['gpus_per_node']}, {run['precision']}, ZeRO {run['zero_stage']}",
         "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts, "
-        f"{compute['flops_per_step'] / 1e12:,.1f} TFLOP a step",
+        f"{c['flops_per_step'] / 1e12:,.1f} TFLOP a step",
         "data": f"{run['steps']:,} steps, {run['samples']:,} samples{data}",
         "time": time,
-        "disk": ", ".join(
-            f"{name.replace('_', ' ')} {sizes[name]}" for name in ("checkpoint", "model_folder", "run_folder")
-        ),
+        "disk": "checkpoint {checkpoint}, model/ {model_folder}, run folder {run_folder}".format(**sizes),
         "parameters": ", ".join(f"{name} {n:,}" for name, n in plan["parameters"].items()),
     }
     stages = plan["memory"]

@@ -18,7 +18,6 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pretrain.config import Config
-from pretrain.engine.engine import import_deepspeed
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.runs.preemption import Preemption
@@ -29,7 +28,6 @@ def main() -> int:
     config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++, ProLIP, CLIP or SigLIP on shards.")
     with Preemption() as preemption:
         config.check(int(os.environ.get("WORLD_SIZE", "1")))
-        import_deepspeed()  # first: another import of it would print its log lines
         from pretrain.start import train
 
         return train(config, preemption)

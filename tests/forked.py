@@ -15,10 +15,8 @@ def pretraining():
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
     import pretrain.start  # noqa: F401
-    from pretrain.engine.engine import import_deepspeed
     from pretrain.run import main
 
-    import_deepspeed()
     torch.compile(len)  # DeepSpeed's first ZeRO engine imports torch's compiler, which takes seconds
     return main
 

@@ -1,52 +1,31 @@
-"""The DeepSpeed engine around the towers: its options, quiet import, process group, ZeRO settings."""
+"""The DeepSpeed engine around the towers: import without a word, process group, ZeRO settings."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
-from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 
 from pretrain.engine.state import leave_norms
 from probemb import distributed
-from probemb.cli.ranges import Minutes, Precision, Threads
 
 if TYPE_CHECKING:
+    from pretrain.config import Engine
     from probemb.models import DualEncoder
 
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it says what it finds
+warnings.filterwarnings("ignore", module="deepspeed")
+import deepspeed  # noqa: E402
+import deepspeed.ops  # noqa: E402
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# Without a GPU, init would compile a shared-memory communication kernel for a minute; gloo does that work.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Computation of a step; changes results by rounding only.
-
-    Args:
-        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
-        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 if the GPU has it.
-        accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
-        grad_checkpointing: recompute every block in the backward pass.
-        compile: torch.compile the towers.
-        deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
-        threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
-        timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
-    """
-
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Precision = "auto"
-    accumulation: PositiveInt = 1
-    grad_checkpointing: bool = False
-    compile: bool = False
-    deterministic: bool = False
-    threads: Threads = 0
-    timeout: Minutes = 30.0
 
 
 class Towers(nn.Module):
@@ -95,8 +74,6 @@ def make_engine(
 
     `persistent_elements`: ZeRO-3 leaves parameters up to this size whole on every rank.
     """
-    import deepspeed
-
     world = distributed.world_size()
     settings = {
         "train_batch_size": batch_size,
@@ -122,41 +99,12 @@ def make_engine(
     return engine
 
 
-def import_deepspeed():
-    """DeepSpeed without the output that its import prints."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    warnings.filterwarnings("ignore", module="deepspeed")
-    with _quiet_stderr():
-        import deepspeed
-        import deepspeed.ops
-
-        # Without a GPU, init would compile a shared-memory communication kernel for a minute; gloo does that work.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return deepspeed
-
-
 def start_deepspeed(timeout_minutes: float = 30, device: torch.device | None = None) -> None:
     """Join the process group that the launcher describes, or form a group of one; `device` is this rank's.
 
     A rank that waits longer than `timeout_minutes` for the others fails.
     """
-    deepspeed = import_deepspeed()
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL's collectives of objects go through the current one
     distributed.init_process_group(timeout_minutes)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
-
-
-@contextlib.contextmanager
-def _quiet_stderr():
-    """Discard stderr, of child processes too; exceptions pass."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Model
-from pretrain.engine.engine import Engine
+from pretrain.config import Config, Engine, Model
 from pretrain.masking import draw_masks
 from pretrain.objectives import ProLIP
 from probemb import Gaussian

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Model
-from pretrain.engine.engine import Engine, Towers
+from pretrain.config import Config, Engine, Model
+from pretrain.engine.engine import Towers
 from pretrain.masking import draw_masks
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.trainer import loss_and_terms

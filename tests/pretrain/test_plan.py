@@ -9,9 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import plan
-from pretrain.config import Config, Model
+from pretrain.config import Config, Engine, Model
 from pretrain.cost import StepCost
-from pretrain.engine.engine import Engine
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
 
@@ -104,8 +103,6 @@ def test_hours_follow_from_a_measured_speed_or_a_peak():
     assert computed["images_per_second"] == pytest.approx(4 * 156e12 * 64 / computed["flops_per_step"])
     named = plan.make_plan(replace(OPTIONS, gpu="a100", efficiency=0.5))["compute"]
     assert named["hours"] == computed["hours"]
-    with pytest.raises(UserError, match="--gpu"):
-        plan.make_plan(replace(OPTIONS, gpu="h200", peak_tflops=1.0))
 
 
 def test_samples_come_from_the_index_where_it_is(tmp_path):
@@ -123,16 +120,14 @@ def test_samples_come_from_the_index_where_it_is(tmp_path):
         plan.make_plan(replace(o, data=replace(data, train=str(tmp_path / "c"), weights=None)))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({}, ""),
+def test_what_would_fail_is_told():
+    for change, words in (
         ({"batch_size": 66}, "Set batch_size to 64 or 68"),
         ({"batch_size": 96, "gpus_per_node": 32}, "32 ranks cannot share 48 lanes"),
-        ({"gpu_memory_gib": 0.3}, "more than the 307.2 MiB of a GPU. It would fit with ZeRO 0"),
-    ],
-)
-def test_what_would_fail_is_a_warning(change, words):
-    warnings = plan.make_plan(replace(OPTIONS, **change))["warnings"]
-    assert bool(warnings) == bool(change)
-    assert words in " ".join(warnings)
+    ):
+        with pytest.raises(UserError) as error:
+            plan.make_plan(replace(OPTIONS, **change))
+        assert words in f"{error.value}"
+    assert plan.make_plan(OPTIONS)["warnings"] == []
+    (warning,) = plan.make_plan(replace(OPTIONS, gpu_memory_gib=0.3))["warnings"]
+    assert "more than the 307.2 MiB of a GPU. It would fit with ZeRO 0" in warning

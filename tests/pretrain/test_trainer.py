@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Model, Optimizer
-from pretrain.engine.engine import Engine
+from pretrain.config import Config, Engine, Model, Optimizer
 from pretrain.engine.state import EngineState
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.schedules import learning_rate

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Data, Evaluate
-from pretrain.engine.engine import Engine
+from pretrain.config import Config, Data, Engine, Evaluate
 from pretrain.evaluate import make_evaluators
 from probemb import create_model
 from probemb.data.captions.find import find_captions

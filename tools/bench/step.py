@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Measurement
 
-from pretrain.config import Config, Model, Optimizer
+from pretrain.config import Config, Engine, Model, Optimizer
 from pretrain.cost import images_at_peak
-from pretrain.engine.engine import Engine, make_engine, start_deepspeed
+from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.objectives import OBJECTIVES
 from pretrain.run_folder import RunFolder
 from pretrain.trainer import Trainer, make_optimizer
@@ -80,7 +80,7 @@ def used(device: str, most: bool = False) -> int:
 
 
 def configured(name: str, batch: int, objective: str, n_unc_layers: int = 1, lr: float = 1e-4, **engine) -> Config:
-    """A configuration of `batch` pairs on one rank; `engine` has settings of `pretrain.engine.engine.Engine`."""
+    """A configuration of `batch` pairs on one rank; `engine` has settings of `pretrain.config.Engine`."""
     kind = OBJECTIVES[objective]
     return Config(
         batch_size=batch,

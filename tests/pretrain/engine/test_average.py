@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Ema
-from pretrain.engine.engine import Engine
+from pretrain.config import Ema, Engine
 from pretrain.engine.state import EngineState
 from pretrain.schedules import step_weight
 from tests.pretrain.engine.test_nonfinite import BATCH, CONFIG, batch

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Optimizer
-from pretrain.engine.engine import Engine
+from pretrain.config import Config, Engine, Optimizer
 from probemb import create_model
 from probemb.errors import UserError
 from tests.ranks import run_ranks
