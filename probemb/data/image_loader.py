@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from glob import glob
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,21 @@ from probemb.data.images import decode_image
 from probemb.data.pixels import stack
 from probemb.data.reading import checked, read_npy
 from probemb.data.shards.index import expand_braces, read_index
-from probemb.data.shards.samples import IMAGE_EXTENSIONS, MAX_IMAGE_BYTES, Member, SampleSpan, group_members, walk_tar
+from probemb.data.shards.samples import (
+    IMAGE_EXTENSIONS,
+    MAX_IMAGE_BYTES,
+    Member,
+    Sample,
+    SampleSpan,
+    group_members,
+    parse_sample,
+    read_sample,
+    walk_tar,
+)
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
+T = TypeVar("T")
 REGIONS = "_ims.npy"  # end of the name of a file of regions
 CLASS_FILES = ("classes.json", "classes.txt")  # beside labelled images
 _IMAGE_FOLDERS = ("images", "flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "")
@@ -156,6 +167,27 @@ def walk_samples(tars: Sequence[Path]) -> Iterator[tuple[str, Place | None, Samp
                 image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
                 place = image and Place(prefix + span.key, str(tar), image.offset, image.size)
                 yield prefix + span.key, place, span, file
+
+
+def read_samples(
+    tars: Sequence[Path], extensions: Sequence[str], parse: Callable[[Sample], T], need_caption: bool | None = True
+) -> tuple[Images, list[T]]:
+    """The images of shards, and `parse` of each one's sample, which has the texts with these extensions.
+
+    Samples without an image are left out; those that `parse_sample` or `parse` refuses (ValueError) are in `bad`.
+    """
+    images, parsed = Images(places=[], source=str(tars[0])), []
+    for name, place, span, file in walk_samples(tars):
+        if place is None:
+            continue
+        try:
+            texts = {ext: span.parts[ext] for ext in extensions if ext in span.parts}
+            texts = read_sample(file.fileno(), span._replace(parts=texts))
+            parsed.append(parse(parse_sample({"jpg": b"-", **texts}, span.key, need_caption)))
+            images.places.append(place)
+        except (BadSample, ValueError) as error:
+            images.bad.append((name, str(error)))
+    return images, parsed
 
 
 def locate(

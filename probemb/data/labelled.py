@@ -17,7 +17,7 @@ from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 from PIL import Image
 
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_place, walk_samples
+from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_place, read_samples
 from probemb.data.reading import (
     as_list,
     as_text,
@@ -30,7 +30,7 @@ from probemb.data.reading import (
     read_lines,
     read_text,
 )
-from probemb.data.shards.samples import IMAGE_EXTENSIONS, parse_sample, read_sample
+from probemb.data.shards.samples import IMAGE_EXTENSIONS
 from probemb.errors import UserError, nearest
 
 WNID = re.compile(r"n\d{8}")
@@ -96,7 +96,7 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     if not path.exists() and not find_tars(path) and not glob(str(path)):
         raise UserError(f"The data path {data} does not exist.", remedy)
     if labels is not None:
-        found = _read_listed(path, _read_labels(Path(labels)))
+        found = _read_images(path, _read_labels(Path(labels)))
     else:
         found = next(images for read in LAYOUTS.values() if (images := read(path)) is not None)
     if not found.places:
@@ -132,24 +132,25 @@ def _images_under(path: Path) -> list[Place]:
     return places
 
 
-def _read_class_folders(path: Path) -> LabelledImages:
-    """Images whose folder, on disk or in tars, is their class."""
-    folders = _folders(path) if path.is_dir() else []
+def _read_images(path: Path, labels: dict[str, int | str] | None = None) -> LabelledImages:
+    """Images whose class is in `labels`, else their folder, on disk or in tars."""
+    folders = _folders(path) if path.is_dir() and labels is None else []
     split = next((name for name in ("val", "validation", "test", "train") if name in folders), None)
     if split and not any(map(WNID.fullmatch, folders)):
         raise UserError(f"{path} holds splits, not classes: {', '.join(folders[:5])}.", f"Say --data {path / split}.")
     marked, bad = [], []
     for place in _images_under(path):
-        mark = place.name.rpartition(":")[2].removeprefix("./").rpartition("/")[0].rpartition("/")[2]
-        if mark:
-            marked.append((mark, place))
+        inside = place.name.rpartition(":")[2].removeprefix("./")
+        mark = inside.rpartition("/")[0].rpartition("/")[2] if labels is None else labels.get(_stem(inside), "")
+        if mark == "":
+            bad.append((place.name, "it has no label, and is in no class folder"))
         else:
-            bad.append((place.name, "it is in no class folder"))
-    if bad and not marked:
-        remedy = 'Give their labels with --labels FILE, one "NAME LABEL" a line (LABEL: class index or WordNet id).'
-        raise UserError(f"{path} holds images, such as {bad[0][0]}, without class folder and KEY.cls.", remedy)
-    marks, places = map(list, zip(*sorted(marked))) if marked else ([], [])
-    return LabelledImages(places=places, marks=marks, bad=bad, folders=sorted({*marks, *folders}), source=str(path))
+            marked.append((mark, place))
+    if labels is None:
+        marked.sort()
+    marks, places = [mark for mark, _ in marked], [place for _, place in marked]
+    names = None if marks and isinstance(marks[0], int) else sorted({*marks, *folders})
+    return LabelledImages(places=places, marks=marks, bad=bad, folders=names, source=str(path))
 
 
 def _read_labels(path: Path) -> dict[str, int | str]:
@@ -177,15 +178,6 @@ def _stem(name: str) -> str:
     return base.rpartition(".")[0] if _is_image(base) else base
 
 
-def _read_listed(path: Path, labels: dict[str, int | str]) -> LabelledImages:
-    places = _images_under(path)
-    if missing := [place.name for place in places if _stem(place.name) not in labels]:
-        raise UserError(f"--labels lacks {len(missing)} of {len(places)} images, such as {missing[0]}.", "Add them.")
-    marks = [labels[_stem(place.name)] for place in places]
-    folders = sorted(set(marks)) if any(isinstance(mark, str) for mark in marks) else None
-    return LabelledImages(places=places, marks=marks, folders=folders, source=str(path))
-
-
 # ------------------------------------------------------------------------------------------------------------- shards
 
 
@@ -197,18 +189,8 @@ def _read_labelled_shards(path: Path) -> LabelledImages | None:
 
 
 def _read_shards(tars: Sequence[Path]) -> LabelledImages:
-    found = LabelledImages(places=[], marks=[], source=str(tars[0]))
-    for name, place, span, file in walk_samples(tars):
-        if place is None:
-            continue
-        try:
-            label = {ext: member for ext, member in span.parts.items() if ext == "cls"}
-            words = read_sample(file.fileno(), span._replace(parts=label))
-            found.marks.append(parse_sample({"jpg": b"-", **words}, need_caption=False).label)
-            found.places.append(place)
-        except BadSample as error:
-            found.bad.append((name, str(error)))
-    return found
+    images, marks = read_samples(tars, ("cls",), lambda sample: sample.label, need_caption=False)
+    return LabelledImages(**vars(images), marks=marks)
 
 
 def _read_benchmark(path: Path) -> LabelledImages | None:
@@ -216,27 +198,19 @@ def _read_benchmark(path: Path) -> LabelledImages | None:
 
     classnames.txt                            one name a line; the line is the label
     zeroshot_classification_templates.txt     one template a line, with {c} where the class name goes
-    test/nshards.txt                          the number of shards of a split
-    test/0.tar, test/1.tar, ...               KEY.jpg (or .png, .webp) and KEY.cls
-    dataset_type.txt                          "retrieval" of a set with KEY.txt in place of KEY.cls, without classes
+    test/nshards.txt, test/0.tar, ...         the number of shards of a split, and KEY.jpg (.png, .webp) with KEY.cls
     """
     split = path if (path / "nshards.txt").is_file() else path / "test"
-    root, count = split.parent, split / "nshards.txt"
-    kind = root / "dataset_type.txt"
-    if kind.is_file() and read_text(kind).strip() == "retrieval":
-        raise UserError(
-            f"{root} is a data set for retrieval: its images have captions and no classes.",
-            f"Evaluate it with `python -m zeroshot.retrieval --data {split if split.is_dir() else path}`.",
-        )
-    if not count.is_file() or not (root / "classnames.txt").is_file():
+    count, names, prompts = (split / "nshards.txt", split.parent / "classnames.txt",
+                             split.parent / "zeroshot_classification_templates.txt")  # fmt: skip
+    if not count.is_file() or not names.is_file():
         return None
     with checked(count, "the number of shards beside it", "Fetch the shards that are missing."):
         tars = sorted(split.glob("*.tar"), key=lambda tar: int(tar.stem))
         if not tars or len(tars) != int(read_text(count)):
             raise ValueError(f"there are {len(tars)}")
-    file = root / "zeroshot_classification_templates.txt"
-    templates = tuple(read_templates(file)) if file.is_file() else None
-    return replace(_read_shards(tars), classes=read_classes(root / "classnames.txt"), templates=templates)
+    templates = tuple(read_templates(prompts)) if prompts.is_file() else None
+    return replace(_read_shards(tars), classes=read_classes(names), templates=templates)
 
 
 # -------------------------------------------------------------------------------------------------------------- CIFAR
@@ -295,7 +269,7 @@ LAYOUTS: dict[str, Callable[[Path], LabelledImages | None]] = {
     "CIFAR's binary files": _read_cifar,
     "a data set of CLIP_benchmark": _read_benchmark,
     "webdataset shards with KEY.cls": _read_labelled_shards,
-    "a folder or tar with a folder for each class": _read_class_folders,
+    "a folder or tar with a folder for each class": _read_images,
 }
 
 # ------------------------------------------------------------------------------------------------------------ classes

@@ -29,13 +29,13 @@ from probemb.data.captions.published import (
     read_precomp,
     read_with_regions,
 )
-from probemb.data.failures import BadSample
-from probemb.data.image_loader import CLASS_FILES, REGIONS, Images, find_tars, walk_samples
+from probemb.data.image_loader import CLASS_FILES, REGIONS, Images, find_tars, read_samples
 from probemb.data.reading import AUTO, as_id, check_unique, checked, choose_split, listed, read_npz, split_name
-from probemb.data.shards.samples import TEXT_EXTENSIONS, Sample, parse_sample, read_sample
+from probemb.data.shards.samples import Sample
 from probemb.errors import UserError
 
 TRUTH = "truth.npz"  # beside shards
+MAKE_SCENES = "make the synthetic data with `python -m tools.make_scenes data/scenes`"
 _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
 
 
@@ -102,10 +102,8 @@ class CaptionDataset:
     def class_numbers(self) -> list[int]:
         """The number of each image's class, from 0. Raises UserError: the data has no classes."""
         if self.classes is None:
-            raise UserError(
-                f"{self.source} does not say of which class its images are.",
-                "Name data with classes, such as CUB, or by-class of scenes made with --class-captions.",
-            )
+            remedy = "Name data with classes, such as CUB, or by-class of scenes made with --class-captions."
+            raise UserError(f"{self.source} does not say of which class its images are.", remedy)
         numbers = {name: number for number, name in enumerate(sorted(set(self.classes)))}
         return [numbers[name] for name in self.classes]
 
@@ -131,23 +129,7 @@ def read_shards(path: Path, split: str | None, images: Path | None = None) -> Li
     if images is not None:
         raise UserError(f"{path} holds its images itself.", "Leave the image folder out, or name an annotation file.")
     tars, split = _find_shards(path, split)
-    located, entries = Images(places=[], source=str(path)), []
-    for name, place, span, file in walk_samples(tars):
-        texts = {ext: span.parts[ext] for ext in TEXT_EXTENSIONS if ext in span.parts}
-        if not texts:
-            continue
-        try:
-            texts = read_sample(file.fileno(), span._replace(parts=texts))
-            entry = _entry(parse_sample({"jpg": b"-", **texts}, span.key))
-        except (BadSample, ValueError) as error:
-            if place is not None:
-                located.bad.append((name, str(error)))
-            continue
-        if place is None:
-            located.bad.append((name, "there are captions, but no image"))
-            continue
-        entries.append(entry)
-        located.places.append(place)
+    located, entries = read_samples(tars, ("txt", "json"), _entry)
     if not entries:
         why = f" ({': '.join(located.bad[0])})" if located.bad else ""
         remedy = "Name shards with KEY.txt or KEY.json beside each image."
@@ -168,10 +150,7 @@ def _find_shards(path: Path, split: str | None) -> tuple[list[Path], str | None]
                 named += [(split_name(folder.name), tar) for tar in find_tars(folder)]
     if not named:
         what = "holds no webdataset shards" if path.is_dir() else "does not exist"
-        raise UserError(
-            f"The data path {path} {what}.",
-            "Name shards with captions, or make the synthetic data with `python -m tools.make_scenes data/scenes`.",
-        )
+        raise UserError(f"The data path {path} {what}.", f"Name shards with captions, or {MAKE_SCENES}.")
     if tars and not path.is_dir() and split == AUTO:
         split = None
     if tars and path.is_dir() and split and split_name(path.resolve().name) == split_name(split):
@@ -274,8 +253,7 @@ def _recognise(path: Path, images: Path | None) -> str:
     if found:
         remedy = f"Name the files of one, or {listed(found, 'or')} as the format where the command takes one."
         raise UserError(f"{path} holds captions in several formats: {listed(titles)}.", remedy)
-    make = "make the synthetic data with `python -m tools.make_scenes data/scenes`"
-    raise UserError(f"{path} holds no captions.", f"Name {listed(titles, 'or')}, or {make}.")
+    raise UserError(f"{path} holds no captions.", f"Name {listed(titles, 'or')}, or {MAKE_SCENES}.")
 
 
 def read_truth(file: Path, ids: Sequence[int | str], captions: Sequence[Sequence[str]]) -> Truth | None:

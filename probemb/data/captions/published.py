@@ -21,7 +21,6 @@ from probemb.data.reading import (
     check_unique,
     checked,
     choose_split,
-    is_id,
     only_file,
     parse_all,
     read_bytes,
@@ -125,16 +124,15 @@ _CUB_LIST = re.compile(r"(trainval|train|val|test)classes(\d?)\.txt")
 def read_cub(path: Path, split: str | None, images: Path | None) -> Listing:
     """CUB-200-2011 with the captions of Reed et al.: birds of 200 classes, splits by class.
 
-    FOLDER/text_c10/CLASS/NAME.txt     the captions, one a line; CLASS is 001.Black_footed_Albatross, ...
-    FOLDER/trainvalclasses.txt         a CLASS a line; testclasses.txt, and for hyperparameters trainclasses1.txt,
-                                       valclasses1.txt, ... (beside text_c10, or one folder above)
-    FOLDER/images.txt                  "NUMBER CLASS/NAME.jpg" lines (also in FOLDER/CUB_200_2011, as published)
-    FOLDER/images/CLASS/NAME.jpg       the images (also in FOLDER/CUB_200_2011)
-    FOLDER/seen_test_images.txt        optional: CLASS/NAME.jpg lines, images of the training classes that are held out
+    text_c10/CLASS/NAME.txt            the captions, one a line; CLASS is 001.Black_footed_Albatross, ...
+    trainvalclasses.txt, ...           a CLASS a line; testclasses.txt, and trainclasses1.txt, valclasses1.txt, ...
+    images.txt, images/CLASS/NAME.jpg  "NUMBER CLASS/NAME.jpg" lines, and the images
+    seen_test_images.txt               optional: CLASS/NAME.jpg lines, images of the training classes that are held out
 
-    The splits are "train" (trainvalclasses.txt without the held-out images), "val" (the held-out images, of the same
-    classes), "test" (other classes), and "train1", "val1", ... of the lists with numbers. Sources: Wah et al. 2011;
-    Reed et al. 2016; the class splits of Xian et al. 2017, as PCME uses them (§4.1.2). Raises UserError.
+    Each lies in the folder, in CUB_200_2011, or beside text_c10. The splits are "train" (trainvalclasses.txt without
+    the held-out images), "val" (the held-out images), "test" (other classes), and "train1", "val1", ... of the lists
+    with numbers. Sources: Wah et al. 2011; Reed et al. 2016; the class splits of Xian et al. 2017, as PCME uses them
+    (§4.1.2). Raises UserError.
     """
     texts = next(filter(Path.is_dir, (path / CUB_TEXTS, *sorted(path.glob(f"*/{CUB_TEXTS}")))), path / CUB_TEXTS)
     folders = [path, path / CUB_IMAGES, texts.parent]
@@ -197,10 +195,8 @@ def read_with_regions(path: Path, split: str | None, images: Path | None) -> Lis
     `NAME_truth.npz` has their truth, if it is known. Raises UserError.
     """
     if images is not None:
-        raise UserError(
-            f"{path} is read with its regions, so that the image folder {images} would not be used.",
-            "Leave the image folder out, or name the format precomp to read pixels.",
-        )
+        remedy = "Leave the image folder out, or name the format precomp to read pixels."
+        raise UserError(f"{path} is read with its regions, so that {images} would not be used.", remedy)
     file, split = _find_caps(path, split, regions=True)
     entries, _ = _read_captions(file)
     regions = read_regions(file.with_name(_stem(file) + REGIONS), [str(entry.id) for entry in entries], PER_IMAGE)
@@ -228,52 +224,39 @@ def _find_caps(path: Path, split: str | None, regions: bool) -> tuple[Path, str 
 
 def _read_captions(file: Path) -> tuple[list[Entry], bool]:
     """The captions of every image, and whether the images' ids are known; else they are numbers."""
-    lines = [line.strip()[:MAX_CAPTION_CHARS] for line in read_text(file).split("\n")]
-    if not lines[-1]:
-        lines.pop()
-    if not lines or len(lines) % PER_IMAGE:
+    lines = [line.strip()[:MAX_CAPTION_CHARS] for line in read_text(file).removesuffix("\n").split("\n")]
+    if len(lines) % PER_IMAGE:
         what = f"{file} has {len(lines)} lines, which is not {PER_IMAGE} for each image."
         raise UserError(what, "Name a *_caps.txt with five captions an image, one a line.")
-    image_ids, caption_ids = _read_ids(file, len(lines) // PER_IMAGE)
+    total = len(lines) // PER_IMAGE
+    image_ids, caption_ids = _read_ids(file, total)
     entries = []
-    for i in range(len(lines) // PER_IMAGE):
+    for i in range(total):
         rows = [k for k in range(PER_IMAGE * i, PER_IMAGE * (i + 1)) if lines[k]]
-        numbers = None if caption_ids is None else [caption_ids[k] for k in rows]
+        numbers = caption_ids and [caption_ids[k] for k in rows]
         entries.append(Entry(image_ids[i] if image_ids else f"{_stem(file)}:{i}", [lines[k] for k in rows], numbers))
     return entries, image_ids is not None
 
 
 def _read_ids(file: Path, total: int) -> tuple[list[int | str] | None, list[int] | None]:
     """(id of each image, id of each caption), either None if unknown."""
-    beside = _id_file(file)
-    if beside is None:
+    if (beside := _id_file(file)) is None:
         return None, None
-    lines = PER_IMAGE * total
+    lines, of_pcme = PER_IMAGE * total, beside.suffix == ".npy"
     with checked(beside, "a row of ids"):
-        if beside.suffix == ".npy":  # dev_caps and test_caps are the first part of PCME's splits
-            ids = read_npy(io.BytesIO(read_bytes(beside))).tolist()[: max(lines, total)]
+        if of_pcme:  # dev_caps and test_caps are the first part of PCME's splits
+            ids = [as_id(one, "an id") for one in read_npy(io.BytesIO(read_bytes(beside))).tolist()[:lines]]
         else:
-            ids = parse_all(beside, "a list of the ids of images", read_lines(beside), as_inside, "line")
-            ids = [int(one) for one in ids] if all(re.fullmatch("[0-9]{1,18}", one) for one in ids) else ids
+            ids = [as_inside(line) for line in read_lines(beside)]
+            ids = list(map(int, ids)) if all(re.fullmatch("[0-9]{1,18}", one) for one in ids) else ids
     if len(ids) == total:
         return ids, None
-    remedy = f"Put the ids that belong to {file.name} there."
-    if len(ids) != lines:
-        raise UserError(f"{beside} has {len(ids)} ids, but {file} has {total} images.", remedy)
-    fives = [ids[i : i + PER_IMAGE] for i in range(0, lines, PER_IMAGE)]
-    if all(len(set(five)) == 1 for five in fives):
-        return ids[::PER_IMAGE], None
-    if not all(map(is_id, ids)):
-        raise UserError(f"{beside} does not give five captions in a row the same image.", remedy)
-    known = _image_of_caption()
-    image_ids = [known.get(str(one)) for one in ids]
-    if None in image_ids:
-        return None, ids
-    for i, five in enumerate(fives):
-        if len(set(image_ids[PER_IMAGE * i : PER_IMAGE * (i + 1)])) > 1:
-            what = f"The captions {five[0]} to {five[-1]} of {beside} do not belong to one image of COCO."
-            raise UserError(what, remedy)
-    return image_ids[::PER_IMAGE], ids
+    image_of = list(map(_image_of_caption().get, ids)) if of_pcme else ids
+    fives = [set(image_of[i : i + PER_IMAGE]) for i in range(0, lines, PER_IMAGE)]
+    if len(ids) != lines or any(len(five) > 1 for five in fives):
+        what = f"{beside} is not a list of ids for {total} images, or for {PER_IMAGE} captions in a row of each."
+        raise UserError(what, f"Put the ids that belong to {file.name} there.")
+    return None if None in image_of else image_of[::PER_IMAGE], ids if of_pcme else None
 
 
 def _id_file(file: Path) -> Path | None:
@@ -285,12 +268,12 @@ def _id_file(file: Path) -> Path | None:
     return next((found for pattern in patterns for found in sorted(file.parent.glob(pattern))), None)
 
 
-def _image_of_caption() -> dict[str, int]:
+def _image_of_caption() -> dict[int, int]:
     """COCO's image of each annotation id of Karpathy's test split, from the package eccv_caption."""
     spec = importlib.util.find_spec("eccv_caption")
     path = spec and Path(spec.origin).parent / "data" / "original_caption_to_image.json"
     images_of = json.loads(path.read_text()) if path and path.is_file() else {}
-    return {caption: images[0] for caption, images in images_of.items()}
+    return {int(caption): images[0] for caption, images in images_of.items()}
 
 
 def _image_files(one: int | str) -> list[str]:

@@ -103,7 +103,7 @@ def test_annotation_ids_of_another_order_are_refused(tmp_path):
     found = find_captions(tmp_path, "test")
     assert (found.image_ids, found.caption_ids) == ([391895], [ids.tolist()])
     np.save(tmp_path / "coco_test_ids.npy", np.array([770337, 771687, 772707, 776154, 152106]))
-    with pytest.raises(UserError, match="do not belong to one image of COCO"):
+    with pytest.raises(UserError, match="is not a list of ids for 1 images"):
         find_captions(tmp_path, "test")
 
 
@@ -138,10 +138,10 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
     found = find_captions(write(tmp_path / "a.tar", members))
     assert found.image_ids == ["a"]
     assert dict(found.images.bad) == {
-        "b": "there are captions, but no image",
         "c": "there is no caption",
         "d": "the image_id is not a whole number from 0 on",
         "f": "a caption id is not a whole number from 0 on",
+        "g": "there is no caption",
     }
 
 

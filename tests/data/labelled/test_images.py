@@ -43,7 +43,7 @@ def test_shards_a_tar_and_folders_give_the_same_pictures(shards, folders, pictur
 def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
     members = [(f"ILSVRC2012_val_{i:08d}.JPEG", data) for i, (_, data) in enumerate(pictures)]
     tar = write_tar(tmp_path / "val.tar", members)
-    with pytest.raises(UserError, match="--labels FILE"):
+    with pytest.raises(UserError, match=r"in no class folder.* in --labels"):
         find_images(tar)
     lists = tmp_path / "val.txt"
     lists.write_text("".join(f"{name} {label}\n" for (name, _), (label, _) in zip(members, pictures)))
@@ -55,8 +55,7 @@ def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
     images = find_images(tar, lists)
     assert images.folders == [f"n0000000{i}" for i in range(N_CLASSES)]
     lists.write_text(f"{members[0][0]} 0\n")
-    with pytest.raises(UserError, match="lacks 31 of 32"):
-        find_images(tar, lists)
+    assert len(find_images(tar, lists).bad) == 31
 
 
 def test_a_thousand_wordnet_folders_are_imagenet(tmp_path, pictures):
