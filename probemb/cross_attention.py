@@ -14,8 +14,7 @@ Letters: N images, M texts, D dimensions; C items of context with c tokens, Q it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import at_least_float32
-
-Direction = Literal["t2i", "i2t"]
-Aggregation = Literal["lse", "mean", "sum", "max"]
-Norm = Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"]
+from probemb.models.options import CrossAttention, Norm
 
 BLOCK_ELEMENTS = 1 << 21  # products of tokens computed at a time: 8 MiB in float32, of which some ten copies exist
 CACHE_ELEMENTS = 1 << 18  # of these, worked on at a time by a CPU
@@ -36,24 +32,6 @@ SLOPE = 0.1  # of negative products where they are clipped (a leaky ReLU)
 EPS, TINY = 1e-8, 1e-30
 PAIRS = 32  # whose tokens are copied at a time: some megabytes
 LARGEST_EXPONENT = 30.0  # exp of it, squared and summed, is far inside float32
-
-
-@dataclass(frozen=True)
-class CrossAttention:
-    """Scoring of pairs; the defaults are SCAN's "t-i LSE".
-
-    Attributes:
-        direction: "t2i", every word attends to the regions, or "i2t", every region to the words.
-        aggregation: of a pair's cosines: "lse" (log Σ exp(lambda_lse · cos) / lambda_lse), "mean", "sum" or "max".
-        norm: of the products over the queries; "clipped" lets a tenth of negative ones through first.
-        lambda_softmax: inverse temperature of the attention; lambda_lse: of the aggregation "lse".
-    """
-
-    direction: Direction = "t2i"
-    aggregation: Aggregation = "lse"
-    norm: Norm = "clipped-l2norm"
-    lambda_softmax: float = 9.0
-    lambda_lse: float = 6.0
 
 
 class Tokens(NamedTuple):

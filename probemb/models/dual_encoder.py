@@ -13,13 +13,12 @@ import torch
 from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
-from probemb.cross_attention import CrossAttention
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import Stock
 from probemb.models.composers import create_composer
 from probemb.models.match import MatchModel
-from probemb.models.options import DEFAULTS, SAVED, ModelOptions
+from probemb.models.options import DEFAULTS, SAVED, CrossAttention, ModelOptions
 from probemb.models.towers import make_tower
 
 

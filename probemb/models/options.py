@@ -20,6 +20,27 @@ if TYPE_CHECKING:
 
 Head = Literal["clip", "gpo", "pie", "mlp", "average"]
 Uncertainty = Literal["branch", "token", "prolip-code"]
+Direction = Literal["t2i", "i2t"]
+Aggregation = Literal["lse", "mean", "sum", "max"]
+Norm = Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"]
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Scoring of pairs; the defaults are SCAN's "t-i LSE".
+
+    Attributes:
+        direction: "t2i", every word attends to the regions, or "i2t", every region to the words.
+        aggregation: of a pair's cosines: "lse" (log Σ exp(lambda_lse · cos) / lambda_lse), "mean", "sum" or "max".
+        norm: of the products over the queries; "clipped" lets a tenth of negative ones through first.
+        lambda_softmax: inverse temperature of the attention; lambda_lse: of the aggregation "lse".
+    """
+
+    direction: Direction = "t2i"
+    aggregation: Aggregation = "lse"
+    norm: Norm = "clipped-l2norm"
+    lambda_softmax: float = 9.0
+    lambda_lse: float = 6.0
 
 
 @dataclass(frozen=True)
