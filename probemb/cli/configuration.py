@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
 import os
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,6 @@ from probemb.errors import UserError, nearest, raise_together
 
 Config = TypeVar("Config")
 HELP, HELP_ALL = ("h", "help", "help_all"), "--help-all"
-WIDEST = 120
 
 
 class Option(NamedTuple):
@@ -38,10 +36,8 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
 
     Options win over files, later files over earlier ones, a file over the one that its `base` names, and all over the
     defaults. Keys may have hyphens; a switch without a value is switched on, `--no-KEY` switches off or empties, and a
-    list takes several values: `--data a b`. A field of `chosen_options` has the options of the class that another field
-    names; those of a file that names another class are left out, with a line. `--help` prints the keys in the
-    dataclass' COMMON, if it has any, and `--help-all` every key.
-    Raises UserError: unknown keys and wrong values, all of them at once; a missing or broken file.
+    list takes several values: `--data a b`. `--help` prints the keys in the dataclass' COMMON, if it has any, and
+    `--help-all` every key. Raises UserError: unknown keys and wrong values, all at once; a missing or broken file.
     """
     words = _words(sys.argv[1:] if argv is None else argv)
     files = [(path, read_file(path)) for path in _files(words)]
@@ -61,21 +57,22 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     faults, values = [], {}
     for path, content in files:
         for key, value in _flat(_of_this_class(content, chosen, path), options).items():
-            if key not in options:
+            if key in options:
+                values[key] = value
+            else:
                 faults.append(_unknown(key, f"{path} sets the unknown key {key}.{nearest(key, options)}", chosen))
-            values[key] = value
     for key, value in words:
-        off = key.removeprefix("no_") if key not in options and value is None else None
-        if off in options and key != off:
+        off = key.removeprefix("no_")
+        if key in options and (value is not None or options[key].hint is bool):
+            values[key] = True if value is None else value
+        elif key in options:
+            faults.append(UserError(f"--{key} has no value.", f"See `{prog} --help`."))
+        elif off in options and value is None:
             values[off] = False if options[off].hint is bool else None
-        elif key not in options and key != "config":
+        elif key != "config":
             near = nearest(f"--{key}", [f"--{one}" for one in options])
             faults.append(_unknown(key, f"There is no option --{key}.{near}", chosen, f"See `{prog} {HELP_ALL}`."))
-        elif value is None and options[key].hint is not bool:
-            faults.append(UserError(f"--{key} has no value.", f"See `{prog} --help`."))
-        elif key != "config":
-            values[key] = True if value is None else value
-    parsed = _parse({key: value for key, value in values.items() if key in options}, options, faults)
+    parsed = _parse(values, options, faults)
     raise_together(faults)
     return _build(config, parsed)
 
@@ -88,9 +85,7 @@ def chosen_options(by: str, classes: Mapping[str, Any], default: str) -> dict[st
 
 
 def given(key: str, argv: Sequence[str], files: bool = True, options: bool = True) -> Any:
-    """The value of a key in the options, or else in the `--config` files; None without any. `files`, `options`: whether
-    these count.
-    """
+    """The value of a key in the options, or else in the `--config` files, where these count; None without any."""
     words = _words(argv)
     return _last(key, words if options else [], [read_file(path) for path in _files(words)] if files else [])
 
@@ -241,16 +236,17 @@ def _build(config: Config, parsed: Mapping[str, Any], prefix: str = "") -> Confi
 def _print_help(prog: str, description: str, options: Mapping[str, Option], common: Sequence[str]) -> None:
     """Print the options in `common`, in its order, a name of a group for all of its keys; all where it is empty."""
     names = [name for one in common or options for name in options if name == one or name.startswith(f"{one}.")]
-    width, left = min(shutil.get_terminal_size().columns, WIDEST), max(map(len, names)) + 6
-    lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
-    for paragraph in description.split("\n"):
-        lines += textwrap.wrap(paragraph, width, subsequent_indent="    " if paragraph[0] == " " else "")
-    lines.append("")
+    more = f"{HELP_ALL} lists {len(options) - len(names)} more options. " * bool(common)
+    parser = argparse.ArgumentParser(
+        usage=f"{prog} [--config FILE] [--KEY VALUE ...]",
+        description=description,
+        epilog=f"{more}Every option can also be a key in the file that --config names.",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36),
+        add_help=False,
+    )
     for name in names:
         default, text = options[name].default, options[name].text
         text = (re.split(r"; (?![^(]*\))", text)[0] if common else f"{text} [{takes(options[name].hint)}]").rstrip(".")
         text += f" ({default})" if default not in (None, False, "", [], ()) else ""
-        first, *others = textwrap.wrap(text, max(30, width - left)) or [""]
-        lines += [f"  --{name}".ljust(left) + first, *(" " * left + line for line in others)]
-    more = f"{HELP_ALL} lists {len(options) - len(names)} more options. " * bool(common)
-    print("\n".join([*lines, "", f"{more}Every option can also be a key in the file that --config names."]))
+        parser.add_argument(f"--{name}", metavar="", help=text.replace("%", "%%"))
+    parser.print_help()

@@ -39,11 +39,8 @@ class Damaged(UserError):
 
 
 class Snapshot(NamedTuple):
-    """A training state in the memory of rank 0.
-
-    tensors   by file
-    content   of state.json, "step" among it
-    whole     {name: CPU tensor} of the module to be exported; optional
+    """A training state in the memory of rank 0: tensors by file, state.json's content ("step" among it), and the CPU
+    tensors of the module to be exported, if any.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -51,10 +48,8 @@ class Snapshot(NamedTuple):
     whole: dict[str, Tensor] | None = None
 
     def write(self, run_dir: Path | str) -> Path:
-        """Write `run_dir`/checkpoints/step-N under a hidden name, flush it to disk, rename it; not collective.
-
-        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
-        Raises OSError, with the checkpoint's name; nothing of it is left then.
+        """Write `run_dir`/checkpoints/step-N under a hidden name, flush it to disk, rename it; one of the same step is
+        replaced. Raises OSError, with the checkpoint's name; nothing of it is left then.
         """
         target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
         partial, old = (target.with_name(f".{target.name}.{ending}") for ending in ("partial", "old"))
@@ -98,10 +93,7 @@ def read_state(path: Path | str) -> dict[str, Any]:
 
 
 def read_content(path: Path, verify: bool = False) -> dict[str, Any]:
-    """state.json, checked against its own sum and the sizes of the files; `verify`: also against their sums.
-
-    Raises Damaged.
-    """
+    """state.json, checked against its own sum and the files' sizes; `verify`: also their sums. Raises Damaged."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
         own = content.pop("sha256")
@@ -157,8 +149,8 @@ def restore_replaced(run_dir: Path | str) -> None:
 
 
 def remove_after(run_dir: Path | str, step: int) -> None:
-    """Delete the checkpoints after the step that a run resumes from: they are damaged, and `prune`, which compares no
-    sums, would keep them in place of new ones. Raises OSError.
+    """Delete checkpoints after the step that a run resumes from: damaged, as `prune`, which compares no sums, cannot
+    tell. Raises OSError.
     """
     for number, path in _finished(run_dir).items():
         if number > step:
@@ -166,10 +158,8 @@ def remove_after(run_dir: Path | str, step: int) -> None:
 
 
 def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[int] = ()) -> None:
-    """Delete complete checkpoints, except the newest `keep`, those whose step is a multiple of `keep_every` (0: none),
-    and `also` those of these steps. A damaged one counts for none, and goes when it is older.
-
-    One that cannot be deleted is logged and does not stop training.
+    """Delete all checkpoints but the newest `keep`, multiples of `keep_every` (0: none), and `also` these steps; a
+    damaged one counts for none. One that cannot be deleted is logged.
     """
     found = _finished(run_dir)
     for step in superfluous(found, complete_steps(run_dir), keep, keep_every, also):

@@ -22,21 +22,9 @@ import fsspec
 
 from probemb.errors import UserError
 from probemb.files import flush
-from probemb.runs.checkpoints import (
-    OPTIMIZER,
-    RANDOM,
-    STATE,
-    WEIGHTS,
-    Damaged,
-    complete_steps,
-    read_best,
-    read_content,
-    superfluous,
-)
+from probemb.runs.checkpoints import STATE, Damaged, complete_steps, read_best, read_content, superfluous
 
 SMALL = ("config.yaml", "metrics.jsonl", "best.json")
-PAUSE = 60.0  # seconds after a failure
-ATTEMPTS_AT_END = 3
 LOCK = ".fetching"
 
 
@@ -66,13 +54,13 @@ class Copy:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first."""
         files, root = self._place
-        found = []
+        names = []
         with suppress(FileNotFoundError):
-            found = [re.search(rf"/step-(\d+)/{STATE}$", name) for name in files.find(f"{root}/checkpoints")]
-        return sorted((int(one[1]) for one in found if one), reverse=True)
+            names = files.find(f"{root}/checkpoints")
+        found = re.findall(rf"/step-(\d+)/{STATE}$", "\n".join(names), re.MULTILINE)
+        return sorted(map(int, found), reverse=True)
 
     def try_writing(self) -> None:
-        """Write a small file and remove it again."""
         files, root = self._place
         files.makedirs(root, exist_ok=True)
         files.touch(f"{root}/.writable")
@@ -85,16 +73,15 @@ class Copy:
             self.put_file(file, f"checkpoints/{folder.name}/{file.name}")
 
     def put_file(self, file: Path, name: str) -> None:
-        """Copy a file."""
         files, root = self._place
         files.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
         files.put_file(str(file), f"{root}/{name}")
 
-    def get(self, name: str, file: Path) -> None:
-        """Fetch a file, if it exists."""
+    def get(self, name: str, folder: Path) -> None:
+        """Fetch a file, or those of a checkpoint, into a folder; nothing if there are none."""
         files, root = self._place
-        if files.exists(f"{root}/{name}"):
-            files.get_file(f"{root}/{name}", str(file))
+        for found in files.find(f"{root}/{name}"):
+            files.get_file(found, str(folder / os.path.basename(found)))
 
     def remove(self, steps: Collection[int]) -> None:
         """Remove checkpoints, what makes them complete first."""
@@ -107,10 +94,10 @@ class Copy:
 
 
 class Copier:
-    """Brings a copy up to date after every `wake`, newest checkpoint first.
+    """Brings a copy up to date at every `wake`: the newest checkpoint first, those of `keep_every`, and the best; one
+    that a newer one overtakes is left out. Then the copy keeps as many as the run folder.
 
-    The newest checkpoint, those of `keep_every` and the best are copied; one that a newer one overtakes is not.
-    Afterwards the copy keeps as many as the run folder. A failure is reported and retried; it never reaches the run.
+    A failure is told, and the next `wake` tries again; it never reaches the run.
 
     Args:
         step: the step that the run resumes from: what the copy has up to it needs no other copy.
@@ -122,39 +109,25 @@ class Copier:
     ):
         self.run, self.copy, self.keep, self.keep_every, self.protected = run, copy, keep, keep_every, protected
         self.in_use: frozenset[int] = frozenset()  # the step that is being copied; its checkpoint must stay
-        self._step, self._copied = step, set[int]()
-        self._due, self._closing = threading.Event(), threading.Event()
-        # A daemon: what is not copied when a run fails, or while a server hangs, is copied by the next start.
-        self._thread = threading.Thread(target=self._work, daemon=True, name="remote-copy")
-        self._thread.start()
+        self._step, self._copied, self._thread = step, set[int](), threading.Thread()
 
     def wake(self) -> None:
         """A checkpoint, or the mark of the best one, has been written; does not wait."""
-        self._due.set()
+        if not self._thread.is_alive():
+            # A daemon: what is not copied when a run fails, or while a server hangs, is copied by the next start.
+            self._thread = threading.Thread(target=self._bring_up_to_date, daemon=True, name="remote-copy")
+            self._thread.start()
 
     def close(self, seconds: float) -> None:
         """Wait up to `seconds` until the copy is up to date or has failed; never raises."""
-        self._closing.set()
-        self._due.set()
+        if self._thread.is_alive():  # since before the last checkpoint, perhaps
+            self._thread.join(seconds)
+        self.wake()
         self._thread.join(seconds)
         if self._thread.is_alive():
             print(f"remote copy {self.copy}: not up to date after {seconds:.0f} s; --resume completes it", flush=True)
 
-    def _work(self) -> None:
-        reason, attempts = None, 0
-        while attempts < ATTEMPTS_AT_END:
-            self._due.wait(PAUSE if reason else None)
-            self._due.clear()
-            attempts += self._closing.is_set()
-            reason = self._bring_up_to_date()
-            if reason:
-                then = "it is tried again" if attempts < ATTEMPTS_AT_END else "--resume completes it"
-                print(f"remote copy {self.copy}: failed ({reason}); {then}", flush=True)
-            elif attempts:
-                return
-
-    def _bring_up_to_date(self) -> str | None:
-        """The reason of a failure, or None."""
+    def _bring_up_to_date(self) -> None:
         try:
             there = {step for step in self.copy.steps() if step in self._copied or step <= self._step}
             while (step := self._next(there)) is not None:
@@ -168,10 +141,10 @@ class Copier:
                     self.copy.put_file(self.run / name, name)
             self.copy.remove(superfluous(there, there, self.keep, self.keep_every, self.protected()))
         except Exception as error:  # any, of any package
-            return self.copy.reason(error)
+            said = f"failed ({self.copy.reason(error)}); the next checkpoint, or --resume, tries again"
+            print(f"remote copy {self.copy}: {said}", flush=True)
         finally:
             self.in_use = frozenset()
-        return None
 
     def _next(self, there: Collection[int]) -> int | None:
         """The newest step that is still to be copied."""
@@ -235,7 +208,7 @@ def _fetch(copy: Copy, run: Path, steps: list[int], tell: Callable[[str], object
     if newest is None:
         raise UserError(f"Every checkpoint in {copy} is damaged.", "Restore one, or start a new run elsewhere.")
     for name in SMALL:
-        copy.get(name, run / name)
+        copy.get(name, run)
     marked = read_best(run)
     best = [step for step in steps if marked and step == marked.step and step < newest]
     for step in [step for step in best if _fetch_step(copy, run, step, tell)] + [newest]:
@@ -250,8 +223,7 @@ def _fetch_step(copy: Copy, run: Path, step: int, tell: Callable[[str], object])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        for name in (WEIGHTS, OPTIMIZER, RANDOM, STATE):
-            copy.get(f"checkpoints/step-{step}/{name}", folder / name)
+        copy.get(f"checkpoints/step-{step}", folder)
         read_content(folder, verify=True)
     except Damaged as error:
         tell(f"{error.what} It is skipped.")

@@ -31,11 +31,10 @@ def newest_checkpoint(
 ) -> Path | None:
     """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
-    With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
-    ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `fetch` may put a
-    checkpoint into the folder, once that is known to be a run's or empty; without `trains` there are never any.
-    Raises UserError: a new run would overwrite something, such as the results of one whose checkpoints are gone, or
-    another job writes the folder.
+    `tell` gets a sentence about newer, damaged ones, or about the wait of up to `minutes` for an earlier start of this
+    job to release the folder. `fetch` may put a checkpoint into the folder, once that is known to be a run's or empty;
+    without `trains` there are never any. Raises UserError: a new run would overwrite something, or another job writes
+    the folder.
     """
     run = Path(out)
     refuse_locked(run, minutes if resume else 0.0, tell)
@@ -59,10 +58,8 @@ def newest_checkpoint(
 
 
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average: bool = False) -> None:
-    """Check that the disk has room for one more checkpoint and so many models. Raises UserError, which names both
-    sizes.
-
-    `model`: all that is trained; several networks count as one model. `average`: checkpoints have one of its weights.
+    """Raise UserError unless the disk has room for one more checkpoint and so many exported models; several networks
+    count as one `model`. `average`: checkpoints have one of its weights.
     """
     n = sum(p.numel() for p in model.parameters())
     needed = n * (BYTES_OF_CHECKPOINT + (models + average) * BYTES_OF_MODEL)
@@ -79,12 +76,9 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average
 def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...]) -> list[str]:
     """Refuse to resume with other data, another model or another recipe, unless `config.allow_changes` is set.
 
-    Args:
-        state: of the checkpoint `earlier`: its "config", and "data", the identity of its data.
-        identity: settings and data that the batches depend on.
-        free: keys of the configuration, and groups of them, that may change.
-
-    Returns the changes, "KEY: BEFORE -> NOW" each. Raises UserError, which names them.
+    `state`: of the checkpoint `earlier`, with its "config" and "data", as `identity`: what the batches depend on.
+    `free`: keys of the configuration, and groups of them, that may change. Returns the changes, "KEY: BEFORE -> NOW"
+    each. Raises UserError, which names them.
     """
     before, now = (_flat(with_absolute_paths(one, config)) for one in (state["config"], to_dict(config)))
     keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
@@ -111,10 +105,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def refuse_endless_starts(run: Path, first: int, step: int) -> None:
-    """Count a start that was asked to stop at `step` and began at the step `first`: a scheduler would repeat it
-    forever; collective.
-
-    Raises UserError on all ranks: it is the third in a row without a new step. The count begins again then.
+    """Count a start that was asked to stop at `step` and began at `first`, or a scheduler would repeat it forever;
+    collective. Raises UserError on all ranks: it is the third in a row without a new step.
     """
     count = count_start(run / ".starts", first, step) if is_main() else 0
     if all_of(count)[0] >= MAX_STARTS:
@@ -127,10 +119,7 @@ def refuse_endless_starts(run: Path, first: int, step: int) -> None:
 
 
 def take_lock(run: Path | str) -> RunLock | None:
-    """The lock of a run folder, on rank 0, and None on the others; collective.
-
-    Raises UserError on all ranks: another job holds it, or the folder cannot be written.
-    """
+    """The lock of a run folder, on rank 0; collective. Raises UserError: it is held, or cannot be written."""
     return on_main(lambda: RunLock(Path(run)), run, "Choose another --out.")
 
 
@@ -140,15 +129,8 @@ class RunOutput:
     writes.
 
     Checkpoints are written in a thread during training. A step waits for the copy to rank 0's memory, and for the
-    previous write if that is still in progress. An error of the thread is kept until `check`, which raises it on every
-    rank.
-
-    Args:
-        config: resolved; has out, wandb, keep_checkpoints and perhaps keep_every.
-        step: the step that the run resumes from.
-        steps: length of the whole run.
-        lock: of the folder, on rank 0; a folder that is deleted meanwhile ends the run.
-
+    previous write if that is still in progress. An error of the thread is kept until `check` raises it on every rank.
+    `step`: from which the run of `steps` resumes; `lock`: on rank 0, a folder that is deleted meanwhile ends the run.
     Raises UserError on all ranks: the folder cannot be written.
     """
 
@@ -193,9 +175,8 @@ class RunOutput:
         agree(failure)
 
     def write(self, take: Callable[[], Snapshot | None], then: Callable[[], None] = lambda: None) -> None:
-        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective.
-
-        Raises UserError on all ranks: the previous one could not be written.
+        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective. Raises
+        UserError: the previous one could not be written.
         """
         began = time.perf_counter()
         self.finish()
@@ -204,10 +185,7 @@ class RunOutput:
             self.start(lambda: (self._write(snapshot, paused), then()))
 
     def start(self, job: Callable[[], object]) -> None:
-        """Run a job in the thread, when nothing is being written.
-
-        The thread is not a daemon: a process that ends, also with Ctrl-C, finishes its writes.
-        """
+        """Run a job in the thread, which is no daemon: a process that ends, also with Ctrl-C, finishes its writes."""
 
         def run() -> None:
             self._failure = self._failure or self._explained(None)

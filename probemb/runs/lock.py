@@ -20,11 +20,10 @@ MAX_STARTS = 3
 
 
 class RunLock:
-    """The lock of a run folder, which is made if it is missing; the lock file names the host and process that hold it.
+    """The lock of a run folder, which is made if it is missing; it names the host and process that hold it.
 
-    It is flock's, ends with the process, and also holds between machines where the file system supports that (NFS does,
-    Lustre with `-o flock`). Without locks, a warning is printed and the run continues. Raises UserError: another job
-    holds it.
+    It is flock's, and also holds between machines where the file system supports that (NFS does, Lustre with `-o
+    flock`); elsewhere a warning is printed. Raises UserError: another job holds it.
     """
 
     def __init__(self, run: Path):
@@ -47,12 +46,10 @@ class RunLock:
 
 
 def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object] = print) -> None:
-    """Refuse a folder that another job writes; writes nothing.
+    """Refuse a folder that another job writes; writes nothing. Raises UserError, which names the host and process.
 
     Where Slurm has started this job again, the other one may be its earlier start, on a machine that Slurm has lost but
     that still runs. Its watchdog ends it; so this waits up to `minutes`, and says it through `tell`.
-
-    Raises UserError, which names the host and process.
     """
     with suppress(FileNotFoundError, NotADirectoryError), open(run / NAME, encoding="utf-8") as file:
         _take(file, fcntl.LOCK_SH, run, minutes if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 0.0, tell)

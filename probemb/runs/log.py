@@ -21,12 +21,9 @@ from probemb.files import replace_text
 
 
 class Window:
-    """Means and speed over the steps between two log lines; scalars stay on the device until then.
+    """Means and speed over the steps between two log lines; scalars stay on the `device` until then.
 
-    Args:
-        unit: the items of a batch, for the name of the speed: "images" gives images_per_second.
-        waited: seconds spent waiting for data so far.
-        device: of the scalars.
+    `unit`: items of a batch: "images" gives images_per_second; `waited`: seconds spent waiting for data so far.
     """
 
     def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu"):
@@ -47,11 +44,9 @@ class Window:
             self.counts[name] += 1
 
     def read(self, batch_size: int, steps_left: int) -> dict[str, float]:
-        """Means over steps and ranks; samples/s over all ranks, share of time waiting for data, ETA in s; memory: the
-        bytes that a rank has used at most so far (on a GPU its own, on a CPU the process'). tokens/s over all ranks,
-        if the terms have "text_tokens", the tokens of each text that a step computes.
-
-        Has no means if every step was skipped. Collective.
+        """Means over steps and ranks, none if every step was skipped; samples/s over all ranks, and tokens/s, if the
+        terms have "text_tokens", those of each text; share of time waiting for data; ETA in s; the most bytes that any
+        rank has used so far. Collective.
         """
         sums = [self.sums[name].to(self.device).double().reshape(()) / n for name, n in self.counts.items()]
         means = dict(zip(self.counts, torch.stack(sums).tolist() if sums else []))
@@ -98,12 +93,7 @@ def append_line(path: Path, values: dict) -> None:
 
 
 class RunLog:
-    """Writes to a run folder; only rank 0 has one.
-
-    Args:
-        step: the step that the run resumes from; later entries of an interrupted attempt are dropped.
-        wandb: of `start_wandb`.
-    """
+    """Writes to a run folder; only rank 0 has one. Entries of an interrupted attempt after `step` are dropped."""
 
     def __init__(self, run: Path, step: int, wandb=None):
         drop_lines_after(run / "metrics.jsonl", step)

@@ -75,8 +75,8 @@ class Watchdog:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        lost = isinstance(error, DistError) or any(word in str(error).lower() for word in BROKEN)
-        lost = self.states() if self.store and isinstance(error, RuntimeError) and lost else ""
+        broken = isinstance(error, DistError) or any(word in str(error).lower() for word in BROKEN)
+        lost = self.states() if self.store and isinstance(error, RuntimeError) and broken else ""
         self._closed.set()
         self._thread.join(self.beat)
         faulthandler.cancel_dump_traceback_later()
@@ -131,28 +131,24 @@ class Watchdog:
                 self.store.set(f"rank{self.rank}", json.dumps([self.beats, socket.gethostname(), state]))
 
     def states(self) -> str:
-        """Every rank's state, the same ones together: "rank 0, 2: computing; rank 1: …"; waits a moment to see who is
-        silent.
-        """
-        states: dict[int, str] = {}
-        keys = [f"rank{rank}" for rank in range(distributed.world_size())] if self.store else []
+        """Every rank's state, the same ones together: "rank 0, 2: computing; rank 1: …"; waits to see who is silent."""
+        states = {self.rank: self.progress.describe()}
         try:
-            posts = []
-            for wait in (0, 5) if keys else ():
-                for _ in range(wait):  # this rank's own signs of life must not end meanwhile
+            if self.store:
+                keys = [f"rank{rank}" for rank in range(distributed.world_size())]
+                self.store.set_timeout(timedelta(seconds=5))
+                before = self.store.multi_get(keys)
+                for _ in range(5):  # this rank's own signs of life must not end meanwhile
                     time.sleep(self.beat / 2)
                     self._post(self.progress.describe())
-                self.store.set_timeout(timedelta(seconds=5))
-                posts.append(self.store.multi_get(keys))
-            for rank, (old, new) in enumerate(zip(*posts)):
-                _, host, state = json.loads(new)
-                states[rank] = f"{LOST} on {host}" if old == new and not state.startswith("ended") else state
+                for rank, (old, new) in enumerate(zip(before, self.store.multi_get(keys))):
+                    _, host, state = json.loads(new)
+                    states[rank] = f"{LOST} on {host}" if old == new and not state.startswith("ended") else state
         except RuntimeError:  # the store is gone, or its process hangs
-            states = {} if distributed.launcher_has_store() else {0: LOST}
-        states[self.rank] = self.progress.describe()
+            states = {0: LOST} | states
         ranks: dict[str, list[str]] = {}
-        for rank, state in sorted(states.items()):
-            ranks.setdefault(state, []).append(str(rank))
+        for rank in sorted(states):
+            ranks.setdefault(states[rank], []).append(str(rank))
         groups = [f"rank {', '.join(who[:8])}{', …' * (len(who) > 8)}: {state}" for state, who in ranks.items()]
         groups.sort(key=lambda group: LOST not in group)
-        return "; ".join(groups[:SHOWN]) + f"; and {len(groups) - SHOWN} more" * (len(groups) > SHOWN)
+        return "; ".join([*groups[:SHOWN], *["…"] * (len(groups) > SHOWN)])
