@@ -178,7 +178,7 @@ def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> Captio
 
     flat = dataset.flat()
     moved = [[flat[caption] for caption in group] for group in groups]
-    return replace(dataset, captions=moved, caption_ids=None, scenes=None)
+    return replace(dataset, captions=moved, caption_ids=None, truth=None)
 
 
 # -------------------------------------------------------------------------------------------------- composed queries

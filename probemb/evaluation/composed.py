@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.compose import Product
-from probemb.data.compositions import KINDS, Compositions, Query, query_parts
+from probemb.data.compositions.dataset import KINDS, Compositions, Query, query_parts
 from probemb.errors import UserError
 from probemb.evaluation.embedding import EmbeddedImages, Embedder
 from probemb.evaluation.rankings import Scores, dots
@@ -61,15 +61,15 @@ def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Quer
 
     Raises UserError: the model has no composer, or too many parts cannot be read.
     """
-    composer, parts = composer_of(embedder.model), query_parts(data.images, queries)
-    images = embedder.images(parts.images, "image queries") if len(parts.images) else None
-    texts = embedder.texts(parts.texts, "text queries") if parts.texts else None
-    rows = torch.from_numpy(parts.rows)
-    place = torch.full((len(parts.images) + len(parts.texts),), -1)  # of every part among the embedded ones
+    composer, (crops, words, rows) = composer_of(embedder.model), query_parts(data.images, queries)
+    images = embedder.images(crops, "image queries") if len(crops) else None
+    texts = embedder.texts(words, "text queries") if words else None
+    rows = torch.from_numpy(rows)
+    place = torch.full((len(crops) + len(words),), -1)  # of every part among the embedded ones
     kept = torch.tensor(images.kept if images else [], dtype=torch.int64)
     place[kept] = torch.arange(len(kept))
-    place[len(parts.images) :] = len(kept) + torch.arange(len(parts.texts))
-    rows = place[torch.where(rows >= 0, rows, len(parts.images) - 1 - rows)]
+    place[len(crops) :] = len(kept) + torch.arange(len(words))
+    rows = place[torch.where(rows >= 0, rows, len(crops) - 1 - rows)]
     usable = (rows >= 0).all(1)
     given = Gaussian.cat([g for g in (images and images.gaussian, texts) if g is not None])[rows[usable]]  # (Q, k, D)
     product = composer(given.to(embedder.device.name))

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from probemb import Gaussian
 from probemb.compose import compose
-from probemb.data.compositions import Part, Query
+from probemb.data.compositions.dataset import Part, Query
 from probemb.evaluation.composed import (
     SCORES,
     ComposedQueries,

@@ -12,7 +12,7 @@ from PIL import Image
 from finetune.data import Loader, Pairs, Tuples, epoch_order
 from finetune.data import shuffle_captions as shuffle
 from probemb.data.captions.find import find_captions
-from probemb.data.compositions import Compositions, Crops, Holdings
+from probemb.data.compositions.dataset import Compositions
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
 from tests.world import picture as png
@@ -200,13 +200,16 @@ def make_queries(folder, bad=(), tuples=TUPLES):
         file = folder / f"{i}.png"
         file.write_bytes(b"no image" if i in bad else png((i, 0, 0), SIDE))
         places.append(Place(f"image {i}", str(file)))
-    pairs = np.array([(i, c) for i, mine in enumerate(HELD) for c in mine])
-    boxes = np.array([BOX if i % 2 else (np.nan,) * 4 for i in pairs[:, 0]])
-    crops = tuple(Crops(pairs[pairs[:, 1] == c, 0], boxes[pairs[:, 1] == c]) for c in range(C))
-    empty = np.empty((0, 2), np.int64)
-    concepts = tuple(f"concept {c}" for c in range(C))
-    images, holds = Images(places=places, source="made"), Holdings(pairs, N_TARGETS, C)
-    return Compositions("made", "train", images, concepts, holds, crops, np.array(tuples), empty, empty)
+    return Compositions(
+        source="made",
+        images=Images(places=places, source="made"),
+        names=[place.name for place in places],
+        splits=["train"] * N_TARGETS,
+        concepts=tuple(f"concept {c}" for c in range(C)),
+        held=[sorted(mine) for mine in HELD],
+        cut=[[(c, BOX) for c in mine] if i % 2 else None for i, mine in enumerate(HELD)],
+        tuples=np.array(tuples),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(queries):
             torch.testing.assert_close(batch.parts.mean[row, place], source.mean[index])
             torch.testing.assert_close(batch.parts.log_var[row, place], source.log_var[index])
         for column, target in enumerate(given.target_index.tolist()):
-            has_all = set(given.concepts[row].tolist()) <= set(data.holds.of_image[target].tolist())
+            has_all = set(given.concepts[row].tolist()) <= set(data.held[target])
             assert bool(batch.match[row, column]) == has_all
     assert batch.match.diagonal().all()
     assert batch.match.sum() > n  # some other target of the batch is correct too

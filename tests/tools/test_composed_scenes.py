@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from probemb.data.compositions import find_compositions
-from probemb.data.compositions.shards import read_concept_shards
+from probemb.data.compositions.find import find_compositions
+from probemb.data.compositions.readers import read_concept_shards
 from tools.make_scenes.compositions import CONCEPTS, composed_scene, groups, impossible_pairs, scene_concepts
 from tools.make_scenes.drawing import boxes, render
 
@@ -27,19 +27,18 @@ def test_concepts_are_those_of_the_objects_and_the_camera():
 def test_shards_say_what_the_pictures_show(composed_scenes):
     found = read_concept_shards(composed_scenes / "compositions", 0)
     assert [found.splits.count(split) for split in ("train", "val", "test")] == [800, 200, 200]
-    held, names = found.holdings(), list(found.concepts.values())
     everyone = [*scenes("train", 800), *scenes("val", 200), *scenes("test", 200)]
-    assert [one.tolist() for one in held.of_image] == [scene_concepts(one) for one in everyone]
+    assert found.held == [scene_concepts(one) for one in everyone]
     drawn = np.asarray(render(everyone[0], 32)).astype(int)
     assert np.abs(np.asarray(found.images.open(0)).astype(int) - drawn).mean() < 12  # JPEG
-    for concept, crops in enumerate(found.crops()):
+    for concept, crops in enumerate(found.crops):
         for crop in crops:
             one = everyone[crop.image]
             if concept >= 64:  # a setting: an empty corner
                 for other in boxes(one, 32):
                     assert any(min(crop.box[i + 2], other[i + 2]) <= max(crop.box[i], other[i]) for i in (0, 1))
             else:
-                [place] = [i for i, t in enumerate(one.things) if f"{t.colour} {t.shape}" == names[concept]]
+                [place] = [i for i, t in enumerate(one.things) if f"{t.colour} {t.shape}" == found.concepts[concept]]
                 np.testing.assert_allclose(crop.box, boxes(one, 32)[place], atol=2e-3)
 
 

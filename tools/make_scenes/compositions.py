@@ -13,9 +13,8 @@ from itertools import combinations
 from pathlib import Path
 
 from probemb.data.boxes.geometry import Box
-from probemb.data.compositions import sample_tuples
-from probemb.data.compositions.shards import CATEGORIES, read_concept_shards
-from probemb.data.compositions.tuples import COMBINATIONS
+from probemb.data.compositions.find import COMBINATIONS, sample_tuples
+from probemb.data.compositions.readers import CATEGORIES, read_concept_shards
 from probemb.data.shards.samples import encode_captions
 from tools.make_scenes.drawing import boxes, jpeg
 from tools.make_scenes.world import (
@@ -133,4 +132,4 @@ def write_combinations(folder: Path, seed: int) -> None:
     for k in (2, 3, 4):
         drawn = sample_tuples(found, k, seed, impossible=impossible_pairs(seed))
         for name in COMBINATIONS if k == 2 else ["seen"]:
-            write(COMBINATIONS[name].file.format(k), (drawn[name] + 1).tolist())
+            write(COMBINATIONS[name][1].format(k), (drawn[name] + 1).tolist())

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import yaml
 
-from probemb.data.compositions import KINDS, MAX_K, Compositions, Query, find_compositions
+from probemb.data.compositions.dataset import KINDS, Compositions, Query
+from probemb.data.compositions.find import MAX_K, find_compositions
 from probemb.data.failures import BadSample
 from probemb.errors import UserError, nearest
 from probemb.evaluation import composed
@@ -303,9 +304,7 @@ def examples(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> list[Car
         correct = set(data.targets(query.concepts).tolist())
         pictures = [one for part in query.parts for one in query_part(data, part)]
         for image in (gallery.kept[place] for place in top):
-            pictures += picture_of(
-                data.images, image, data.named(data.holds.of_image[image].tolist()), verdict(image in correct)
-            )
+            pictures += picture_of(data.images, image, data.named(data.held[image]), verdict(image in correct))
         about = f"{query.kind}: {data.named(query.concepts)}"
         cards.append(Card(about, pictures, [Cell(f"{counts[row]:,} images are correct")]))
     return cards

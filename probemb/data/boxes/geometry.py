@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 Box = tuple[float, float, float, float]
+MAX_SIDE = 100_000  # pixels of an image
+
+
+def as_size(width: object, height: object) -> tuple[int, int]:
+    """Raises ValueError: no size of an image in pixels."""
+    if not all(type(side) is int and 0 < side <= MAX_SIDE for side in (width, height)):
+        raise ValueError(f"an image has {str(width)[:20]} x {str(height)[:20]} pixels")
+    return width, height
 
 
 def iou(a: Tensor, b: Tensor) -> Tensor:

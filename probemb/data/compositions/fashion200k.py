@@ -17,9 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from probemb.data.compositions.concepts import ConceptImages
-from probemb.data.compositions.dataset import Compositions, Example, Part, Query
-from probemb.data.compositions.tuples import no_tuples
+from probemb.data.compositions.dataset import QUERIES, Compositions, Example, Part, Query
 from probemb.data.image_loader import locate
 from probemb.data.randomness import stream_of
 from probemb.data.reading import as_inside, choose_split, parse_lines
@@ -37,7 +35,7 @@ class AttributeChanges(Compositions):
 
     def concept_of(self, image: int) -> int:
         """The number of an image's description."""
-        return int(self.holds.of_image[image][0])
+        return self.held[image][0]
 
     @cached_property
     def neighbours(self) -> dict[Key, dict[int, str]]:
@@ -82,7 +80,7 @@ class AttributeChanges(Compositions):
         after = next((word for word in b if word not in a), b[-1])
         return Part(concept, source), Part(-1, text=CHANGE.format(before, after))
 
-    def sampled_queries(self, number: int = 10_000, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
+    def sampled_queries(self, number: int = QUERIES, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
         """So many changes, drawn as for training. `tuples` is of no meaning here."""
         found = []
         number = min(number, self.n_examples)
@@ -102,12 +100,11 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
         raise UserError(f"The labels of {path} list no image in the split '{split}'.", "Fetch the labels again.")
     names, texts = map(list, zip(*rows))
     located = locate([(name,) for name in names], names, path, images, [path])
-    concepts = sorted(set(texts))
-    number = {text: place for place, text in enumerate(concepts)}
-    held = [([number[text]], None) for text in texts]
-    found = ConceptImages(located, names, held, dict(enumerate(concepts)), [split] * len(names), path)
-    parts = located, tuple(concepts), found.holdings(), found.crops()
-    result = AttributeChanges(str(path), split, *parts, *[no_tuples()] * 3)
+    number = {text: place for place, text in enumerate(sorted(set(texts)))}
+    result = AttributeChanges(
+        source=str(path), images=located, names=names, splits=[split] * len(names), concepts=tuple(number),
+        held=[[number[text]] for text in texts], cut=[None] * len(names),
+    )  # fmt: skip
     file = path / "test_queries.txt"
     if split != "test" or not file.is_file():
         return result

@@ -1,37 +1,47 @@
-"""Finds the data of composed retrieval in any of its formats, recognised by its content.
+"""Finds the data of composed retrieval in any of its formats, and the combinations of concepts to ask for.
 
 find_compositions("data/composed", "train", k=2)                            composed scenes, or other shards
 find_compositions("annotations/instances_train2017.json", "test", k=3)      COCO, with newly drawn combinations
 find_compositions("data/coco_small", "test", lists="data/coco_text/mpc")    the published combinations and queries
 find_compositions("data/fashion200k", "test")                               Fashion200k, changes of an attribute
+
+A combination is feasible if enough images of every split have all of its concepts, and every split has something to cut
+image queries of each from. MPC's algorithm (supplementary A) draws k concepts until it has found enough feasible
+combinations; here all of them are found first, and drawn from: the same distribution. MPC's published lists of its COCO
+benchmark, also as .json.gz (those of other images, and of the 100 + 500 unseen pairs, are not published):
+
+FOLDER/2_cat_combinations.json              [[3, 55], ...] COCO's ids of categories; also 3_, 4_, other COMBINATIONS
+FOLDER/test_imgs.json                       [391895, ...] COCO's ids of the test images, all of train2017
+FOLDER/2_test_cases.json                    {"text_image": [{"images": [245051, 108617], "categories": [3, 55]}, ...]}
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from probemb.data.compositions.coco import find_instances, read_coco
-from probemb.data.compositions.concepts import SPLITS, ConceptImages
-from probemb.data.compositions.dataset import Compositions
+from probemb.data.compositions.dataset import SPLITS, Compositions, Crop, Part, Query, no_tuples
 from probemb.data.compositions.fashion200k import LABELS, read_fashion200k
-from probemb.data.compositions.shards import read_concept_shards, shard_splits
-from probemb.data.compositions.tuples import (
-    NUMBERS,
-    has_lists,
-    no_tuples,
-    published_queries,
-    published_tuples,
-    read_test_images,
-    sample_tuples,
-)
-from probemb.data.reading import listed, split_name
+from probemb.data.compositions.readers import find_instances, read_coco, read_concept_shards, shard_splits
+from probemb.data.randomness import stream_of
+from probemb.data.reading import as_id, checked, listed, parse_all, read_json, split_name
 from probemb.errors import UserError
 
 Setup = Literal["seen", "unseen"]
+MAX_K = 10
+COMBINATIONS = {  # how many are drawn, and the file that lists those of k concepts
+    "seen": (1000, "{}_cat_combinations.json"),  # asked for in all splits
+    "unseen_train": (100, "{}_unseen_train.json"),  # pairs of another setup
+    "unseen_test": (500, "{}_unseen_test.json"),  # pairs of that setup, of concepts of its training pairs
+    "feasible": (250, "{}_cat_combinations_zero_shot.json"),  # further pairs that are not trained on
+    "infeasible": (250, "{}_cat_combinations_impossible.json"),  # pairs that no image has
+}
+MINIMUM = (8, 2, 2)  # images of train, val and test that a feasible combination is in
+MAX_FEASIBLE = 5_000_000  # combinations; COCO has some ten thousand
 
 
 def find_compositions(
@@ -52,34 +62,31 @@ def find_compositions(
 
     Raises UserError: nothing of the kind is there, with what was looked for; malformed data; no combinations.
     """
-    path, split = Path(data), split_name(split)
+    path, split, pictures = Path(data), split_name(split), None if images is None else Path(images)
     if split not in SPLITS:
         raise UserError(f"'{split}' is no split.", f"Use {listed(SPLITS, 'or')}.")
     for given in (data, images, lists):
         if given is not None and not Path(given).exists():
             raise UserError(f"{given} does not exist.", "Check the spelling.")
-    pictures = None if images is None else Path(images)
     if any(path.glob(LABELS)):
         return read_fashion200k(path, split, pictures)
-    folder = Path(lists) if lists is not None else path if path.is_dir() and has_lists(path) else None
-    found = _read(path, pictures, seed, None if folder is None else read_test_images(folder))
-    numbers = NUMBERS if setup == "seen" else NUMBERS | {"infeasible": 0}
-    if folder is None:
-        tuples, notes = sample_tuples(found, k, seed, numbers), []
+    beside = path if any(path.glob(COMBINATIONS["seen"][1].format("*") + "*")) else None
+    folder = beside if lists is None else Path(lists)
+    found = _read(path, pictures, seed, folder)
+    tuples, notes = (sample_tuples(found, k, seed), []) if folder is None else published_tuples(found, folder, k, split)
+    if setup == "seen":
+        asked, unseen, infeasible = "seen", tuples["feasible"], tuples["infeasible"]
     else:
-        tuples, notes = published_tuples(found, folder, k, split)
-        if setup == "unseen" and not len(tuples["unseen_train"]):
-            drawn = sample_tuples(found, k, seed, numbers)
-            tuples |= {name: drawn[name] for name in ("unseen_train", "unseen_test")}
-    name = "seen" if setup == "seen" else "unseen_test" if split == "test" else "unseen_train"
-    asked, more = tuples[name], tuples["feasible"] if setup == "seen" else no_tuples()
-    if folder is None and len(asked) < numbers[name]:
-        notes.append(f"There are {len(asked):,} combinations; the benchmark has {numbers[name]:,}.")
-    here = found.split(split)
-    crops = here.crops()
-    has_crops = np.array([len(one) > 0 for one in crops])
-    rows = [one[has_crops[one].all(axis=1)] for one in (asked, more, tuples["infeasible"])]
-    if left_out := sum(map(len, (asked, more, tuples["infeasible"]))) - sum(map(len, rows)):
+        asked, unseen = "unseen_test" if split == "test" else "unseen_train", no_tuples()
+        infeasible = no_tuples() if folder is None else tuples["infeasible"]
+        if folder is not None and not len(tuples["unseen_train"]):
+            tuples |= {name: rows for name, rows in sample_tuples(found, k, seed).items() if "unseen" in name}
+    if folder is None and len(tuples[asked]) < COMBINATIONS[asked][0]:
+        notes.append(f"There are {len(tuples[asked]):,} combinations; the benchmark has {COMBINATIONS[asked][0]:,}.")
+    here = found.of_split(split)
+    has_crops = np.array([len(one) > 0 for one in here.crops])
+    rows = [one[has_crops[one].all(axis=1)] for one in (tuples[asked], unseen, infeasible)]
+    if left_out := sum(map(len, (tuples[asked], unseen, infeasible))) - sum(map(len, rows)):
         why = f"'{split}' has no image queries of one of their concepts"
         notes.append(f"{left_out:,} combinations are left out: {why}.")
     if not len(rows[0]):
@@ -88,23 +95,17 @@ def find_compositions(
             f"{found.source} has no {kind}combinations of {k} concepts in the split '{split}'.",
             "Ask for another number of concepts, or use more data.",
         )
-    result = Compositions(
-        str(found.source),
-        split,
-        here.images,
-        tuple(here.concepts.values()),
-        here.holdings(),
-        crops,
-        *rows,
-        notes=(*found.notes, *notes),
-    )
+    result = replace(here, tuples=rows[0], unseen=rows[1], infeasible=rows[2], notes=(*found.notes, *notes))
     if folder is None or split != "test" or setup == "unseen":
         return result
-    queries, left_out = published_queries(result, here, folder, tuples["seen"])
-    return replace(result, queries=queries, notes=(*result.notes, *left_out))
+    return with_published_queries(result, folder, tuples["seen"])
 
 
-def _read(path: Path, images: Path | None, seed: int, test: set[str] | None) -> ConceptImages:
+def _read(path: Path, images: Path | None, seed: int, lists: Path | None) -> Compositions:
+    """lists: the folder of MPC's lists, of which those of the test images are read."""
+    file, content = (None, None) if lists is None else _read_list(lists, "test_imgs.json")
+    with checked(file, "a list of image ids"):
+        test = content and {str(as_id(one, "an id")) for one in content}
     if (instances := find_instances(path)) is not None:
         return read_coco(instances, images, seed, test)
     if not shard_splits(path):
@@ -117,3 +118,192 @@ def _read(path: Path, images: Path | None, seed: int, test: set[str] | None) -> 
     if images is not None:
         raise UserError(f"{path} holds its images itself; {images} would not be used.", "Leave the images out.")
     return read_concept_shards(path, seed, test)
+
+
+# ------------------------------------------------------------------------------------------------- drawn combinations
+
+
+def sample_tuples(
+    found: Compositions, k: int = 2, seed: int = 0, impossible: set[tuple[int, ...]] | None = None
+) -> dict[str, np.ndarray]:
+    """Draw the benchmark's combinations; a pure function of the data, k and the seed.
+
+    Args:
+        impossible: pairs that the infeasible ones are drawn from, where the data's makers know them; those that occur
+            in an image all the same are left out.
+
+    Returns:
+        Combinations of concept numbers, (T, k) int64 in ascending order of the numbers of a row; all but the seen ones
+        are empty unless k is 2.
+
+    Raises UserError: a split is missing, or there are more than 5,000,000.
+    """
+
+    def shuffled(rows: np.ndarray, name: str) -> np.ndarray:
+        return rows[stream_of("tuples", seed, k, name).permutation(len(rows))]
+
+    numbers = {name: number for name, (number, _) in COMBINATIONS.items()}
+    feasible = feasible_tuples(found, k, MINIMUM)
+    seen = shuffled(feasible, "seen")
+    drawn = dict.fromkeys(numbers, no_tuples()) | {"seen": seen}
+    if k == 2:
+        unseen = shuffled(feasible, "unseen")
+        train, test = np.split(unseen, [numbers["unseen_train"]])
+        test = test[np.isin(test, train).all(axis=1)]
+        held = dense(found).astype(np.float32)
+        together = held.T @ held > 0
+        rows = [pair for pair in combinations(np.flatnonzero(shown(found)).tolist(), 2) if not together[pair]]
+        rows = [pair for pair in rows if impossible is None or pair in impossible]
+        infeasible = shuffled(np.array(rows, dtype=np.int64).reshape(-1, 2), "infeasible")
+        drawn |= {"feasible": seen[numbers["seen"] :], "unseen_train": train, "unseen_test": test}
+        drawn |= {"infeasible": infeasible}
+    return {name: rows[: numbers[name]] for name, rows in drawn.items()}
+
+
+def feasible_tuples(found: Compositions, k: int, minimum: tuple[int, int, int]) -> np.ndarray:
+    """All combinations of k concepts that so many images of train, val and test have, (T, k), in ascending order.
+
+    Raises UserError: a split is missing, or there are more than 5,000,000.
+    """
+    if missing := [name for name in SPLITS if name not in found.splits]:
+        what = f"{found.source} has no images in the split {missing[0]}."
+        raise UserError(what, "Name the folder that holds all three splits.")
+    held = dense(found) & shown(found)  # (N, C)
+    member = np.stack([np.array(found.splits) == name for name in SPLITS]).astype(np.float32)  # (3, N)
+    least = np.array(minimum)[:, None]
+    rows: list[tuple[int, ...]] = []
+
+    def extend(prefix: tuple[int, ...], images: np.ndarray) -> None:
+        """Every feasible combination begins with feasible shorter ones."""
+        first = prefix[-1] + 1 if prefix else 0
+        part = held[images, first:]
+        counts = member[:, images] @ part.astype(np.float32)  # (3, C - first), exact below 2^24
+        for column in np.flatnonzero((counts >= least).all(axis=0)).tolist():
+            longer = (*prefix, first + column)
+            if len(longer) < k:
+                extend(longer, images[part[:, column]])
+            else:
+                rows.append(longer)
+        if len(rows) > MAX_FEASIBLE:
+            what = f"{found.source} has more than {MAX_FEASIBLE:,} combinations of {k} concepts."
+            raise UserError(what, "Ask for shorter combinations.")
+
+    extend((), np.arange(len(found)))
+    return np.array(rows, dtype=np.int64).reshape(-1, k)
+
+
+def dense(found: Compositions) -> np.ndarray:
+    """The concepts of each image, (N, C) bool."""
+    held = np.zeros((len(found), len(found.concepts)), dtype=bool)
+    for row, own in zip(held, found.held):
+        row[own] = True
+    return held
+
+
+def shown(found: Compositions) -> np.ndarray:
+    """Mask of the concepts with image queries in every split: (C,) bool."""
+    splits = np.array(found.splits)
+    return np.array([{*splits[crops.images]} >= {*SPLITS} for crops in found.crops])
+
+
+# --------------------------------------------------------------------------------------------------- published lists
+
+
+def _read_list(folder: Path, name: str) -> tuple[Path, object]:
+    """The content of a list, also gzipped; None if it is not there. Raises UserError."""
+    file = next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
+    return (folder / name, None) if file is None else (file, read_json(file))
+
+
+def read_tuples(folder: Path, name: str, k: int, number: dict[int, int]) -> np.ndarray:
+    """The combinations of a list as numbers of concepts, (T, k) int64, none if it is not there. Raises UserError.
+
+    Args:
+        name: of COMBINATIONS; number: of each concept by its id.
+    """
+    file, content = _read_list(folder, COMBINATIONS[name][1].format(k))
+
+    def parse(row: list) -> tuple[int, ...]:
+        concepts = tuple(sorted({number[one] for one in row}))
+        if len(row) != k or len(concepts) < k:
+            raise ValueError(f"{str(row)[:80]} is no combination of {k} categories")
+        return concepts
+
+    rows = parse_all(file, "a list of combinations", content or (), parse)
+    return np.array(list(dict.fromkeys(rows)), dtype=np.int64).reshape(-1, k)
+
+
+def published_tuples(found: Compositions, lists: Path, k: int, split: str) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The combinations of the lists that images here have, and sentences on those that are left out.
+
+    Seen ones have an image in "train" and in the split, others in the split that they are asked for in; infeasible ones
+    have none in any split. Raises UserError: no list of seen combinations of k.
+    """
+    needed = {
+        "seen": {"train", split},
+        "unseen_train": {"train" if split == "test" else split},
+        "unseen_test": {"test"},
+        "feasible": {split},
+        "infeasible": set(),
+    }
+    parts = {part: found.of_split(part) for part in set().union(*needed.values())}
+    kept, notes = {}, []
+    for name, where in needed.items():
+        rows = read_tuples(lists, name, k, found.number)
+        if where:
+            here = [all(len(parts[part].targets(row)) for part in where) for row in rows]
+            why = f"no image in {' or '.join(sorted(where))} has them"
+        else:
+            here, why = [not len(found.targets(row)) for row in rows], "an image has them"
+        kept[name] = rows[np.array(here, dtype=bool)]
+        if left_out := len(rows) - len(kept[name]):
+            file = COMBINATIONS[name][1].format(k)
+            notes.append(f"{left_out:,} of the {len(rows):,} of {file} are left out: {why}.")
+    if not len(kept["seen"]):
+        what = f"No combination of {lists / COMBINATIONS['seen'][1].format(k)} has an image in train and in {split}."
+        raise UserError(what, "Use more images, or ask for another number of concepts.")
+    return kept, notes
+
+
+def with_published_queries(data: Compositions, lists: Path, seen: np.ndarray) -> Compositions:
+    """The data with the published test queries whose images and targets are here; the same where there is no list.
+
+    A part that is an image is the largest crop of its category in the published image.
+
+    Args:
+        seen: (T, k) combinations that training images have; queries of others would pass for seen ones.
+    """
+    file, content = _read_list(lists, f"{data.k}_test_cases.json")
+    if content is None:
+        return data
+    row_of = {name: row for row, name in enumerate(data.names)}
+    trained, what = set(map(tuple, seen.tolist())), "a list of queries by the kinds of their parts"
+
+    def part(kind: str, concept: int, image: int) -> Part | None:
+        """None: the concept or the image is not here."""
+        if concept < 0:
+            return None
+        if not {"text": False, "image": True}[kind]:
+            return data.text_part(concept)
+        crops = data.crops[concept]
+        in_image = [crops[row] for row in np.flatnonzero(crops.owners == image)]
+        return Part(concept, *max(in_image, key=area)) if in_image else None
+
+    def area(crop: Crop) -> float:
+        left, top, right, bottom = crop.box or (0.0, 0.0, 0.0, 0.0)
+        return (right - left) * (bottom - top)
+
+    def parse(case: tuple[str, dict]) -> Query | None:
+        concepts = [data.number.get(one, -1) for one in case[1]["categories"]]
+        images = [row_of.get(str(one), -1) for one in case[1]["images"]]
+        parts = tuple(map(part, case[0].split("_"), concepts, images))
+        asked = tuple(sorted(concepts))
+        usable = len(parts) == data.k and None not in parts and asked in trained and len(data.targets(asked))
+        return Query(parts, asked) if usable else None
+
+    with checked(file, what):
+        cases = [(kinds, row) for kinds, rows in content.items() for row in rows]
+    found = parse_all(file, what, cases, parse)
+    why = "their images or targets are not here, or no training image has their combination"
+    note = f"{len(cases) - len(found):,} of {len(cases):,} published queries are left out: {why}."
+    return replace(data, queries=found or None, notes=(*data.notes, *[note] * (len(found) < len(cases))))

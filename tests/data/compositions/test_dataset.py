@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from probemb.data.compositions import Compositions, Crops, Holdings, query_parts
+from probemb.data.compositions.dataset import Compositions, query_parts
 from probemb.data.image_loader import Images, Place
 from probemb.data.randomness import stream_of
 from tests.world import picture
@@ -12,24 +12,20 @@ from tests.world import picture
 N, C = 40, 6
 RANDOM = np.random.RandomState(0)
 HELD = [set(RANDOM.choice(C, 3, replace=False).tolist()) for _ in range(N)]
-PAIRS = np.array([(i, c) for i, mine in enumerate(HELD) for c in mine])
 TUPLES = np.array([(0, 1), (1, 2), (3, 5)])
 
 
-def made(crops=None, places=None):
-    empty = np.empty((0, 2), dtype=np.int64)
-    whole = tuple(Crops(PAIRS[PAIRS[:, 1] == c, 0], np.full(((PAIRS[:, 1] == c).sum(), 4), np.nan)) for c in range(C))
+def made(box=None, places=None):
     places = places or [Place(f"image {i}", "none") for i in range(N)]
     return Compositions(
         images=Images(places=places, source="made"),
+        names=[place.name for place in places],
+        splits=["test"] * N,
         concepts=tuple(f"concept {c}" for c in range(C)),
-        holds=Holdings(PAIRS[::-1].repeat(2, axis=0), N, C),
-        crops=crops or whole,
+        held=[sorted(mine) for mine in HELD],
+        cut=[None if box is None else [(c, box(i)) for c in mine] for i, mine in enumerate(HELD)],
         tuples=TUPLES,
-        unseen=empty,
-        infeasible=empty,
         source="made",
-        split="test",
     )
 
 
@@ -81,21 +77,18 @@ def test_the_table_of_parts_has_each_part_once(tmp_path):
     for i in range(N):
         (tmp_path / f"{i}.png").write_bytes(picture((i, 0, 0), size=8))
         places.append(Place(f"image {i}", str(tmp_path / f"{i}.png")))
-    boxes = np.array([(0, 0, 4.2, 3), (2, 2, 8, 8)])
-    crops = tuple(Crops(PAIRS[PAIRS[:, 1] == c, 0][:2], boxes) for c in range(C))
-    data = made(crops=crops, places=places)
+    data = made(lambda i: [(0, 0, 4.2, 3), (2, 2, 8, 8)][i % 2], places)
     queries = data.sampled_queries(30)
-    table = query_parts(data.images, queries)
-    assert table.rows.shape == (30, 2)
-    assert len(set(table.texts)) == len(table.texts)
-    used = table.rows[table.rows >= 0]
-    assert sorted(set(used.tolist())) == list(range(len(table.images)))
-    for query, row in zip(queries, table.rows):
+    images, texts, rows = query_parts(data.images, queries)
+    assert rows.shape == (30, 2)
+    assert len(set(texts)) == len(texts)
+    assert sorted(set(rows[rows >= 0].tolist())) == list(range(len(images)))
+    for query, row in zip(queries, rows):
         for part, place in zip(query.parts, row):
             if not part.is_image:
-                assert table.texts[-place - 1] == part.text
+                assert texts[-place - 1] == part.text
                 continue
-            found = table.images.open(place)
+            found = images.open(place)
             assert found.getpixel((0, 0)) == (part.image, 0, 0)
             assert found.size == ((5, 3) if part.box[0] == 0 else (6, 6))
-            assert table.images.places[place].file == places[part.image].file
+            assert images.places[place].file == places[part.image].file

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from probemb.data.compositions import find_compositions
+from probemb.data.compositions.find import find_compositions
 from probemb.data.randomness import stream_of
 from tests.world import picture, save
 
@@ -53,7 +53,7 @@ def test_training_examples_change_one_word(folder):
         assert image.image == data.sources[row % 6]
         before, after = texts[image.image], texts[target]
         assert [data.concepts[one] for one in concepts] == [after]
-        assert list(concepts) == data.holds.of_image[target].tolist()
+        assert list(concepts) == data.held[target]
         [x] = [word for word in before.split() if word not in after.split()]
         [y] = [word for word in after.split() if word not in before.split()]
         assert change.text == f"replace {x} with {y}"

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from probemb.data.compositions import find_compositions
-from probemb.data.compositions.shards import read_concept_shards
+from probemb.data.compositions.find import find_compositions
+from probemb.data.compositions.readers import read_concept_shards
 from tests.world import picture, write_tar
 
 CATEGORIES = [{"id": 4, "name": "ring"}, {"id": 2, "name": "bear"}, {"id": 9, "name": "fox"}]
@@ -38,14 +38,14 @@ def folder_of(tmp_path, rows):
 
 def test_boxes_are_those_of_the_stored_image(tmp_path):
     found = read_concept_shards(folder_of(tmp_path, [row(i) for i in range(6)]), 0)
-    assert found.concepts == {2: "bear", 4: "ring", 9: "fox"}
+    assert (found.concepts, found.number) == (("bear", "ring", "fox"), {2: 0, 4: 1, 9: 2})
     assert found.names == [str(1000 + i) for i in range(6)]
-    bears, rings, foxes = found.crops()
+    bears, rings, foxes = found.crops
     assert list(bears) == [(i, (2.0, 2.0, 12.0, 6.0)) for i in range(6)]  # half the size, no groups
     assert [crop.image for crop in rings] == [1, 2, 4, 5]
     assert rings[0].box == (5.0, 1.0, 7.0, 3.0)
     assert len(foxes) == 0  # less than a pixel
-    assert [one.tolist() for one in found.holdings().of_image[:3]] == [[0, 2], [0, 1], [0, 1]]
+    assert found.held[:3] == [[0, 2], [0, 1], [0, 1]]
     assert not found.notes
 
 

@@ -5,9 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from probemb.data.compositions import ConceptImages, sample_tuples
-from probemb.data.compositions.concepts import draw_splits
-from probemb.data.compositions.tuples import feasible_tuples
+from probemb.data.compositions.dataset import Compositions
+from probemb.data.compositions.find import COMBINATIONS, feasible_tuples, sample_tuples
+from probemb.data.compositions.readers import draw_splits
 from probemb.data.image_loader import Images, Place
 
 SPLITS = ("train", "val", "test")
@@ -22,11 +22,12 @@ def world(n=400, concepts=12, seed=0):
         mine = set(random.choice(concepts, random.randint(1, 8), replace=False, p=weights / weights.sum()).tolist())
         held.append(mine - {0, 1} if concepts - 1 in mine else mine)
     names = [str(i) for i in range(n)]
-    return held, ConceptImages(
+    return held, Compositions(
         images=Images(places=[Place(name, "none") for name in names], source="made"),
         names=names,
-        held=[(sorted(mine), None) for mine in held],
-        concepts={i: f"c{i}" for i in range(concepts)},
+        held=[sorted(mine) for mine in held],
+        cut=[None] * n,
+        concepts=tuple(f"c{i}" for i in range(concepts)),
         splits=draw_splits(names, seed),
         source="made",
     )
@@ -48,9 +49,11 @@ def test_feasible_combinations_are_those_that_counting_finds(k, minimum):
     assert feasible_tuples(FOUND, k, minimum).tolist() == [list(one) for one in expected]
 
 
-def test_drawn_combinations_keep_the_rules_of_the_benchmark():
+def test_drawn_combinations_keep_the_rules_of_the_benchmark(monkeypatch):
     numbers = {"seen": 15, "unseen_train": 8, "unseen_test": 4, "feasible": 3, "infeasible": 2}
-    drawn = sample_tuples(FOUND, 2, 1, numbers)
+    for name, number in numbers.items():
+        monkeypatch.setitem(COMBINATIONS, name, (number, "x"))
+    drawn = sample_tuples(FOUND, 2, 1)
     sets = {name: [tuple(row) for row in rows.tolist()] for name, rows in drawn.items()}
     assert {name: len(rows) for name, rows in sets.items()} == numbers
     for rows in sets.values():
