@@ -23,7 +23,7 @@ from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
 from probemb.data.pixels import stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
-from probemb.data.workers import describe_process, end_workers, make_loader, next_batch, start_workers
+from probemb.data.workers import end_workers, make_loader, name_workers, next_batch, start_workers
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # rows
@@ -300,9 +300,7 @@ class Loader:
 
     def waiting_for(self) -> str:
         """The workers that prepare batches, with what keeps them from it."""
-        workers = enumerate(getattr(self._batches, "_workers", ()))
-        named = (f"data-worker-{i} ({describe_process(worker.pid)})" for i, worker in workers)
-        return ", ".join(["waiting for data", *named])
+        return ", ".join(["waiting for data", *name_workers(self._batches)])
 
     def close(self) -> None:
         """End the workers; dropping the loader or ending the interpreter does the same."""

@@ -217,7 +217,6 @@ def describe(config: Config, engine, run: Prepared, world: int) -> str:
         f"{config.model.head}",
         data=f"{samples}, {order.lanes} lanes, {order.steps} steps an epoch"
         + (f"; filter: {chosen.describe()}" if chosen else ""),
-        **(chosen.describe_lists() if chosen else {}),
         engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {run.precision}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
         **average,

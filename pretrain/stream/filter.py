@@ -88,31 +88,24 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
 
 
 class Selection:
-    """The kept samples of several corpora.
-
-    Args:
-        corpora: the shards of each.
-        filter: the rules; at least one is set.
+    """The kept samples of several corpora, each given by its shards; at least one rule of the filter is set.
 
     Attributes:
         sizes: kept samples in each shard of all corpora, (n,) int64.
         kept: their sum.
-        left_out: samples that each rule alone leaves out, by its name.
 
-    Raises:
-        UserError: a column, score or file of keys is missing; nothing is kept; a list has a key that is in several
-            corpora.
+    Raises UserError: a column, score or file of keys is missing; nothing is kept; a list has a key that is in several
+    corpora.
     """
 
     def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
         _check(filter, len(corpora))
-        self.filter, self.left_out, masks = filter, Counter(), []
+        self.filter, self._left_out, masks = filter, Counter(), []
         self._lists = {name: KeyList(getattr(filter, name)) for name in LISTS if getattr(filter, name)}
         for number, shards in enumerate(corpora):
             mask = np.ones(sum(shard.samples for shard in shards), bool)
-            columns = filter.columns and filter.columns[number]
-            for name, verdict in self._judge(shards, number, filter.of_corpus(number), columns).items():
-                self.left_out[name] += len(mask) - int(np.count_nonzero(verdict))
+            for name, verdict in self._judge(shards, number).items():
+                self._left_out[name] += len(mask) - int(np.count_nonzero(verdict))
                 mask &= verdict
             masks.append(mask)
         self._kept = np.concatenate(masks)
@@ -120,12 +113,13 @@ class Selection:
         counted = np.concatenate([[0], np.cumsum(self._kept)])[self._stops]
         self.sizes, self.kept = np.diff(counted), int(counted[-1])
         for keys in self._lists.values():
-            keys.check()
+            keys.refuse_ambiguous()
         if not self.kept:
             raise UserError(f"The filter leaves no sample: {self.describe()}.", "Loosen the rules of data.filter.")
 
-    def _judge(self, shards: Sequence[Shard], number: int, filter: Filter, columns: str | None) -> dict:
+    def _judge(self, shards: Sequence[Shard], number: int) -> dict[str, np.ndarray]:
         """By rule, the samples of a corpus that it keeps."""
+        filter, columns = self.filter.of_corpus(number), self.filter.columns and self.filter.columns[number]
         bounds = {name: getattr(filter, name) for name in RULES if getattr(filter, name) is not None}
         names = {column for name in bounds for column in RULES[name][0]} | ({"key"} if self._lists else set())
         stored = {name: f"{SCORE}{filter.score}" if name == "score" else name for name in sorted(names)}
@@ -147,14 +141,12 @@ class Selection:
         return f"{', '.join(f'{name} {value}' for name, value in rules.items())} ({self.kept:,} kept, {digest})"
 
     def describe(self) -> str:
-        """The kept share, and what each rule leaves out, in one line."""
-        total = len(self._kept)
-        rules = ", ".join(f"{name} {self.left_out[name]:,}" for name in self.filter.rules if name != "score")
-        return f"{self.kept:,} of {total:,} samples kept ({self.kept / total:.1%}); left out by {rules}"
-
-    def describe_lists(self) -> dict[str, str]:
-        """For `keep` and `drop`, what of the list is in the data, in one line."""
-        return {name: keys.describe() for name, keys in self._lists.items()}
+        """The kept share, and what each rule alone leaves out, in one line."""
+        total, rules = len(self._kept), {name: f"{count:,}" for name, count in self._left_out.items()}
+        for name, keys in self._lists.items():
+            rules[name] += f" ({keys.count(keys.NOWHERE):,} of its {keys.count():,} keys are not in the data)"
+        listed = ", ".join(f"{name} {rules[name]}" for name in self.filter.rules if name in rules)
+        return f"{self.kept:,} of {total:,} samples kept ({self.kept / total:.1%}); left out by {listed}"
 
     def places(self, shard: int) -> np.ndarray:
         """Indices of the kept samples in a shard, ascending, (sizes[shard],) int32."""
@@ -174,7 +166,7 @@ class KeyList:
     NOWHERE, SEVERAL = -1, -2  # in place of the number of the corpus that has a key
 
     def __init__(self, path: str):
-        self.path, self.samples = path, 0
+        self.path = path
         lines = defaultdict(lambda: array("Q"))  # by what they have before the key
         try:
             with open(path, encoding="utf-8", errors="surrogateescape") as file:
@@ -202,27 +194,20 @@ class KeyList:
                 found[start:stop] |= listed
                 before = corpus[at[listed]]
                 corpus[at[listed]] = np.where(np.isin(before, (self.NOWHERE, number)), number, self.SEVERAL)
-        self.samples += int(np.count_nonzero(found))
         return found
 
-    def check(self) -> None:
-        """Raise UserError if no key is in the data, or one is in several corpora."""
-        corpus = np.concatenate([[], *self._corpus.values()])
-        if (corpus == self.NOWHERE).all():
-            remedy = "Write one key a line as the tars have it: KEY, SHARD.tar/KEY or FOLDER/SHARD.tar/KEY."
-            raise UserError(f"Not one key of {self.path} occurs in the data.", remedy)
-        if several := np.count_nonzero(corpus == self.SEVERAL):
+    def count(self, *marks: int) -> int:
+        """Different lines, or those with one of these marks: `NOWHERE`, `SEVERAL`."""
+        return sum(int(np.isin(corpus, marks).sum()) if marks else len(corpus) for corpus in self._corpus.values())
+
+    def refuse_ambiguous(self) -> None:
+        """Raise UserError if a key is in several corpora."""
+        if several := self.count(self.SEVERAL):
             raise UserError(
-                f"{several:,} of the {len(corpus):,} keys of {self.path} are in more than one corpus of data.train.",
+                f"{several:,} of the {self.count():,} keys of {self.path} are in more than one corpus of data.train.",
                 "Write FOLDER/SHARD.tar/KEY, as log_samples does, with as much of the path as tells the corpora apart, "
                 "and a line for each corpus that is meant.",
             )
-
-    def describe(self) -> str:
-        """One line on how much of the list is in the data."""
-        corpus = np.concatenate([*self._corpus.values()])
-        share = f"{np.count_nonzero(corpus == self.NOWHERE):,} of {len(corpus):,} keys are not in the data"
-        return f"{Path(self.path).name}: {share}; samples listed: {self.samples:,}"
 
 
 def _check(filter: Filter, corpora: int) -> None:

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -31,18 +31,27 @@ from probemb.errors import UserError
 FETCHES = 4  # at a time, in the background
 _CAPTION, _TRANSFORM = 11, 12  # uses of random numbers
 _LONGEST_REASON = 300
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OpenShard:
     """An open tar; samples are numbered as in `tools.shards`.
 
-    Places are kept in arrays, as Python objects would take about a kilobyte a sample.
+    Places are kept in arrays, as Python objects would take about a kilobyte a sample. Raises BadShard, OSError; with
+    `verify` UserError: another SHA-256 than its index says.
     """
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, shard: Shard, verify: bool):
         self._file = file
         samples, _ = list_samples(file)
+        if (size := file.seek(0, 2)) != shard.bytes:  # after the walk, which says more of a damaged tar
+            raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")
+        file.seek(0)
+        if verify and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+            raise UserError(
+                f"{shard.path} has other content than when it was indexed (another SHA-256).",
+                "Fetch it again, or bring the index up to date with `python -m tools.shards index`.",
+            )
         kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._keys = [sample.key for sample in samples]
         self._extensions = [kinds.setdefault(tuple(sample.parts), tuple(sample.parts)) for sample in samples]
@@ -62,14 +71,6 @@ class OpenShard:
             raise _unreadable(key, error) from None
 
 
-class Example(NamedTuple):
-    """Content of a row."""
-
-    image: torch.Tensor  # (3, H, W) uint8 or float32
-    tokens: torch.Tensor  # (L,) int64
-    key: str  # "shard/key", for logs
-
-
 class Samples:
     """Samples by shard, index and pass over the corpus.
 
@@ -78,6 +79,7 @@ class Samples:
 
     Attributes:
         labels: readable names of the shards.
+        reading: the number of the shard that is read, (1,) int64.
     """
 
     def __init__(
@@ -96,10 +98,12 @@ class Samples:
         self._limit, self._cache, self._crop = limit, cache, find_crop(transform)
         self._open: OrderedDict[int, OpenShard | str] = OrderedDict()
         self._fetches: dict[int, Future[BinaryIO]] = {}
+        self.reading = np.array([-1])
         self._turns = threading.Semaphore(FETCHES)
 
-    def read(self, shard: int, index: int, visit: int) -> Example:
-        """Raises BadSample: it cannot be used; UserError: the shard has other content than its index says."""
+    def read(self, shard: int, index: int, visit: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+        """Image (3, H, W), tokens (L,), and "shard/key" for logs. Raises BadSample; UserError: another SHA-256."""
+        self.reading[0] = shard
         key, parts = self._shard(shard).read(index)
         try:
             sample = parse_sample(parts, key)
@@ -110,7 +114,7 @@ class Samples:
             caption = sample.captions[which if self.data.captions == "random" else 0]
             seed()
             name = printable(f"{self.labels[shard]}/{key}")
-            return Example(self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0], name)
+            return self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0], name
         except BadSample as error:
             raise BadSample(f"{key}: {error}") from None
         except (UserError, MemoryError):
@@ -119,10 +123,11 @@ class Samples:
             reason = f"the transform or tokenizer failed ({type(error).__name__}: {error})"
             raise BadSample(f"{key}: {reason}") from None
 
-    def prepare(self, numbers: Iterable[int]) -> list[Future[BinaryIO]]:
+    def prepare(self, numbers: Iterable[int]) -> None:
         """Fetch the remote shards that are not open, in this order and in the background."""
-        remote = [n for n in numbers if n not in self._open and isinstance(self.shards[n].path, Remote)]
-        return list(map(self._fetch, remote))
+        for number in numbers:
+            if number not in self._open and isinstance(self.shards[number].path, Remote):
+                self._fetch(number)
 
     def close(self) -> None:
         """Close all shards."""
@@ -132,34 +137,23 @@ class Samples:
         if number not in self._open:
             while len(self._open) >= self._limit:
                 self._open.popitem(last=False)  # and no other reference keeps it open
+            shard = self.shards[number]
             try:
-                self._open[number] = self._open_shard(self.shards[number], number)
+                self._open[number] = OpenShard(self._file(number), shard, self.data.verify_hash)
             except BadSample as error:
                 self._open[number] = str(error)
+            except OSError as error:
+                self._open[number] = str(_unreadable(str(shard.path), error))
         self._open.move_to_end(number)
         if isinstance(opened := self._open[number], str):
             raise BadShard(opened)
         return opened
 
-    def _open_shard(self, shard: Shard, number: int) -> OpenShard:
-        try:
-            if isinstance(shard.path, Remote):
-                self._fetch(number)
-                file = self._fetches.pop(number).result()
-            else:
-                file = open(shard.path, "rb", buffering=0)  # noqa: SIM115  stays open
-            opened = OpenShard(file)  # first, as it says more of a damaged tar
-            if (size := file.seek(0, 2)) != shard.bytes:
-                raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")
-            file.seek(0)
-            if self.data.verify_hash and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise UserError(
-                    f"{shard.path} has other content than when it was indexed (another SHA-256).",
-                    "Fetch it again, or bring the index up to date with `python -m tools.shards index`.",
-                )
-            return opened
-        except OSError as error:
-            raise _unreadable(str(shard.path), error) from None
+    def _file(self, number: int) -> BinaryIO:
+        if isinstance(self.shards[number].path, Remote):
+            self._fetch(number)
+            return self._fetches.pop(number).result()
+        return open(self.shards[number].path, "rb", buffering=0)
 
     def _fetch(self, number: int) -> Future[BinaryIO]:
         def work() -> BinaryIO:
@@ -174,7 +168,9 @@ class Samples:
 def _unreadable(what: str, error: OSError) -> BadSample:
     if error.errno in _OUT_OF_RESOURCES:  # not a fault of the data
         raise UserError(
-            f"{what} cannot be read: {error.strerror}.", "Raise the limit (ulimit -n), or use fewer lanes or workers."
+            f"{what} cannot be read: {error.strerror}.",
+            "Free some space where shards are fetched to (data.cache, data.cache_gib, TMPDIR), raise the limit of open "
+            "files (ulimit -n), or use fewer lanes or workers.",
         )
     return BadShard(f"{what}: cannot be read ({error.strerror})")
 

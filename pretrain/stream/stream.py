@@ -12,11 +12,8 @@ size that divides the lanes and for any number of workers, and the position is o
 import hashlib
 import itertools
 import mmap
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.util import Finalize
@@ -25,25 +22,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from pretrain.config import Data
 from pretrain.stream.filter import select
 from pretrain.stream.order import Order
-from pretrain.stream.samples import Example, Samples, printable
+from pretrain.stream.samples import Samples, printable
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
 from probemb.data.pixels import empty_stack
 from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.data.remote import DEFAULT_POLICY, FetchPolicy, Remote, ShardCache
 from probemb.data.shards.index import Shard
-from probemb.data.workers import (
-    LOOK_UP_SECONDS,
-    describe_process,
-    end_workers,
-    make_loader,
-    next_batch,
-    start_workers,
-)
+from probemb.data.workers import LOOK_UP_SECONDS, end_workers, make_loader, name_workers, next_batch, start_workers
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # samples of all ranks, or a whole epoch, from which on data.failure_share counts
@@ -71,7 +61,7 @@ class Parts(Dataset):
 
     Attributes:
         images: of batch n in images[n % len(images)], (b, 3, H, W) as the transform gives them.
-        reading: for each worker its pid and the number of the shard that it reads, -1 for none; shared by processes.
+        reading: for each worker the number of the shard that it reads, -1 for none; shared by processes.
     """
 
     def __init__(self, order: Order, samples: Samples, rows: Sequence[int]):
@@ -81,36 +71,31 @@ class Parts(Dataset):
             like = empty_stack(samples.transform(Image.new("RGB", (256, 256))), rows[-1] - rows[0])
         flat = [_shared_tensor(like.numel(), like.dtype) for _ in range(AHEAD + 1)]
         self.images = [memory.as_strided(like.shape, like.stride()) for memory in flat]
-        self.reading = _shared_tensor(2 * len(rows) - 2, torch.int64).fill_(-1).view(-1, 2)
-        self._now = self.reading[0].numpy()
+        self.reading = _shared_tensor(len(rows) - 1, torch.int64).fill_(-1).numpy()
         self._epoch = -1
         self._good: dict[int, tuple[int, int]] = {}  # step and row of each row's stand-in, once known
 
     def __getitem__(self, item: int) -> Part | UserError:
-        worker = get_worker_info()
-        self._now = self.reading[worker.id if worker else 0].numpy()
-        self._now[0] = os.getpid()
-        self.fetch_ahead(item)
+        batch, part = divmod(item, len(self.rows) - 1)
+        epoch, step = divmod(batch, self.order.steps)
+        self._fetch_ahead(epoch, step, part)
+        self.samples.reading = self.reading[part : part + 1]
         try:
             with isolated_randomness():
-                return self._part(*divmod(item, len(self.rows) - 1))
+                return self._part(batch, epoch, step, part)
         except UserError as error:  # PyTorch rebuilds exceptions from one argument
             return error
         finally:
-            self._now[1] = -1
+            self.reading[part] = -1
 
-    def fetch_ahead(self, item: int) -> list[Future]:
-        """Fetch the remote shards of a part's lanes, then the lanes' next ones; those that it needs are returned."""
-        step, part = divmod(item, len(self.rows) - 1)
-        epoch, step = divmod(step, self.order.steps)
-        lanes = range(self.rows[part] // self.order.share, (self.rows[part + 1] - 1) // self.order.share + 1)
-        now, following = zip(*(self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in lanes))
-        needed = self.samples.prepare(now)
-        self.samples.prepare(following)
-        return needed
+    def _fetch_ahead(self, epoch: int, step: int, part: int) -> None:
+        """Fetch the remote shards of a part's lanes, then the lanes' next ones."""
+        share = self.order.share
+        lanes = range(self.rows[part] // share, (self.rows[part + 1] - 1) // share + 1)
+        for shards in zip(*(self.order.shards_ahead(epoch, lane, step * share) for lane in lanes)):
+            self.samples.prepare(shards)
 
-    def _part(self, batch: int, part: int) -> Part:
-        epoch, step = divmod(batch, self.order.steps)
+    def _part(self, batch: int, epoch: int, step: int, part: int) -> Part:
         if epoch != self._epoch:
             self._epoch = epoch
             self._good.clear()
@@ -120,23 +105,19 @@ class Parts(Dataset):
         tokens, keys, failures, replaced = [], [], [], np.zeros(stop - start, bool)
         for i, slot in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
             try:
-                example = self._read(*slot)
+                image, row_tokens, key = self.samples.read(*slot)
                 self._good[start + i] = step, start + i
             except BadSample as error:
                 failures.append((self.samples.labels[slot[0]], printable(str(error))))
-                example = self._stand_in(epoch, step, start + i)
+                image, row_tokens, key = self._stand_in(epoch, step, start + i)
                 replaced[i] = True
-            images[i] = example.image
-            tokens.append(example.tokens)
-            keys.append(example.key)
+            images[i] = image
+            tokens.append(row_tokens)
+            keys.append(key)
         places = np.stack([slots.shard, slots.index], axis=1)
         return Part(torch.stack(tokens).numpy(), places, replaced, keys, failures)
 
-    def _read(self, shard: int, index: int, visit: int) -> Example:
-        self._now[1] = shard
-        return self.samples.read(shard, index, visit)
-
-    def _stand_in(self, epoch: int, step: int, row: int) -> Example:
+    def _stand_in(self, epoch: int, step: int, row: int) -> tuple[torch.Tensor, torch.Tensor, str]:
         """The last good sample of the same row in this epoch, or the first good one if there is none before.
 
         Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative. It is
@@ -146,15 +127,16 @@ class Parts(Dataset):
         known = [self._good[row]] if row in self._good else []
         same_row = ((other, row) for other in chain(range(step - 1, -1, -1), range(step + 1, order.steps)))
         next_rows = ((s, (row + d) % order.batch_size) for d in range(1, order.batch_size) for s in range(order.steps))
+        last = None
         for other in islice(chain(known, same_row, next_rows), _SEARCH_LIMIT):
             slot = (int(column[0]) for column in order.rows(epoch, other[0], other[1], other[1] + 1))
             try:
-                example = self._read(*slot)
+                found = self.samples.read(*slot)
             except BadSample as error:
                 last = error
                 continue
             self._good[row] = other
-            return example
+            return found
         raise UserError(
             f"No sample can be used in place of a bad one (the last that was tried: {printable(str(last))}).",
             "Check the shards: most of their samples are damaged or have no captions.",
@@ -194,23 +176,18 @@ class Stream:
         transform: PIL image -> (3, H, W) uint8 or float32. It may draw from the global random numbers of torch, numpy
             and Python, which are seeded for every sample and restored afterwards.
         tokenizer: list of n captions -> (n, L) int64.
-        batch_size: the global batch, over all ranks.
-        pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
-        fetch: attempts and time limits of remote shards.
-        rank, world_size: of this process; `world_size` divides the lanes.
+        batch_size: the global batch, over all ranks, whose number `world_size` divides the lanes.
         start_samples: position to start from, a multiple of the batch size.
 
     Attributes:
         selection: the samples that the filter keeps; None without one.
-        order: the `Order`: steps in an epoch, what is dropped.
         samples_seen: the position after the last batch handed out, over all ranks.
         rows: rows of every global batch that this rank gets, b.
         wait_seconds: time spent inside `next` so far.
         failures: this rank's unusable samples so far, by name of the shard, or by its path where names are not unique.
 
-    Raises:
-        UserError: on construction for settings that do not fit each other or the data; from `next` when too many
-            samples cannot be used (with several ranks, `judge` raises it), or a worker was killed.
+    Raises UserError: on construction for settings that do not fit each other or the data; from `next` when too many
+    samples cannot be used (with several ranks, `judge` raises it), or a worker was killed.
     """
 
     def __init__(
@@ -230,7 +207,6 @@ class Stream:
     ):
         self.shards = [shard for shards in corpora for shard in shards]
         self.data, self._pin = data, pin_memory
-        _check_shards(self.shards, data)
         self.selection = select(corpora, data.filter)
         self.order = Order(
             self.selection.sizes if self.selection else [shard.samples for shard in self.shards],
@@ -328,11 +304,7 @@ class Stream:
         began, parts, images = time.perf_counter(), [], self._parts.images
         try:
             self.start()
-            for _ in self._parts.rows[1:]:
-                if not self._loader.num_workers:
-                    fetches = self._parts.fetch_ahead(self._item)
-                    while wait(fetches, LOOK_UP_SECONDS).not_done:
-                        while_waiting()
+            for _ in self._parts.reading:
                 part = next_batch(self._batches, while_waiting)
                 if isinstance(part, UserError):
                     raise part
@@ -354,12 +326,12 @@ class Stream:
 
     def waiting_for(self) -> str:
         """Description of what `load` waits for: a worker and the shard that it reads; for another thread."""
-        worker = self._item % (len(self._parts.rows) - 1)
-        pid, shard = self._parts.reading[worker].tolist()
+        worker = self._item % len(self._parts.reading)
+        shard = self._parts.reading[worker]
         reads = str(self.shards[shard].path) if shard >= 0 else "no shard at present"
         if not self._loader.num_workers:
             return f"reading {reads}"
-        return f"waiting for data-worker-{worker} ({describe_process(pid)}), which reads {reads}"
+        return f"waiting for {name_workers(self._batches)[worker]}, which reads {reads}"
 
     def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
         """Raise UserError if too many of so many samples of all ranks have failed; `of_ranks`: all `failures`."""
@@ -369,16 +341,6 @@ class Stream:
                 f"the worst shards are {worst_places(of_ranks())[1]}.",
                 "Repair these shards or leave them out, or allow a larger failure share.",
             )
-
-
-def _check_shards(shards: Sequence[Shard], data: Data) -> None:
-    path, times = Counter(shard.path for shard in shards).most_common(1)[0]
-    if times > 1:
-        remedy = "Name every shard once, and say with data.weights what is to be seen more often."
-        raise UserError(f"The shard {path} is named {times} times.", remedy)
-    if data.verify_hash and (unknown := sum(shard.sha256 is None for shard in shards)):
-        what = f"data.verify_hash needs hashes, which {unknown} of {len(shards)} shards lack in their index."
-        raise UserError(what, "Write them with `python -m tools.shards index`.")
 
 
 def _identity(part: Part) -> Part:

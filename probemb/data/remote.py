@@ -44,7 +44,7 @@ WEB = ("http", "https")
 LONGEST_PAUSE = 60.0
 YOUNG = 60.0  # seconds in which a temporary folder may not yet be locked
 _CHUNK, _BLOCK = 1 << 16, 4 << 20  # bytes; the second of an object store
-_REMOTE = re.compile(r"(pipe):.|([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_REMOTE = re.compile(r"pipe:.|[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)([^/]*:(?!\d*/)\S*@|[^/@]*@)")  # a password may have a / in it
 _TEMPORARY = {408, 416, 425, 429}  # temporary HTTP errors, besides all from 500 on
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -66,8 +66,7 @@ class Remote:
     @property
     def scheme(self) -> str:
         """ "https", "s3", …, or "pipe"."""
-        found = _REMOTE.match(self.address)
-        return (found[1] or found[2]).lower()
+        return self.address.partition(":")[0].lower()
 
     def beside(self, name: str) -> Remote:
         """The file `name` in the folder of this address. Raises ValueError for a name that leads elsewhere."""
@@ -109,11 +108,7 @@ def is_remote(source: str) -> bool:
 
 
 class TransferFailed(Exception):
-    """A failed attempt; `final`: another cannot succeed."""
-
-    def __init__(self, reason: str, final: bool = False):
-        super().__init__(reason)
-        self.final = final
+    """A failed attempt; BadShard in its place if another cannot succeed."""
 
 
 def fetch(
@@ -147,7 +142,7 @@ def fetch(
                 file.truncate()
             for chunk in chunks:
                 if file.tell() + len(chunk) > limit:
-                    raise TransferFailed(f"it has more than the expected {limit:,} bytes", final=True)
+                    raise BadShard(f"it has more than the expected {limit:,} bytes")
                 file.write(chunk)
         if size is not None and file.tell() != size:
             raise TransferFailed(f"it has {file.tell():,} bytes, but its index says {size:,}")
@@ -170,12 +165,12 @@ def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> 
         source = _from_web(remote.address, policy.timeout, {}, offset, f"{offset + size - 1}")
         with closing(_watched(source, policy.timeout)) as chunks:
             if next(chunks) != offset:
-                raise TransferFailed("the server does not serve parts of files", final=True)
+                raise BadShard("the server does not serve parts of files")
             data = b""
             while len(data) < size and (chunk := next(chunks, b"")):
                 data += chunk
         if len(data) != size:
-            raise TransferFailed("the server answers with another range than it was asked for", final=True)
+            raise BadShard("the server answers with another range than it was asked for")
         return data
 
     return _retry(attempt, remote, policy)
@@ -187,8 +182,8 @@ def _retry(attempt: Callable[[], Result], remote: Remote, policy: FetchPolicy) -
         number += 1
         try:
             return attempt()
-        except TransferFailed as error:
-            reason, final = str(error), error.final
+        except (TransferFailed, BadShard) as error:
+            reason, final = str(error), isinstance(error, BadShard)
         except TimeoutError:
             reason, final = f"no answer in {policy.timeout:g} s", False
         except requests.exceptions.ChunkedEncodingError:
@@ -249,7 +244,8 @@ def _from_web(address: str, timeout: float, state: dict[str, str], start: int = 
         if code == 416:  # the local file is longer
             state.clear()
         if code >= 300:  # also a redirect that leads nowhere
-            raise TransferFailed(f"HTTP {code} {response.reason}", code < 500 and code not in _TEMPORARY)
+            kind = TransferFailed if code >= 500 or code in _TEMPORARY else BadShard
+            raise kind(f"HTTP {code} {response.reason}")
         version = tag if tag and tag.startswith('"') else date
         state.update({"version": version} if version else {})
         yield start if code == 206 else 0
@@ -293,7 +289,7 @@ def _from_fsspec(address: str) -> Iterator:
     except Exception as error:  # each package has its own
         words = re.sub(r"\S*@|\?\S+", "…", str(error))  # without a user or a query
         final = isinstance(error, (ImportError, ValueError))  # its package is missing, or the scheme unknown
-        raise TransferFailed(f"{type(error).__name__}: {words}", final) from None
+        raise (BadShard if final else TransferFailed)(f"{type(error).__name__}: {words}") from None
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
@@ -319,7 +315,6 @@ class ShardCache:
     HASH.tar    a whole shard; an open one may be removed, as its readers keep its bytes
     HASH.part   one being fetched, with its final size (sparse), which reserves its space
     HASH.lock   held while it is opened or fetched; flock's, so the kernel releases it with the process
-    lock        held while space is made
 
     Args:
         folder: made if it is missing; on a local file system, because locks over a network are unreliable. None: a
@@ -337,11 +332,11 @@ class ShardCache:
                 folder, self.close = _temporary_folder()
             self.folder = Path(folder)
             self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked("writable.lock"):
+                pass
             for part in self.folder.glob("*.part"):  # perhaps of a killed process
                 with suppress(BlockingIOError), self._locked(f"{part.stem}.lock", fcntl.LOCK_NB):
                     part.unlink(missing_ok=True)
-            with self._locked("lock"):
-                pass
         except OSError as error:
             raise UserError(
                 f"{folder} cannot be used as the cache of shards: {error.strerror}.",
@@ -360,11 +355,11 @@ class ShardCache:
                 return file
             file = open(part, "w+b", buffering=0)  # noqa: SIM115  stays open
             try:
-                self._make_room(file, size)
+                os.ftruncate(file.fileno(), size)
+                self._make_room()
                 fetch(remote, file, size, self.policy)
                 os.fsync(file.fileno())
-                with self._locked("lock"):  # others, making room, count it under one of its names
-                    part.rename(path)
+                part.rename(path)
             except BaseException:
                 part.unlink(missing_ok=True)
                 file.close()
@@ -377,20 +372,18 @@ class ShardCache:
             fcntl.flock(lock, fcntl.LOCK_EX | flags)
             yield
 
-    def _make_room(self, part: BinaryIO, size: int) -> None:
-        """Reserve `size` bytes; the least recently opened shards go."""
-        with self._locked("lock"):
-            total = size
-            for path in self.folder.glob("*.part"):
-                with suppress(FileNotFoundError):  # its fetch has failed
-                    total += path.stat().st_size
-            shards = [(path.stat(), path) for path in self.folder.glob("*.tar")]
-            total += sum(about.st_size for about, _ in shards)
-            for about, path in sorted(shards, key=lambda one: one[0].st_mtime_ns):
-                if total > self.limit:
-                    path.unlink()
-                    total -= about.st_size
-            os.ftruncate(part.fileno(), size)
+    def _make_room(self) -> None:
+        """Remove the least recently opened shards that are beyond the limit."""
+        files = []
+        for kind in ("part", "tar"):  # in this order, one that gets its final name meanwhile is counted
+            for path in self.folder.glob(f"*.{kind}"):
+                with suppress(FileNotFoundError):
+                    files.append((path.stat(), path))
+        total = sum(about.st_size for about, _ in files)
+        for about, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
+            if total > self.limit and path.suffix == ".tar":
+                path.unlink(missing_ok=True)
+                total -= about.st_size
 
 
 def _temporary_folder() -> tuple[Path, Finalize]:

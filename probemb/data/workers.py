@@ -102,13 +102,16 @@ def shorten_sockets() -> None:
             tempfile.tempdir = wanted
 
 
-def describe_process(pid: int) -> str:
-    """Say "pid 7", and what keeps the process from running, as Linux knows it."""
+def name_workers(batches: Iterator) -> list[str]:
+    """ "data-worker-0 (pid 7, stopped)" for each worker, with what keeps it from running, as Linux knows it."""
     states = {"T": ", stopped", "t": ", stopped", "D": ", waiting for a disk", "Z": ", ended"}
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return f"pid {pid}{states.get(state, '')}"
-    return f"pid {pid}"
+    names = []
+    for i, worker in enumerate(getattr(batches, "_workers", ())):
+        state = ""
+        with suppress(OSError):
+            state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        names.append(f"data-worker-{i} (pid {worker.pid}{states.get(state, '')})")
+    return names
 
 
 def _begin(_: int) -> None:

@@ -187,7 +187,7 @@ def local(source: str, folder: Path, patience: float) -> Path:
                 fetch(remote, file, None, FetchPolicy(timeout=patience), MAX_ARCHIVE_BYTES, state)
             finally:
                 replace_text(version, state["version"]) if state else version.unlink(missing_ok=True)
-    except BadShard as error:
+    except (BadShard, OSError) as error:
         remedy = "The same command resumes where this one stopped; or fetch it by other means and name the file."
         raise UserError(f"{error}.", remedy) from None
     version.unlink(missing_ok=True)

@@ -4,8 +4,7 @@ A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name
 written by `python -m tools.shards index FOLDER`. The folder may be remote (see `probemb/data/remote.py`).
 
 `columns.npz`, by which training selects samples without opening a tar, is written by `python -m tools.shards measure`:
-name, bytes and samples of each shard in `shards`, the start of its hash in `sha256`, and in every other array one
-number for each sample.
+name, bytes and samples of each shard in `shards`, and in every other array one number for each sample.
 """
 
 import fnmatch
@@ -58,10 +57,9 @@ def read_index(source: str | os.PathLike, policy: FetchPolicy = DEFAULT_POLICY) 
     """Shards of a corpus in the order of its index.
 
     The source is a folder that holds `index.json`, the path of such a file, one tar, or a pattern of tars in an indexed
-    folder (`data/cc3m/{00000..00331}.tar`, `data/cc3m/0*.tar`), which selects a part of the index. All these may start
-    with `https://host/` or `s3://bucket/`; `policy` limits the attempts to fetch such an index. Or it is `pipe:COMMAND`
-    (`pipe:ssh host cat cc3m/{00000..00331}.tar`), which prints the named tar, and the index if index.json takes the
-    tar's place.
+    folder (`data/cc3m/{00000..00331}.tar`, `data/cc3m/0*.tar`). All these may start with `https://host/` or
+    `s3://bucket/`. Or it is `pipe:COMMAND` (`pipe:ssh host cat cc3m/{00000..00331}.tar`), which prints the named tar,
+    and the index if index.json takes the tar's place.
 
     Raises UserError: a missing path, tar or index, a malformed or empty index, a file of another size than the index
     says. Remote shards are checked when they are fetched.
@@ -103,9 +101,6 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _split(address: str) -> tuple[Path | Remote, str]:
     """The folder of an index, or the command that prints it, and a pattern for the names of its shards."""
-    if not is_remote(address):
-        path = Path(address)
-        return (path, "*") if path.is_dir() else (path.parent, "*" if path.name == INDEX_NAME else path.name)
     if address.startswith("pipe:"):
         names = [*_TAR_WORD.finditer(address)]
         if len(names) != 1:
@@ -114,13 +109,14 @@ def _split(address: str) -> tuple[Path | Remote, str]:
                 "Write the command that prints one tar, as in 'pipe:ssh host cat data/cc3m/{00000..00331}.tar'.",
             )
         return Remote(address[: names[0].start()] + INDEX_NAME + address[names[0].end() :]), names[0][0]
-    whole, query = Remote(address).split()
-    folder, _, name = whole.rpartition("/")
-    if "/" not in whole.partition("://")[2]:  # a host alone
+    remote = is_remote(address)
+    whole, query = Remote(address).split() if remote else (address, "")
+    folder, name = os.path.split(whole)
+    if name == INDEX_NAME:
+        name = "*"
+    elif os.path.isdir(address) or folder.endswith(":") or not re.search(r"[*?[]|\.tar$", name):  # or a host alone
         folder, name = whole, "*"
-    elif name == INDEX_NAME or not (name.endswith(".tar") or any(mark in name for mark in "*?[")):
-        folder, name = (folder if name == INDEX_NAME else whole), "*"
-    return Remote(folder + query), name
+    return Remote(folder + query) if remote else Path(folder), name
 
 
 def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY) -> list[Shard]:
@@ -148,26 +144,17 @@ def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY)
     shards = []
     try:
         for row in json.loads(content)["shards"]:
-            shard = Shard(row["name"], folder, row["samples"], row["bytes"], row.get("sha256"))
-            if not 0 <= shard.samples <= shard.bytes < 1 << 44:
-                raise ValueError
-            shards += [shard] if shard.samples else []
+            name, samples, size = row["name"], row["samples"], row["bytes"]
+            if name in ("", ".", "..") or "/" in name or "\0" in name or not 0 <= samples <= size < 1 << 44:
+                raise ValueError(name)
+            where = folder / name if isinstance(folder, Path) else folder
+            if where is folder and folder.scheme != "pipe":  # a name from an index never becomes part of a command
+                where = folder.beside(name)
+            shards += [Shard(name, where, samples, size, row.get("sha256"))] if samples else []
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path} is not an index of shards.", remedy) from None
-    return [replace(shard, path=_beside(folder, shard.name, path)) for shard in shards]
-
-
-def _beside(folder: Path | Remote, name: str, index: Path | Remote) -> Path | Remote:
-    """A shard's path or address; a name from an index never becomes part of a command. Raises UserError."""
-    try:
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise ValueError
-        if isinstance(folder, Path):
-            return folder / name
-        return folder if folder.scheme == "pipe" else folder.beside(name)
-    except ValueError:
-        what = f"{index} names a file outside its own folder: {name!r}."
-        raise UserError(what, f"Make it anew with {_INDEX_IT}.") from None
+        what = f"{path} is not an index of shards, or names a file outside its own folder."
+        raise UserError(what, remedy) from None
+    return shards
 
 
 def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
@@ -207,11 +194,10 @@ def write_columns(folder: Path, shards: Sequence[Shard], columns: dict[str, np.n
     """Write `folder/columns.npz`, atomically. Returns its path. Raises OSError."""
     path = folder / COLUMNS_NAME
     arrays = {name: column.astype(TYPES.get(name, "<f4")) for name, column in columns.items()}
-    arrays |= {"shards": [_version(shard)[0] for shard in shards], "sha256": [_version(shard)[1] for shard in shards]}
 
     def write(aside: Path) -> None:
         with open(aside, "wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, shards=list(map(_version, shards)), **arrays)
 
     replace_file(path, write)
     return path
@@ -223,37 +209,30 @@ def read_columns(shards: Sequence[Shard], names: Sequence[str], given: str | Non
     Raises UserError: there are none, not these, or of other shards.
     """
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for path, group in groupby(shards, lambda shard: Path(given) if given else _folder(shard)):
+    if not given and (remote := [shard.path for shard in shards if isinstance(shard.path, Remote)]):
+        raise UserError(
+            f"{remote[0]} is remote, and data.filter needs columns on this machine.",
+            f"Copy {COLUMNS_NAME} from beside the shards, and name it in data.filter.columns.",
+        )
+    for path, group in groupby(shards, lambda shard: Path(given) if given else shard.path.parent):
         path = path / COLUMNS_NAME if path.is_dir() else path
         remedy = "Make them with `python -m tools.shards measure FOLDER`, and --score NAME for a score."
         try:
             with np.load(path, allow_pickle=False) as file:
-                stored = {name: file[name] for name in ("shards", "sha256", *names)}
+                stored = {name: file[name] for name in ("shards", *names)}
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             what = f"{path}, by which data.filter selects samples, cannot be read: {error}."
             raise UserError(what, remedy) from None
-        rows, stop = {}, 0
-        for version, sha256 in zip(stored["shards"].tolist(), stored["sha256"].tolist()):
-            start, stop = stop, stop + int(version.rpartition("\n")[2])
-            rows[version] = sha256, slice(start, stop)
+        versions = stored["shards"].tolist()
+        stops = np.cumsum([int(version.rpartition("\n")[2]) for version in versions], dtype=np.int64)
+        stop_of = dict(zip(versions, stops.tolist()))
         for shard in group:
-            version, sha256 = _version(shard)
-            known, piece = rows.get(version, (None, None))
-            if known is None or (known and sha256 and known != sha256):
+            if (stop := stop_of.get(_version(shard))) is None:
                 raise UserError(f"{path} does not describe {shard.name} as it is now.", remedy)
             for name in names:
-                parts[name].append(stored[name][piece])
+                parts[name].append(stored[name][stop - shard.samples : stop])
     return {name: np.concatenate(numbers) for name, numbers in parts.items()}
 
 
-def _folder(shard: Shard) -> Path:
-    if isinstance(shard.path, Remote):
-        raise UserError(
-            f"{shard.path} is remote, and data.filter needs columns on this machine.",
-            f"Copy {COLUMNS_NAME} from beside the shards, and name it in data.filter.columns.",
-        )
-    return shard.path.parent
-
-
-def _version(shard: Shard) -> tuple[str, str]:
-    return f"{shard.name}\n{shard.bytes}\n{shard.samples}", (shard.sha256 or "")[:16]
+def _version(shard: Shard) -> str:
+    return f"{shard.name}\n{shard.bytes}\n{shard.samples}"

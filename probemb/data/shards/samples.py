@@ -13,6 +13,8 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -102,17 +104,13 @@ def walk_tar(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> Itera
 
 def _check_end(fd: int, label: str, marker: int) -> None:
     """Raises BadShard unless the archive ends at this offset, with zeros alone."""
-    block = os.pread(fd, tarfile.BLOCKSIZE, marker)
-    if len(block) < tarfile.BLOCKSIZE:
-        raise BadShard(f"{label}: cut off at byte {marker + len(block):,}: the end of the archive is missing")
-    if any(block):
-        raise BadShard(f"{label}: damaged: there is no valid header at byte {marker:,}")
-    while chunk := os.pread(fd, _CHUNK, marker):
+    end = marker
+    while chunk := os.pread(fd, _CHUNK, end):
         if chunk.count(0) != len(chunk):
-            raise BadShard(
-                f"{label}: damaged: data follows the end marker; a part was overwritten with zeros, or tars were joined"
-            )
-        marker += len(chunk)
+            raise BadShard(f"{label}: damaged at byte {marker:,}: no header, but data follows (or tars were joined)")
+        end += len(chunk)
+    if end < marker + tarfile.BLOCKSIZE:
+        raise BadShard(f"{label}: cut off at byte {end:,}: the end of the archive is missing")
 
 
 def tar_writer(file: BinaryIO) -> TarWriter:
@@ -130,18 +128,9 @@ def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
 
     Of two members with the same name in one group the later one counts, as when the tar is unpacked.
     """
-    key, parts = None, {}
-    for member in members:
-        match = _KEY_AND_EXTENSION.fullmatch(member.name)
-        if match is None:
-            continue
-        if match[1] != key:
-            if parts:
-                yield SampleSpan(key, parts)
-            key, parts = match[1], {}
-        parts[match[2].lower()] = member
-    if parts:
-        yield SampleSpan(key, parts)
+    named = ((match[1], match[2], m) for m in members if (match := _KEY_AND_EXTENSION.fullmatch(m.name)))
+    for key, group in groupby(named, itemgetter(0)):
+        yield SampleSpan(key, {extension.lower(): member for _, extension, member in group})
 
 
 def sort_groups(groups: Iterable[SampleSpan]) -> tuple[list[SampleSpan], list[SampleSpan]]:

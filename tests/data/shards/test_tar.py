@@ -66,7 +66,7 @@ HOSTILE = {
     "cut between members": (header() + b"12345".ljust(512, b"\0"), "cut off"),
     "size beyond the file": (header(size=b"77777777777\0") + END, "cut off"),
     "negative size": (header(size=b"\xff" * 12) + END, "damaged"),
-    "wrong checksum": (header() + b"5".ljust(512, b"\0") + header(checksum=b"000000\0 ") + END, "no valid header"),
+    "wrong checksum": (header() + b"5".ljust(512, b"\0") + header(checksum=b"000000\0 ") + END, "no header"),
     "sparse": (header(kind=b"S") + b"".ljust(512, b"\0") + END, "damaged"),
     "pax size": (
         header(kind=b"x", size=b"00000000013\0") + b"11 size=-5\n".ljust(512, b"\0") + header() + END, "damaged",
@@ -95,7 +95,7 @@ def test_data_after_the_end_marker_is_damage(write_tar, tmp_path):
         "one byte": data[:-1] + b"x",
     }.items():
         path.write_bytes(damaged)
-        with pytest.raises(BadShard, match="data follows the end marker"):
+        with pytest.raises(BadShard, match="data follows"):
             members(path)
         with open(path, "rb") as file:
             found = [tuple(member) for member in walk_tar(file, salvage=True)]
