@@ -158,11 +158,9 @@ def load_backbone(options: Namespace) -> Backbone:
 
     name, size, device = options.model, options.image_size, choose_device(options.device, "fp32").name
     trunk, wanted = pretrained_trunk({"timm_model_name": name}, options.weights)
-    vision, options = (
-        {"timm_model_name": name, "image_size": size},
-        ModelOptions(head="average", embed_dim=1, probabilistic=False),
-    )
-    tower = timm_tower(trunk, lambda: trunk, vision, 0, options).to(device).eval().requires_grad_(False)
+    vision = {"tower": "timm", "timm_model_name": name, "image_size": size}
+    head = ModelOptions(head="average", embed_dim=1, probabilistic=False)
+    tower = timm_tower({"vision_cfg": vision}, head, 0, trunk).to(device).eval().requires_grad_(False)
     preprocess = {"size": size, "resize_mode": "squash", **wanted}
     tower.normalization = channel_statistics(preprocess)
     with torch.inference_mode():

@@ -10,7 +10,7 @@ _HOME = {
     "encoder": "POINT_LOG_VAR Encoded Encoder",
     "ensemble": "Ensemble as_one networks_of",
     "formats": "export_open_clip import_pcmepp import_prolip",
-    "hub": "LoadedModel digest_model lasting_name load_model save_model weights_sha256",
+    "hub": "LoadedModel lasting_name load_model save_model weights_sha256",
     "inputs": "Tokenizer Transforms check_images check_single_embeddings check_words create_tokenizer create_transforms"
     " unknown_words",
     "options": "Augmentation ModelOptions TrainedTowers",

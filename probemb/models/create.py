@@ -64,6 +64,8 @@ def create_model(name: str, **options) -> DualEncoder:
             text["hidden"] = o.embed_dim
     if o.vocabulary is not None:
         given = o.vocabulary
+        if not reads_words(config):
+            raise UserError(f"{name} reads no whole words, so a vocabulary has no use.", "Leave vocabulary out.")
         text["vocabulary"] = read_vocabulary(given) if isinstance(given, str | Path) else list(given)
     elif "vocabulary" in theirs:
         text["vocabulary"] = theirs["vocabulary"]
@@ -164,13 +166,13 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
         tower, _, name = key.partition(".")
         if tower == "composer":
             return same_composer
-        if tower not in ("visual", "text"):
-            return tower not in ("logit_scale", "logit_bias", "scale", "shift") or tower in given
         if name.startswith("mean_head."):
             return same_head
         if name.startswith("log_var_head."):
             return same_branch and same_head and same_size
-        return same_branch or getattr(model, tower).place(name).part != "branch"
+        if tower in ("visual", "text"):
+            return same_branch or getattr(model, tower).place(name).part != "branch"
+        return tower in given  # a scalar
 
     kept = {key: own[key] for key in own if not taken(key)}
     load_strictly(model, kept | {key: given[key] for key in own if key in given and key not in kept}, where)

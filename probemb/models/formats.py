@@ -25,7 +25,7 @@ from probemb.errors import UserError
 from probemb.models.architectures import SIGLIP, Stock, complete, is_open_clip, obstacle, read_architecture
 from probemb.models.dual_encoder import DualEncoder, plain
 from probemb.models.heads import GPO_SIZES
-from probemb.models.weights import PREPROCESS_KEYS, check_quick_gelu, fill_stock, load_strictly, refused, write_model
+from probemb.models.weights import PREPROCESS_KEYS, fill_stock, load_strictly, refused, write_model
 
 # ------------------------------------------------------------------------------------------- untrusted configurations
 
@@ -189,8 +189,6 @@ def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: 
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         theirs, preprocess = _open_clip_config(about)
-        given, wanted = (bool(config.get("quick_gelu", False)) for config in (theirs, architecture))
-        check_quick_gelu(str(source.parent), name, given, wanted)
         check_architecture(name, architecture, "CLIP", theirs, str(source.parent), FREE)
     return {key: value for key, value in preprocess.items() if key in PREPROCESS_KEYS}
 

@@ -7,7 +7,6 @@ tensors, which loading compares; models saved by older versions have none.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,15 +24,7 @@ from probemb.errors import UserError
 from probemb.models import formats
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
-from probemb.models.weights import (
-    SHA256,
-    digest_tensors,
-    load_strictly,
-    read_state_dict,
-    refused,
-    tensors_sha256,
-    write_model,
-)
+from probemb.models.weights import SHA256, load_strictly, read_state_dict, refused, tensors_sha256, write_model
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything
@@ -109,33 +100,33 @@ def is_hub_name(source: str) -> bool:
     return bool(HUB_NAME.fullmatch(source.removeprefix(HUB_PREFIX))) and (source.startswith(HUB_PREFIX) or not local)
 
 
-def saved_files(source: str) -> ModelFiles | None:
+def saved_files(source: str | Path) -> ModelFiles | None:
     """The files of a saved model, ours or in open_clip's layout: a folder, weights with their configuration inside, or
     a hub name. None for an open_clip tag, or a file of weights alone.
     """
-    if os.path.isfile(source):
-        return _locate(source) if read_config(Path(source)) else None
-    return _locate(source) if os.path.isdir(source) or is_hub_name(str(source)) else None
+    weights_alone = os.path.isfile(source) and not read_config(Path(source))
+    named = os.path.exists(source) or is_hub_name(str(source))
+    return _locate(source) if named and not weights_alone else None
 
 
 def _locate(source: str | Path) -> ModelFiles:
     path, name, found = Path(source), str(source), None
     if os.path.isfile(path):
         config = path.with_name(formats.CONFIG if path.name in formats.WEIGHTS else CONFIG)
-        return ModelFiles(path, config if config.is_file() else None)
-    if os.path.isdir(path):
+        found = ModelFiles(path, config if config.is_file() else None)
+    elif os.path.isdir(path):
         folder = path / "model" if (path / "model" / WEIGHTS).is_file() else path
         found = _first_layout(lambda file: folder / file if (folder / file).is_file() else None)
     elif is_hub_name(name):
         found = _download(name.removeprefix(HUB_PREFIX))
-    if found:
-        return found
-    raise UserError(
-        f"There is no model at {name[:200]} (tried {WEIGHTS} and {PICKLED_WEIGHTS}, and {formats.CONFIG} with "
-        f"{' or '.join(formats.WEIGHTS)}).",
-        "Check the path, or the network; give a run that has saved its model, a folder with model.safetensors and "
-        f"config.json, a .safetensors file, or a hub name ({HUB_PREFIX}owner/name where a folder could be meant).",
-    )
+    if not found:
+        raise UserError(
+            f"There is no model at {name[:200]} (tried {WEIGHTS} and {PICKLED_WEIGHTS}, and {formats.CONFIG} with "
+            f"{' or '.join(formats.WEIGHTS)}).",
+            "Check the path, or the network; give a run that has saved its model, a folder with model.safetensors and "
+            f"config.json, a .safetensors file, or a hub name ({HUB_PREFIX}owner/name where a folder could be meant).",
+        )
+    return found
 
 
 def _first_layout(get: Callable[[str], Path | None]) -> ModelFiles | None:
@@ -226,20 +217,9 @@ def read_config(path: Path) -> dict | None:
         return None if text is None else dict(json.loads(text))
 
 
-# -------------------------------------------------------------------------------------------------------------- digests
-
-
-def digest_model(digest, model: torch.nn.Module) -> None:
-    """Feed a hash with everything that a model's embeddings depend on: its configuration and its weights."""
-    digest.update(json.dumps(model.config, sort_keys=True, default=str).encode())
-    digest_tensors(digest, model.state_dict())
-
-
 def weights_sha256(model: torch.nn.Module) -> str:
-    """Identify a model, wherever its files lie: 64 hexadecimal digits over `digest_model`."""
-    digest = hashlib.sha256()
-    digest_model(digest, model)
-    return digest.hexdigest()
+    """Identify a model, wherever its files lie: 64 hexadecimal digits over its configuration and its weights."""
+    return tensors_sha256(model.state_dict(), json.dumps(model.config, sort_keys=True, default=str))
 
 
 _sha256_of = lru_cache(maxsize=8)(lambda model: weights_sha256(model()))

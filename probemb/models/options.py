@@ -89,8 +89,7 @@ class ModelOptions(Towers):
         init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias; None for those of
             `pretrained`, or of the architecture (then a bias of -10 if it has none).
         vocabulary: words, or a vocabulary file.
-        probabilistic: False for a point model: no uncertainty branch, and every log_var is POINT_LOG_VAR, so that
-            ranking by CSD is ranking by cosine.
+        probabilistic: False for a point model: every log_var is POINT_LOG_VAR, so that CSD ranks as the cosine does.
         n_embeddings: K embeddings of every item, of head pie.
         pooling: sizes of the head: code_dim and hidden_dim (gpo), hidden_dim and project (pie), layers (mlp).
         uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
@@ -103,14 +102,12 @@ class ModelOptions(Towers):
             inverse temperature and logit_bias (SigLIP, ProLIP), see `DualEncoder.match_scalars`; "none", neither.
         max_logit_scale: ceiling of exp(logit_scale), None for none.
         temperature_trained: whether the loss trains the inverse temperature.
-        ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
+        ranking, composed_ranking: that the model is trained for: names of `probemb.evaluation.rankings`.
         attention: fields of `CrossAttention`, of a model that is ranked by it.
         composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
-        composed_ranking: by which its compositions are trained to rank.
         objective: the name of the loss, for display.
 
-    Raises:
-        UserError: values of a wrong type or range, or that do not go together.
+    Raises UserError: values of a wrong type or range, or that do not go together.
     """
 
     vocabulary: str | Path | Sequence[str] | None = None
@@ -198,9 +195,8 @@ class TrainedTowers(Towers):
     @property
     def origin(self) -> str:
         """Description of the weights that the towers start from."""
-        if self.image_weights:
-            return f"image weights {self.image_weights}, texts from random weights"
-        return self.pretrained or "random weights"
+        images = self.image_weights and f"image weights {self.image_weights}, texts from random weights"
+        return images or self.pretrained or "random weights"
 
     def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank. Its words have no vectors yet, and nothing is locked.

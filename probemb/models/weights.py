@@ -40,17 +40,12 @@ def refused(what: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{what} ({type(error).__name__}: {first_line(error)}).", remedy) from error
 
 
-def digest_tensors(digest, state: dict[str, Tensor]) -> None:
-    """Feed a hash with the names, shapes, types and bytes of tensors, in the order of their names."""
+def tensors_sha256(state: dict[str, Tensor], about: str = "") -> str:
+    """64 hexadecimal digits over `about`, and the names, shapes, types and bytes of tensors, sorted by name."""
+    digest = hashlib.sha256(about.encode())
     for name, tensor in sorted(state.items()):
         digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-def tensors_sha256(state: dict[str, Tensor]) -> str:
-    """64 hexadecimal digits over tensors and their names."""
-    digest = hashlib.sha256()
-    digest_tensors(digest, state)
     return digest.hexdigest()
 
 
@@ -121,21 +116,16 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
             f"'{source}' is neither a file nor a weight tag of {name}.{nearest(source, tags)}",
             f"Give a run, a path to open_clip weights, or one of: {', '.join(tags) or 'no tags for this model'}.",
         )
-    check_quick_gelu(source, name, bool(tag.get("quick_gelu", False)), quick_gelu)
-    remedy = "Check the network, or download them elsewhere and name the file as model.pretrained."
-    with refused(f"The weights '{source}' of {name} could not be downloaded", remedy):
-        path = open_clip.download_pretrained(tag)
-    return Path(path), {key: tag[key] for key in PREPROCESS_KEYS if tag.get(key)}
-
-
-def check_quick_gelu(source: str, name: str, trained_with: bool, quick_gelu: bool) -> None:
-    """Raise UserError for weights that were trained with another activation than the architecture `name` has."""
-    if trained_with != quick_gelu:
+    if bool(tag.get("quick_gelu", False)) != quick_gelu:
         twin = name.removesuffix("-quickgelu") if quick_gelu else f"{name}-quickgelu"
         raise UserError(
             f"The weights '{source}' were trained with another activation than {name} has.",
             f"Name the model {twin} to use them.",
         )
+    remedy = "Check the network, or download them elsewhere and name the file as model.pretrained."
+    with refused(f"The weights '{source}' of {name} could not be downloaded", remedy):
+        path = open_clip.download_pretrained(tag)
+    return Path(path), {key: tag[key] for key in PREPROCESS_KEYS if tag.get(key)}
 
 
 def fill_stock(stock: nn.Module, state: dict[str, Tensor], path: Path) -> None:

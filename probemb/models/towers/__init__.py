@@ -17,8 +17,8 @@ OWN = {"small_cnn": cnn.SmallCNN, "regions": RegionTower, "word_gru": WordGRU, "
 # Of libraries: functions of the whole architecture, the options, the number of layers, and a stock tower to take over.
 MAKERS = {
     "vision_cfg": {
-        "timm": trunks.image_tower,
-        "open_clip.timm": trunks.open_clip_tower,
+        "timm": trunks.timm_tower,
+        "open_clip.timm": trunks.timm_tower,
         "open_clip.resnet": cnn.image_resnet,
         "open_clip.transformer": open_clip.image_transformer,
     },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -37,15 +38,14 @@ def run_both(
 class Branch(nn.ModuleList):
     """The blocks of a branch whose trunk is computed by a library: they continue from the input of its last n blocks.
 
-    Hooks note what these are called with, so that the trunk is computed once and needs no change. Call `listen` before
-    the trunk's forward pass, and the branch itself with `heard()` after it. Further arguments of a trunk's block
-    (attention masks, rotary positions) are passed on to the branch's block in its place.
+    Hooks note what these are called with, so that the trunk is computed once and needs no change. Further arguments of
+    a trunk's block (attention masks, rotary positions) are passed on to the branch's block in its place.
     """
 
     def __init__(self, own: Sequence[nn.Module], trunk_blocks: Sequence[nn.Module]):
         super().__init__(own)
         self.grad_checkpointing = False
-        self._heard: list[tuple[tuple, dict]] | None = None  # not while checkpointed blocks are recomputed
+        self.heard: list[tuple[tuple, dict]] | None = None  # not while checkpointed blocks are recomputed
         for block in last_blocks(trunk_blocks, len(own)):
             # Checkpointing may call what is inside a Sequential one by one, and then never the Sequential itself.
             while isinstance(block, nn.Sequential) and len(block):
@@ -53,22 +53,22 @@ class Branch(nn.ModuleList):
             block.register_forward_pre_hook(self._note_input, with_kwargs=True)
 
     def _note_input(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._heard is not None:
-            self._heard.append((args, kwargs))
+        if self.heard is not None:
+            self.heard.append((args, kwargs))
 
-    def listen(self) -> None:
-        """Note the next forward pass of the trunk."""
-        self._heard = []
-
-    def heard(self) -> list[tuple[tuple, dict]]:
-        """The argument of `forward`; it is forgotten here."""
-        heard, self._heard = self._heard, None
-        return heard
-
-    def forward(self, heard: list[tuple[tuple, dict]]) -> Tensor:
+    def forward(self) -> Tensor:
+        heard, self.heard = self.heard, None
         (x, *_), _ = heard[0]
         for block, (args, kwargs) in zip(self, heard):
             call = partial(checkpoint, block, use_reentrant=False) if self.grad_checkpointing else block
             x = call(x, *args[1:], **kwargs)
             x = x[0] if isinstance(x, tuple) else x
         return x
+
+
+def run_with(branch: Branch | None, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
+    """`run()`, a trunk's forward pass, and the output of the branch behind it."""
+    if branch is None:
+        return run(), None
+    branch.heard = []
+    return run(), branch()

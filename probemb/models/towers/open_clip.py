@@ -1,21 +1,15 @@
 """open_clip's own transformers, with an uncertainty branch or token.
 
-PCME++ §3.3 ("branch"): all blocks but the last `n_unc_layers` are shared. Behind them the mean branch goes on with the
-tower's own last blocks and the uncertainty branch with blocks of its own, so that the trunk is computed once:
-
-    tokens ─ block 1 … block L−u ─┬─ block L−u+1 … block L ── mean head ──── mean
-                                  └─ u blocks of its own ──── log_var head ─ log_var
-
-ProLIP §3.1 ("token"): one more token, [UNC], passes through all blocks, and the log-variance is read from it:
-
-    tokens, [UNC] ─ block 1 … block L ─ last norm ─┬─ pooling ─ mean head ──── mean
-                                                   └─ [UNC] ─── log_var head ─ log_var
+branch (PCME++ §3.3)   tokens ─ block 1 … block L−u ─┬─ block L−u+1 … block L ── mean head ──── mean
+                                                     └─ u blocks of its own ──── log_var head ─ log_var
+token (ProLIP §3.1)    tokens, [UNC] ─ block 1 … block L ─ last norm ─┬─ pooling ─ mean head ──── mean
+                                                                      └─ [UNC] ─── log_var head ─ log_var
 
 A tower takes over an open_clip tower's parameters under their own names (`conv1`, `transformer.resblocks.0`, …). [UNC]
 is one vector of its own behind all other tokens, its position included, so that these stand as in open_clip's tower.
-"prolip-code" is the token with the public code's deviations from the paper, which its published weights need: a text's
-log-variance is a map of its mean before that is normalised, the image's class token passes its last norm twice, and
-padding takes part in texts.
+"prolip-code" has the public code's deviations from the paper, which its published weights need: a text's log-variance
+is a map of its mean before that is normalised, the class token of an image passes its last norm twice, and padding
+takes part in texts.
 Shapes: B items, T tokens, L text positions, W width of the tower, D embedding.
 """
 
@@ -35,21 +29,19 @@ from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
 from probemb.models.towers.branch import last_blocks, run_both
-from probemb.models.towers.parts import Parts, take_parts, take_tokens
+from probemb.models.towers.parts import Parts, take_parts, take_tokens, used_columns
 
 
 class TransformerTower(Encoder):
-    """Blocks in two branches, or in one with an uncertainty token.
+    """Blocks in two branches, or in one with an uncertainty token (W,), which starts from numbers of deviation `std`.
 
-    Attributes:
-        uncertainty_transformer: the branch's blocks (maybe none); None with a token, and in a point model.
-        uncertainty_token: (W,), None without one; it starts from numbers of deviation `std`.
+    Every parameter, buffer, module and setting of `stock` is taken over, which is not to be used any more. `branch` has
+    the branch's blocks (maybe none); it is None with a token, and in a point model.
     """
 
     stem_prefixes = ("conv1.", "class_embedding", "cls_emb", "positional_embedding", "token_embedding.", "ln_pre.")
 
     def __init__(self, stock: nn.Module, branch: Transformer | None, o: ModelOptions, std: float):
-        """Share every parameter, buffer, module and setting of an open_clip tower, not to be used any more."""
         nn.Module.__init__(self)
         self.__dict__.update(stock.__dict__)
         self.uncertainty_transformer = branch
@@ -114,7 +106,7 @@ class ImageTransformer(TransformerTower, VisionTransformer):
 
     def parts(self, pixels: Tensor) -> Parts:
         """Every patch, row by row, may be dropped."""
-        optional = torch.ones(len(pixels), self.n_tokens - 1, dtype=torch.bool, device=pixels.device)
+        optional = pixels.new_ones((len(pixels), self.n_tokens - 1), dtype=torch.bool)
         return Parts(optional, torch.zeros_like(optional))
 
     def project(self, pooled: Tensor) -> Tensor:
@@ -171,18 +163,23 @@ class TextTransformerTower(TransformerTower, TextTransformer):
     behind the text (CoCa's, ProLIP's) is what is pooled and takes no part as a token.
     """
 
-    def drop_projection(self) -> None:
-        self.text_projection = None
+    # The tower pools the end token; then no text loses its first and its last one.
+    _ends = property(lambda self: self.pool_type in ("argmax", "eos"))
+    required_parts = property(lambda self: 2 * self._ends)
 
     @property
-    def required_parts(self) -> int:
-        return 2 if self._ends else 0
+    def _hides_padding(self) -> bool:
+        """Beside [UNC], except where the mean is of a position that may be padding, and in the public code."""
+        with_token = self.uncertainty_token is not None and not self.published
+        return with_token and (self.cls_emb is not None or self._ends)
+
+    def drop_projection(self) -> None:
+        self.text_projection = None
 
     def parts(self, tokens: Tensor) -> Parts:
         """The tokens between a text's start and its end may be dropped; all words, of tokenizers without these.
 
-        Raises:
-            UserError: padding takes part in the text (SigLIP's, CLIPA's), so that its length is no number of words.
+        Raises UserError: padding takes part in the text (SigLIP's, CLIPA's), so that its length is no number of words.
         """
         if self.cls_emb is None and not self._ends:
             raise UserError(
@@ -197,11 +194,10 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return Parts(there & ~ends, there & ends)
 
     def project(self, pooled: Tensor) -> Tensor:
-        if self.text_projection is None:
+        last = self.text_projection
+        if last is None:
             return at_least_float32(pooled)
-        if isinstance(self.text_projection, nn.Linear):
-            return project(pooled, self.text_projection.weight.T, self.text_projection.bias)
-        return project(pooled, self.text_projection)
+        return project(pooled, last.weight.T, last.bias) if isinstance(last, nn.Linear) else project(pooled, last)
 
     def text_mask(self, tokens: Tensor) -> Tensor:
         """(B, L) bool, True up to and including each text's end token; without one, for all but padding, and for the
@@ -222,19 +218,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         hidden = self._hides_padding
         if not hidden and (self.attn_mask is None or self.cls_emb is not None or not self._ends):
             return tokens
-        position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-        there = self.text_mask(tokens) if hidden else tokens != self.pad_id  # the end token is no padding
-        return tokens[:, : max(1, int((position * there).max()))]
-
-    @property
-    def _ends(self) -> bool:
-        return self.pool_type in ("argmax", "eos")
-
-    @property
-    def _hides_padding(self) -> bool:
-        """Beside [UNC], except where the mean is of a position that may be padding, and in the public code."""
-        with_token = self.uncertainty_token is not None and not self.published
-        return with_token and (self.cls_emb is not None or self._ends)
+        return used_columns(tokens, self.text_mask(tokens) if hidden else tokens != self.pad_id)
 
     def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
         """(B, L) int64, L at most the context length -> features with L tokens, or n, which keep their positions.
@@ -259,21 +243,19 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return mean, Features(unc_x, self.project(mean.pooled) if self.published else unc_x[:, 0])
 
     def _attention_mask(self, tokens: Tensor, x: Tensor, there: Tensor | None) -> Tensor | None:
-        """open_clip's, for a sequence of this length; with [UNC], one that hides padding."""
+        """open_clip's, for a sequence x (B, S, W); with [UNC], one (B · heads, S, S) that hides what is not `there`,
+        and in a causal tower what is to come.
+        """
         length = x.shape[1]
-        if self.uncertainty_token is not None:
-            if there is None and self._hides_padding:
-                there = self.text_mask(tokens)
-            return None if there is None else self._hide(~there, x)
-        mask = None if self.attn_mask is None else self.attn_mask[:length, :length]
-        if self.use_pad_mask or self.cls_emb is not None:
-            padding = self._build_additive_mask(tokens, length, x.dtype)
-            mask = padding if mask is None else mask + padding
-        return mask
-
-    def _hide(self, hidden: Tensor, x: Tensor) -> Tensor:
-        """The additive mask (B · heads, S, S) that hides tokens (B, L), and those to come in a causal tower."""
-        length = x.shape[1]
+        if self.uncertainty_token is None:
+            mask = None if self.attn_mask is None else self.attn_mask[:length, :length]
+            if self.use_pad_mask or self.cls_emb is not None:
+                padding = self._build_additive_mask(tokens, length, x.dtype)
+                mask = padding if mask is None else mask + padding
+            return mask
+        if there is None and not self._hides_padding:
+            return None
+        hidden = ~(self.text_mask(tokens) if there is None else there)
         hidden = nn.functional.pad(hidden, (0, length - hidden.shape[1]))[:, None].expand(-1, length, -1)
         if self.attn_mask is not None:
             hidden = hidden | torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)

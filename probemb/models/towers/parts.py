@@ -57,23 +57,12 @@ def draw_parts(
 ) -> Tensor:
     """Random parts of every input, (B, n) int64: all that are required, and a share of the others, at least one.
 
-    No value of the inputs is waited for: n follows from their shape.
-
-    Args:
-        tower: an `Encoder`; inputs: (B, 3, H, W) pixels or (B, L) tokens, as it reads them.
-        share: of the optional parts to keep, above 0 to 1.
-        generator: on any device; None for torch's own of the CPU. Or `chance`, see `chances`.
-
-    Raises:
-        UserError: the tower reads its inputs as a whole.
+    No value of the inputs is waited for: n follows from their shape. Numbers are those of `chance` (see `chances`), or
+    of a generator on the CPU. Raises UserError: the tower, an `Encoder`, reads its inputs as a whole.
     """
     optional, required = tower.parts(inputs)
     n_parts, always = optional.shape[1], tower.required_parts
-    if chance is None:
-        at = "cpu" if generator is None else generator.device
-        drawn = torch.rand(optional.shape, generator=generator, device=at).to(inputs.device)
-    else:
-        drawn = chance(n_parts)
+    drawn = chance(n_parts) if chance else torch.rand(optional.shape, generator=generator).to(inputs.device)
     rank = drawn.masked_fill(required, -1.0).masked_fill(~(optional | required), 2.0).argsort(1).argsort(1)
     n_optional = optional.sum(1)
     n_drawn = (share * n_optional.double()).round().long().clamp(min=1)  # as `round` below, half to even
@@ -83,6 +72,12 @@ def draw_parts(
     most = max(n_parts - always, 0)
     kept = kept[:, : min(most, max(1, round(share * most))) + always]
     return torch.where(kept == n_parts, -1, kept)
+
+
+def used_columns(tokens: Tensor, used: Tensor) -> Tensor:
+    """(B, L) tokens without the columns behind the last one that is used, (B, L) bool; at least one."""
+    position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    return tokens[:, : max(1, int((position * used.any(0)).max()))]
 
 
 def take_parts(x: Tensor, kept: Tensor) -> Tensor:

@@ -28,14 +28,10 @@ from probemb.models.towers.branch import last_blocks
 
 
 class RegionTower(Encoder):
-    """Regions (B, R, F) float, zeros for a region that does not exist.
+    """Regions (B, R, F) float, zeros for one that does not exist; `region_shape`, (R, F), is what the data must have.
 
-    Args:
-        n_unc_layers: 1 for a branch with its own last block, 0 for none.
-        regions, features, width: R, F and W; `region_shape` is (R, F), what the data must have.
-        hidden: widths of linear maps with ReLU before the last one.
-        graph_layers: of residual graph convolutions (VSRN: 4).
-        gru: whether a GRU over the regions pools them, rather than their average.
+    `hidden` are widths of linear maps with ReLU before the last one. A `gru` over the regions pools them, or their
+    average does. n_unc_layers is 1 for a branch with its own last block, or 0.
     """
 
     def __init__(

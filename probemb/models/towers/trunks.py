@@ -1,20 +1,18 @@
 """Towers around a trunk of timm's (any image backbone) or of Hugging Face's (open_clip's text models), with a `Branch`.
 
-Kind "timm" of the project's own architectures:
+`TimmTower` is of open_clip's configurations with a timm backbone (SigLIP, EVA, PE, MobileCLIP, …) and of the project's:
 
     "vision_cfg": {"tower": "timm", "timm_model_name": "resnet50", "timm_model_kwargs": {…}, "image_size": 224}
 
-`TimmTower` is also the tower behind open_clip's configurations with a timm backbone: SigLIP, EVA, PE, MobileCLIP, …
-The parameters keep open_clip's names. Shapes: B items, T tokens, L positions of a text, W width of the trunk.
+The parameters keep open_clip's names. Shapes: B items, T tokens, W width of the trunk.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MethodType
 
@@ -29,7 +27,8 @@ from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import Branch, last_blocks
+from probemb.models.towers.branch import Branch, last_blocks, run_with
+from probemb.models.towers.parts import used_columns
 from probemb.models.weights import first_line, load_strictly, read_state_dict, refused
 
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
@@ -49,24 +48,15 @@ class TimmTower(Encoder):
     own pooling; for others the pooled features are the class token or the average, whichever the model pools by, and
     what the model has behind its feature map is dropped. The branch's pooled features are the same of its own tokens.
 
-    Args:
-        trunk: made by timm, already of the right image size.
-        own_blocks: the uncertainty branch's; with none, the log-variance reads the features of the mean.
-        projection: open_clip's, from the model's pooling to D.
+    Without `own_blocks` for the branch, the log-variance reads the features of the mean; `projection` is open_clip's,
+    from the model's pooling to D.
     """
 
-    def __init__(
-        self,
-        trunk: nn.Module,
-        own_blocks: list[nn.Module],
-        o: ModelOptions,
-        image_size: int,
-        projection: nn.Module | None = None,
-    ):
+    def __init__(self, trunk: nn.Module, own_blocks: list, o: ModelOptions, size: int, projection: nn.Module | None):
         super().__init__()
-        self.options, self.image_size, own_pooling = o, (image_size, image_size), o.head == "clip"
+        self.options, self.image_size, own_pooling = o, (size, size), o.head == "clip"
         if not own_pooling:
-            drop_unused(trunk, lambda twin: twin.forward_features(_blank(image_size)))
+            drop_unused(trunk, size)
 
         def forward(trunk: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
             """All inside the trunk's own forward pass, where engines that shard parameters have gathered them."""
@@ -81,7 +71,7 @@ class TimmTower(Encoder):
         self._n_prefix = getattr(trunk, "num_prefix_tokens", 0)
         self._class_token = getattr(trunk, "global_pool", "") == "token"
         with torch.no_grad():
-            mean, unc = meta_twin(self).eval().features(_blank(image_size))
+            mean, unc = meta_twin(self).eval().features(_blank(size))
         self.n_tokens, pooled_width = mean.tokens.shape[1], mean.pooled.shape[1]
         own = projection is not None and pooled_width == o.embed_dim
         unc_widths = unc and (unc.tokens.shape[2], unc.pooled.shape[1])
@@ -89,17 +79,15 @@ class TimmTower(Encoder):
         self.train(self.training)
 
     def features(self, pixels: Tensor) -> BothFeatures:
-        branch = self.uncertainty_blocks
-        if branch is not None:
-            branch.listen()
-        x, pooled = self.trunk(self.normalized(pixels, next(self.trunk.parameters()).dtype))
+        pixels = self.normalized(pixels, next(self.trunk.parameters()).dtype)
+        (x, pooled), unc = run_with(self.uncertainty_blocks, lambda: self.trunk(pixels))
         tokens = self._tokens(x)
         pooled = self._pool(tokens) if pooled is None else pooled
         mean = Features(tokens, self.head(pooled))
-        if branch is None:
+        if unc is None:
             return mean, Features(tokens, pooled) if self.options.probabilistic else None
-        unc_tokens = self._tokens(branch(branch.heard()))
-        return mean, Features(unc_tokens, self._pool(unc_tokens))
+        unc = self._tokens(unc)
+        return mean, Features(unc, self._pool(unc))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         if self.uncertainty_blocks is not None:
@@ -123,8 +111,8 @@ class TimmTower(Encoder):
         registered before the blocks, else to what lies behind; without groups or blocks all have 0.
         """
         names, blocks = [name for name, _ in self.trunk.named_parameters()], trunk_blocks(self.trunk)
-        held = {id(p) for block in blocks for p in block.parameters()}
-        inside = [name for name, p in self.trunk.named_parameters() if id(p) in held]
+        held = {p for block in blocks for p in block.parameters()}
+        inside = [name for name, p in self.trunk.named_parameters() if p in held]
         if not inside or not hasattr(self.trunk, "group_matcher"):
             return {}
         groups = timm.models.group_parameters(self.trunk, self.trunk.group_matcher(), reverse=True)
@@ -134,11 +122,9 @@ class TimmTower(Encoder):
 
     def _tokens(self, x: Tensor) -> Tensor:
         """A feature map in the trunk's layout -> (B, T, W)."""
-        if x.ndim == 3:
-            return x
-        if getattr(self.trunk, "output_fmt", "NCHW") == "NHWC":
-            return x.flatten(1, 2)
-        return x.flatten(2).transpose(1, 2)
+        if x.ndim == 4 and getattr(self.trunk, "output_fmt", "NCHW") == "NCHW":
+            return x.flatten(2).transpose(1, 2)
+        return x if x.ndim == 3 else x.flatten(1, 2)
 
     def _pool(self, tokens: Tensor) -> Tensor:
         return tokens[:, 0] if self._class_token else tokens[:, self._n_prefix :].mean(1)
@@ -158,39 +144,25 @@ class TimmTower(Encoder):
         return tokens.transpose(1, 2).unflatten(2, (side, side))
 
 
-def image_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
-    """A TimmTower of the project's own configuration; `stock` is a trunk to take over."""
-    vision = architecture["vision_cfg"]
-    return timm_tower(stock or build_trunk(vision), lambda: build_trunk(vision), vision, n_unc_layers, o)
-
-
-def open_clip_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
-    """A TimmTower of open_clip's configuration."""
-    stock = stock or stock_image_tower(architecture)
-    fresh = lambda: stock_image_tower(architecture).trunk  # noqa: E731
-    return timm_tower(stock.trunk, fresh, architecture["vision_cfg"], n_unc_layers, o, stock.head)
-
-
-def timm_tower(
-    trunk: nn.Module,
-    fresh: Callable[[], nn.Module],
-    vision: dict,
-    n_unc_layers: int,
-    o: ModelOptions,
-    projection: nn.Module | None = None,
-) -> TimmTower:
-    """A TimmTower of `trunk`, whose uncertainty branch is of another trunk that `fresh()` gives.
+def timm_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
+    """A TimmTower of the project's configuration, or of open_clip's, which has a projection of its own.
 
     Raises UserError: an image size that the model cannot take, or more branch layers than it has.
     """
-    size = vision.get("image_size", 224)
-    fit_image_size(trunk, vision["timm_model_name"], size)
+    vision = architecture["vision_cfg"]
+
+    def make() -> nn.Module:
+        return build_trunk(vision) if "tower" in vision else stock_image_tower(architecture)
+
+    def fitted(stock: nn.Module) -> nn.Module:
+        trunk = stock if "tower" in vision else stock.trunk
+        return fit_image_size(trunk, vision["timm_model_name"], vision.get("image_size", 224))
+
+    stock = stock or make()
+    trunk = fitted(stock)
     own = last_blocks(trunk_blocks(trunk), n_unc_layers)
-    if own:
-        other = fresh()
-        fit_image_size(other, vision["timm_model_name"], size)
-        own = last_blocks(trunk_blocks(other), n_unc_layers)
-    return TimmTower(trunk, own, o, size, projection)
+    own = own and last_blocks(trunk_blocks(fitted(make())), n_unc_layers)
+    return TimmTower(trunk, own, o, vision.get("image_size", 224), None if "tower" in vision else stock.head)
 
 
 def build_trunk(vision: dict, pretrained: bool = False) -> nn.Module:
@@ -241,21 +213,20 @@ def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
     return list(next((x for x in containers if isinstance(x, nn.Sequential | nn.ModuleList)), ()))
 
 
-def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> None:
-    """Make a trunk take images of a size. Raises UserError: it cannot be."""
+def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> nn.Module:
+    """The trunk, made to take images of a size. Raises UserError: it cannot be."""
     failures = []
     for fit in (lambda: None, lambda: trunk.set_input_size((image_size, image_size))):
         try:
             fit()
             with torch.no_grad():
                 meta_twin(trunk).eval()(_blank(image_size))
-            return
+            return trunk
         except Exception as error:  # whatever a model's layers raise about shapes, or timm as it cannot resize this one
-            failures.append(error)
-    own = getattr(trunk, "default_cfg", {}).get("input_size", (3, 224, 224))[-1]
+            failures.append(first_line(error))
     raise UserError(
-        f"timm's {name} does not take images of {image_size} pixels ({first_line(failures[0])}).",
-        f"Set image_size to {own}, or to a multiple of its patches.",
+        f"timm's {name} does not take images of {image_size} pixels ({failures[0]}).",
+        "Set image_size to the model's own, or to a multiple of its patches.",
     )
 
 
@@ -272,13 +243,13 @@ def meta_twin(module: nn.Module) -> nn.Module:
     return deepcopy(module, memo)
 
 
-def drop_unused(trunk: nn.Module, run: Callable[[nn.Module], object]) -> None:
-    """Replace children of a trunk that take no part in `run(trunk)`, so that every parameter gets a gradient."""
+def drop_unused(trunk: nn.Module, image_size: int) -> None:
+    """Replace children of a trunk that take no part in its features, so that every parameter gets a gradient."""
     twin, used = meta_twin(trunk), set()
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: used.add(name.partition(".")[0]))
     with torch.no_grad():
-        run(twin)
+        twin.forward_features(_blank(image_size))
     for name, child in list(trunk.named_children()):
         if name not in used and any(True for _ in child.parameters()):
             setattr(trunk, name, nn.Identity())
@@ -296,9 +267,11 @@ class HFText(Encoder):
 
     def __init__(self, stock: HFTextEncoder, own_layers: list[nn.Module], o: ModelOptions, context_length: int):
         super().__init__()
-        self.context_length = context_length
-        self.pad_id = stock.config.pad_token_id
-        self.transformer = stock.transformer
+        self.context_length, self.pad_id, self.transformer = (
+            context_length,
+            stock.config.pad_token_id,
+            stock.transformer,
+        )
         self.pooler, self.proj = (stock.pooler, stock.proj) if o.head == "clip" else (None, nn.Identity())
         self._class_token = "cls" in type(stock.pooler).__name__.lower()
         layers = text_layers(self.transformer)
@@ -312,22 +285,17 @@ class HFText(Encoder):
             self.transformer.pooler = None  # BERT's, which no other head reads
 
     def features(self, tokens: Tensor) -> BothFeatures:
-        branch = self.uncertainty_layers
-        if branch is not None:
-            branch.listen()
         mask = tokens != self.pad_id
-        out = self.transformer(input_ids=tokens, attention_mask=mask.long())
+        run = partial(self.transformer, input_ids=tokens, attention_mask=mask.long())
+        out, unc = run_with(self.uncertainty_layers, run)
         last = out.last_hidden_state
         pooled = self._pool(last, mask) if self.pooler is None else self.proj(self.pooler(out, mask.long()))
         mean = Features(last, pooled, mask)
-        if not self.options.probabilistic:
-            return mean, None
-        unc = last if branch is None else branch(branch.heard())
-        return mean, Features(unc, self._pool(unc, mask), mask)
+        unc = last if unc is None else unc
+        return mean, Features(unc, self._pool(unc, mask), mask) if self.options.probabilistic else None
 
     def trim(self, tokens: Tensor) -> Tensor:
-        position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-        return tokens[:, : max(1, int((position * (tokens != self.pad_id)).max()))]
+        return used_columns(tokens, tokens != self.pad_id)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         if self.uncertainty_layers is not None:
@@ -352,8 +320,7 @@ def text_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: HF
     """An HFText of open_clip's configuration. Raises UserError: that cannot be read from the hub."""
     stock = stock or stock_text_tower(architecture)
     own = last_blocks(text_layers(stock.transformer), n_unc_layers)
-    if own:
-        own = last_blocks(text_layers(stock_text_tower(architecture).transformer), n_unc_layers)
+    own = own and last_blocks(text_layers(stock_text_tower(architecture).transformer), n_unc_layers)
     return HFText(stock, own, o, architecture["text_cfg"].get("context_length", 77))
 
 

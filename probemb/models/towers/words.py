@@ -23,7 +23,7 @@ from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
 from probemb.models.towers.branch import last_blocks, run_both
-from probemb.models.towers.parts import Parts, take_tokens
+from probemb.models.towers.parts import used_columns
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 VECTOR_STD = 0.3  # about that of GloVe's vectors
@@ -58,14 +58,8 @@ class WordTower(Encoder):
         super().__init__()
         self.vocabulary, self.context_length = list(vocabulary), context_length
 
-    def parts(self, tokens: Tensor) -> Parts:
-        """Every word may be dropped, as if it had not been written."""
-        optional = tokens != PADDING
-        return Parts(optional, torch.zeros_like(optional))
-
     def trim(self, tokens: Tensor) -> Tensor:
-        longest = int((tokens != PADDING).sum(1).max()) if len(tokens) else 1
-        return tokens[:, : max(1, longest)]
+        return used_columns(tokens, tokens != PADDING)
 
     @torch.no_grad()
     def fill_embedding(self, vectors: Mapping[str, np.ndarray]) -> int:
@@ -110,9 +104,8 @@ class WordMean(WordTower):
         self.register_buffer("vectors", random_vectors(len(vocabulary), width))
         self.add_heads(o, width, width)
 
-    def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
+    def features(self, tokens: Tensor) -> BothFeatures:
         """(B, T) int64 -> features; unknown words have no part in the mean, and a text of them alone is 0."""
-        tokens = tokens if kept is None else take_tokens(tokens, kept, PADDING)
         x, known = F.embedding(tokens, self.vectors), (tokens > UNKNOWN)[..., None]
         pooled = (x * known).sum(1) / known.sum(1).clamp(min=1)
         features = Features(x, pooled, word_mask(tokens))
@@ -126,14 +119,12 @@ class WordGRU(WordTower):
     text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
 
     Args:
-        width, hidden, layers, bidirectional: E, H, number of layers, and whether there are two directions.
-        pooling: "last" (each direction's last state), "max" or "mean" over the words; "last-word", both directions'
-            states at the last word, of which the backward one has read that word alone, is what the public codes of
-            PVSE and PCME do.
+        width, hidden: E and H.
+        pooling: "last" (each direction's last state), "max" or "mean" over the words; or, as the public codes of PVSE
+            and PCME, "last-word": both directions' states there, of which the backward one has read that word alone.
         tokens: what the heads see beside the pooled states: "states", or "words", the word vectors (PVSE, PCME).
-        directions: "concatenated", or "averaged" (SCAN): every state and pooled one is the mean of both directions.
-        projection: whether head "clip" maps the pooled states to D; otherwise those of size D are the embedding (VSE++,
-            VSRN).
+        directions: "concatenated", or "averaged" (SCAN): every state and pooled one is the mean of both.
+        projection: False if pooled states of size D are the embedding of head "clip" (VSE++, VSRN).
         head_options: further `ModelOptions.pooling` of a head in this tower: {"pie": {"project": false}}.
     """
 
@@ -172,9 +163,8 @@ class WordGRU(WordTower):
         o = replace(o, pooling={**(o.pooling or {}), **(head_options or {}).get(o.head, {})})
         self.add_heads(o, width if self.words_are_tokens else out, out, not projection and out == o.embed_dim)
 
-    def features(self, tokens: Tensor, kept: Tensor | None = None) -> BothFeatures:
+    def features(self, tokens: Tensor) -> BothFeatures:
         """(B, T) int64 -> features; their mask is True for words."""
-        tokens = tokens if kept is None else take_tokens(tokens, kept, PADDING)
         mask = word_mask(tokens)
         length = mask.sum(1)
 
