@@ -58,13 +58,13 @@ def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
     shards = find_tars(data) if split is None else []
     if not shards or any(shard.suffix != ".tar" for shard in shards):  # caption files
         captions = find_captions(data, split=split).flat()
-        count_words(captions, counts)
+        counts.update(count_words(captions))
         return len(captions)
     total = 0
     with progress("Shards", len(shards)) as advance:
         for shard in shards:  # one at a time: a large corpus does not fit into memory
             captions = read_captions(shard)
-            count_words(captions, counts)
+            counts.update(count_words(captions))
             total += len(captions)
             advance(1)
     if not total:

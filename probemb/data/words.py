@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from probemb.data.reading import check_unique, checked, parse_all, parse_lines
-from probemb.data.remote import is_remote
 from probemb.errors import UserError
 from probemb.files import replace_file
 
@@ -37,12 +36,9 @@ def frequent_words(counts: Counter[str], min_count: int = 1, max_words: int | No
     return kept[:max_words]
 
 
-def count_words(texts: Iterable[str], counts: Counter[str] | None = None) -> Counter[str]:
-    """The number of occurrences of each word; added to `counts` if given."""
-    counts = Counter() if counts is None else counts
-    for text in texts:
-        counts.update(split_words(text))
-    return counts
+def count_words(texts: Iterable[str]) -> Counter[str]:
+    """The number of occurrences of each word."""
+    return Counter(word for text in texts for word in split_words(text))
 
 
 def write_vocabulary(path: str | Path, words: Iterable[tuple[str, int]]) -> None:
@@ -72,22 +68,12 @@ def read_vocabulary(path: str | Path) -> list[str]:
 
 def find_vocabulary(folders: Iterable[str | Path]) -> Path:
     """`vocabulary.txt` in the first folder, or parent of one, that has it. Raises UserError."""
-    tried = []
-    for data in folders:
-        folder = Path(data) if Path(data).is_dir() else Path(data).parent
-        if not folder.is_dir() and not is_remote(str(data)):
-            raise UserError(
-                f"The data path {data} does not exist.",
-                "Name a folder with data, or make the synthetic data with `python -m tools.make_scenes data/scenes`.",
-            )
-        for path in (folder / VOCABULARY, folder.parent / VOCABULARY):
-            if path.is_file():
-                return path
-            tried.append(str(path))
-    raise UserError(
-        f"The model reads words, but there is no vocabulary (tried {', '.join(dict.fromkeys(tried)) or 'nothing'}).",
-        f"Set model.vocabulary to a file. {_BUILD}",
-    )
+    near = [folder if folder.is_dir() else folder.parent for folder in map(Path, folders)]
+    tried = dict.fromkeys(place / VOCABULARY for folder in near for place in (folder, folder.parent))
+    if found := next(filter(Path.is_file, tried), None):
+        return found
+    what = f"The model reads words, but there is no vocabulary (tried {', '.join(map(str, tried)) or 'nothing'})."
+    raise UserError(what, f"Set model.vocabulary to a file. {_BUILD}")
 
 
 def read_vectors(path: str | Path, words: Collection[str]) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """Words of a text, vocabulary files, and word vectors."""
 
 import gzip
-from collections import Counter
 
 import numpy as np
 
@@ -16,7 +15,7 @@ def test_words_of_a_text():
 
 
 def test_counts_and_order():
-    counts = count_words(["b a", "a c"], Counter({"c": 1}))
+    counts = count_words(["b a", "a c", "c"])
     assert counts == {"a": 2, "b": 1, "c": 2}
     assert frequent_words(counts) == [("a", 2), ("c", 2), ("b", 1)]
     assert frequent_words(counts, min_count=2, max_words=1) == [("a", 2)]

@@ -11,31 +11,25 @@ import hashlib
 import io
 import json
 import os
+import re
 import sys
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
+from probemb.data.reading import as_id, check_unique, checked, split_name
 from probemb.data.remote import FetchPolicy, Remote, fetch, is_remote
 from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.progress import progress
 from probemb.runs.lock import RunLock
-from tools.download.annotations import (
-    COCO_FILE,
-    SPLIT_FILE,
-    TOKEN_FILE,
-    Picture,
-    coco_pictures,
-    split_pictures,
-    token_pictures,
-)
 from tools.download.records import GOT, Paths, State, finish
 from tools.pools import process_pool
 
@@ -110,31 +104,85 @@ def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) 
         lock.release()
 
 
+# ------------------------------------------------------------------------------------------------- published captions
+
+COCO_FILE = re.compile(r"captions_(train|val)(\d{4})\.json")
+TOKEN_FILE = re.compile(r".*(?:\.token(?:\.txt)?|_token\.txt)")
+SPLIT_FILE = re.compile(r".*[._](train|dev|val|test)(?:Images)?\.txt")
+TOKEN_LINE = re.compile(r"(([A-Za-z0-9_-]{1,100})\.(?:jpe?g|png))#(\d{1,4})\t(.*\S.*)", re.IGNORECASE)
+
+
+@dataclass
+class Picture:
+    """One image of an archive: the sample's key, its file's name, its captions, and the content of KEY.json."""
+
+    key: str
+    name: str
+    captions: list[str]
+    meta: dict = field(default_factory=dict)
+
+
 def coco(texts: dict[str, Place]) -> tuple[dict[str, list[Picture]], Counter]:
-    """Images by split, and dropped ones by cause."""
+    """Images by split, and dropped ones by cause.
+
+    captions_train2014.json    {"images": [{"id", "file_name"}], "annotations": [{"image_id", "id", "caption"}]}
+    """
     splits, dropped = {}, Counter()
     for base, place in sorted(texts.items()):
-        if match := COCO_FILE.fullmatch(base):
-            if match[1] in splits:
-                what = f"The archives hold captions of several years for {match[1]}."
-                raise UserError(what, "Name those of one year.")
-            splits[match[1]], without = coco_pictures(_text(place), base)
-            dropped["no caption"] += without
+        if not (match := COCO_FILE.fullmatch(base)):
+            continue
+        if match[1] in splits:
+            what = f"The archives hold captions of several years for {match[1]}."
+            raise UserError(what, "Name those of one year.")
+        remedy = "Name annotations_trainval2014.zip as COCO publishes it."
+        with checked(base, "one of COCO's caption files", remedy):
+            data = json.loads(_text(place))
+            names = {as_id(image["id"], "an image id"): image["file_name"] for image in data["images"]}
+            rows = {number: [] for number in names}
+            for row in data["annotations"]:
+                if text := " ".join(row["caption"].split()):
+                    rows[row["image_id"]].append({"id": as_id(row["id"], "an id"), "caption": text})
+        splits[match[1]] = [
+            Picture(f"{one:012d}", names[one], [row["caption"] for row in own], {"image_id": one, "captions": own})
+            for one, own in sorted(rows.items())
+            if own
+        ]
+        dropped["no caption"] += len(names) - len(splits[match[1]])
     if not any(splits.values()):
         raise UserError("The archives hold no captions, such as captions_train2014.json.", "Name them, too.")
     return splits, +dropped
 
 
 def flickr(texts: dict[str, Place]) -> tuple[dict[str, list[Picture]], Counter]:
-    """The same of Flickr8k and Flickr30k."""
+    """The same of Flickr8k and Flickr30k; without lists of splits all images are "train", and `dev` is called `val`.
+
+    Flickr8k.token.txt, results_20130124.token    NAME.jpg#0 TAB caption
+    Flickr_8k.trainImages.txt, ...                one NAME.jpg a line
+    """
     tokens = [base for base in texts if TOKEN_FILE.fullmatch(base) and "lemma" not in base]
     if len(tokens) != 1:
         what = f"The archives hold {len(tokens)} token files where there should be one."
         raise UserError(what, "Name Flickr8k_text.zip or Flickr8k.token.txt, beside the images.")
-    pictures, bad = token_pictures(_text(texts[tokens[0]]), tokens[0])
-    lists = {f[1]: _text(place) for base, place in sorted(texts.items()) if (f := SPLIT_FILE.fullmatch(base))}
-    splits = split_pictures(pictures, lists)
-    return splits, +Counter({"malformed row": bad, "in no split": len(pictures) - sum(map(len, splits.values()))})
+    captions: dict[tuple[str, str], dict[int, str]] = {}
+    lines = _lines(texts[tokens[0]])
+    good = [found for line in lines if (found := TOKEN_LINE.fullmatch(line))]
+    if 2 * len(good) <= len(lines):
+        raise UserError(f"{tokens[0]} is not a token file.", "Its lines are `NAME.jpg#0 TAB caption`.")
+    for found in good:
+        captions.setdefault((found[2], found[1]), {})[int(found[3])] = " ".join(found[4].split())
+    pictures = {names[1]: Picture(*names, [own[i] for i in sorted(own)]) for names, own in captions.items()}
+    lists = {f[1]: dict.fromkeys(_lines(texts[base])) for base in sorted(texts) if (f := SPLIT_FILE.fullmatch(base))}
+    check_unique(chain(*lists.values()), "image", "The lists of splits")
+    splits = {split_name(one): [pictures[name] for name in names if name in pictures] for one, names in lists.items()}
+    splits = {one: chosen for one, chosen in splits.items() if chosen} if lists else {"train": [*pictures.values()]}
+    if not splits:
+        raise UserError("The lists of splits name no image that has captions.", "Name lists and captions of one set.")
+    unlisted = len(pictures) - sum(map(len, splits.values()))
+    return splits, +Counter({"malformed row": len(lines) - len(good), "in no split": unlisted})
+
+
+def _lines(place: Place) -> list[str]:
+    return [line.strip() for line in _text(place).decode("utf-8-sig", "replace").split("\n") if line.strip()]
 
 
 def _text(place: Place) -> bytes:

@@ -140,7 +140,7 @@ def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
         for index in range(task.first, task.first + task.count):
             members = sample_files(task.plan, task.part, index)
             tar.write({"__key__": f"{index:08d}", **members})
-            count_words(members.get("txt", b"").decode().split("\n"), words)
+            words.update(count_words(members.get("txt", b"").decode().split("\n")))
     return Shard(task.path.name, task.path, task.count, task.path.stat().st_size, file_sha256(task.path)), words
 
 

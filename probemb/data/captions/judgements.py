@@ -9,7 +9,6 @@ Either may be gzipped. Caption k of an image is its k-th one in the data, from 0
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -87,12 +86,12 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     Raises UserError: the file cannot be read or has a malformed line; no pair is in the data; a judged name belongs to
     several images of the data.
     """
-    names_of = [{str(number)} for number in captions.image_ids]
-    if isinstance(captions.located, Images):
-        names_of = [names | {place.name} for names, place in zip(names_of, captions.located.places)]
-    names_of = [{_stem(name.rpartition(":")[2]) for name in names} for names in names_of]  # in several tars: "TAR:KEY"
-    rows = {name: row for row, names in enumerate(names_of) for name in names}
-    ambiguous = {name for name, count in Counter(name for names in names_of for name in names).items() if count > 1}
+    rows, ambiguous = {}, set()
+    files = [place.name for place in captions.located.places] if isinstance(captions.located, Images) else []
+    for names in (captions.image_ids, files):
+        for row, name in enumerate(_stem(str(name).rpartition(":")[2]) for name in names):  # in several tars: "TAR:KEY"
+            if rows.setdefault(name, row) != row:
+                ambiguous.add(name)
     starts, votes, unknown = [0, *accumulate(map(len, captions.captions))], {}, set()
     for image, caption_image, index, yes, no in _read(Path(path)):
         if name := ambiguous & {image, caption_image}:
