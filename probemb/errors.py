@@ -12,19 +12,13 @@ from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """An error that the person who typed the command can fix.
-
-    Args:
-        what: one sentence that says what is wrong.
-        remedy: one sentence that says what to do.
-    """
+    """An error that the person who typed the command can fix: a sentence on what is wrong, and one on what to do."""
 
     exit_code = 2  # of a command that it ends
 
     def __init__(self, what: str, remedy: str):
         super().__init__(f"{what} {remedy}")
-        self.what = what
-        self.remedy = remedy
+        self.what, self.remedy = what, remedy
 
     def __reduce__(self):  # two arguments, so that it can leave a worker process
         return type(self), (self.what, self.remedy)
@@ -47,18 +41,14 @@ def raise_together(errors: Iterable[UserError]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close.
-
-    Of dotted names the last part must be close by itself, as most of a long name may be what all share. `--lr` is meant
-    as the option of a group, and a + as a p (PCME++).
+    """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close. The last part of a dotted one
+    must be close by itself; `--lr` is meant as the option of a group, and a + as a p (PCME++).
     """
-    known, name = list(known), name.lower().replace("+", "p")
-    lower = {k.lower(): k for k in known}
-    last = name.rpartition(".")[2]
-    found = [one for one in lower if one.startswith("--") and one.rpartition(".")[2] == last.removeprefix("--")]
-    if not found:
-        close = get_close_matches(name, lower, n=len(known) or 1, cutoff=0.6)
-        found = [one for one in close if get_close_matches(last, [one.rpartition(".")[2]], cutoff=0.6)][:1]
+    name, lower = name.lower().replace("+", "p"), {one.lower(): one for one in known}
+    last = {one: one.rpartition(".")[2] for one in (name, *lower)}
+    found = [one for one in lower if one.startswith("--") and last[one] == last[name].removeprefix("--")]
+    near = get_close_matches(name, lower, len(lower) or 1)
+    found = found or [one for one in near if get_close_matches(last[name], [last[one]])][:1]
     return f" Did you mean {' or '.join(repr(lower[one]) for one in found)}?" if found else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import re
 from pathlib import Path
@@ -16,15 +17,7 @@ from probemb.errors import UserError
 
 def to_dict(config: Any) -> dict:
     """A dataclass as plain dicts, lists and scalars: what YAML and JSON can hold."""
-
-    def storable(value):
-        if isinstance(value, dict):
-            return {k: storable(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [storable(v) for v in value]
-        return str(value) if isinstance(value, Path) else value
-
-    return storable(dataclasses.asdict(config))
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def to_yaml(config: Any) -> str:
@@ -41,14 +34,12 @@ def with_absolute_paths(values: dict, config: Any) -> dict:
     values = copy.deepcopy(values)
     for key in getattr(config, "PATHS", ()):
         *groups, name = key.split(".")
-        group = values
+        group, named = values, key in getattr(config, "NAMED_PATHS", ())
         for one in groups:
             group = group.get(one) or {}
-        value, named = group.get(name), key in getattr(config, "NAMED_PATHS", ())
-        if isinstance(value, list):
-            group[name] = [_absolute(key, one, named) for one in value]
-        elif value:
-            group[name] = _absolute(key, value, named)
+        if value := group.get(name):
+            paths = [_absolute(key, one, named) for one in ([value] if isinstance(value, str) else value)]
+            group[name] = paths[0] if isinstance(value, str) else paths
     return values
 
 
