@@ -145,8 +145,18 @@ class Backbone:
     @torch.inference_mode()
     def grid(self, pixels: Tensor, g: int) -> np.ndarray:
         """(B, 3, H, W) -> (B, g², width) float32, row by row; g of 1 is the average of the map."""
-        map_BWss = self.tower.feature_map(pixels.to(self.device)).float()
+        map_BWss = feature_map(self.tower, pixels.to(self.device)).float()
         return F.adaptive_avg_pool2d(map_BWss, g).flatten(2).transpose(1, 2).cpu().numpy()
+
+
+def feature_map(tower: torch.nn.Module, pixels: Tensor) -> Tensor:
+    """(B, 3, H, W) -> (B, W, S, S), a trunk's tokens but for class tokens. Raises UserError: they are no square map."""
+    tokens = tower.features(pixels)[0].tokens[:, tower.n_prefix :]
+    side = math.isqrt(tokens.shape[1])
+    if side * side != tokens.shape[1]:
+        what = f"The backbone has {tokens.shape[1]} tokens, which are no square map of places."
+        raise UserError(what, "Choose another one of timm, such as resnet50.")
+    return tokens.transpose(1, 2).unflatten(2, (side, side))
 
 
 def load_backbone(options: Namespace) -> Backbone:
@@ -164,7 +174,7 @@ def load_backbone(options: Namespace) -> Backbone:
     preprocess = {"size": size, "resize_mode": "squash", **wanted}
     tower.normalization = channel_statistics(preprocess)
     with torch.inference_mode():
-        features = tower.feature_map(torch.zeros(1, 3, size, size, device=device))
+        features = feature_map(tower, torch.zeros(1, 3, size, size, device=device))
     transform = models.create_transforms({"preprocess": preprocess}).evaluate
     return Backbone(tower, transform, features.shape[2], features.shape[1], device)
 

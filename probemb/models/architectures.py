@@ -1,7 +1,7 @@
 """Architectures by name: open_clip's configurations, and the project's own in `configs/`, in the same form.
 
 {"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu", "init_logit_scale", "init_logit_bias"}. A tower of ours has
-a "tower" key in its part, a kind of `towers`; all other keys of that part are the tower's own.
+a "tower" key in its part, a kind of `towers`; the other keys are its arguments.
 """
 
 from __future__ import annotations
@@ -109,10 +109,8 @@ def is_open_clip(config: dict) -> bool:
 
 
 class Stock(nn.Module):
-    """The deterministic model behind a probabilistic one, with the names of open_clip's `CustomTextCLIP`.
-
-    `visual` and `text` are open_clip's towers, None for one of ours. `logit_scale`, (1,), is the log of the inverse
-    temperature; `logit_bias`, (1,), is None where the architecture was not made for a sigmoid loss.
+    """The deterministic model behind a probabilistic one, with the names of open_clip's `CustomTextCLIP`: its towers,
+    None for one of ours; the log of the inverse temperature, (1,), and for a sigmoid loss a bias (1,).
     """
 
     def __init__(self, config: dict):

@@ -37,17 +37,12 @@ logger = logging.getLogger(__name__)
 def create_model(name: str, **options) -> DualEncoder:
     """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
 
-    Weights of open_clip (a tag, a file, or a folder or hub repository in its layout) fill the trunk and the mean
-    branch; the uncertainty branch starts from random weights (PCME++ §3.3). Of whatever `load_model` reads (a run, a
-    folder that `save_model` wrote, a hub name) `fill_from_model` says what is taken. With an uncertainty token, a new
-    model's text tower is ProLIP's: not causal, with a class token; weights keep theirs.
+    `name` is one of open_clip's models or of the project's (`configs`), `options` are those of `ModelOptions`. Weights
+    of open_clip (a tag, a file, or a folder or hub repository in its layout) fill the trunk and the mean branch; the
+    uncertainty branch starts from random weights (PCME++ §3.3). Of what else `load_model` reads `fill_from_model` says
+    what is taken. With an uncertainty token, a new model's text tower is ProLIP's: not causal, with a class token.
 
-    Args:
-        name: one of open_clip's models, or one of the project's own (`probemb/models/configs`).
-        options: those of `ModelOptions`.
-
-    Raises:
-        UserError: for an unknown name, option or tag, a size out of range, or weights of another model.
+    Raises UserError: an unknown name, option or tag, a size out of range, or weights of another model.
     """
     o = ModelOptions(name, **options)
     config, source = architecture(name, o.image_size), None
@@ -137,19 +132,16 @@ def _starting_point(
 
 
 def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None:
-    """Copy what two models of one architecture have in common, and resize nothing.
-
-    The trunk, the mean branch's blocks and the scalars always; the heads if both models have the same kind; the
-    uncertainty branch if both have as many blocks in it (or the token, if both have one), and its head if that is of
-    the same kind and size too; the composer if both have the same one. What is not copied stays as it is. Raises
-    UserError, which calls the source `where`: the architecture, the image size, or a head of the same kind differ.
+    """Copy what two models of one architecture have in common: the trunk, the mean branch's blocks and the scalars
+    always; heads of the same kind; the uncertainty branch if both have as many blocks in it (or the token), with its
+    head; the composer. The rest stays as it is. Raises UserError, which calls the source `where`: they do not fit.
     """
     ours, theirs = model.options, source.options
     same_head = ours.head == theirs.head
     both_probabilistic = ours.probabilistic and theirs.probabilistic
     same_branch = both_probabilistic and (ours.uncertainty, ours.layers) == (theirs.uncertainty, theirs.layers)
     same_composer = type(model.composer) is type(source.composer) and ours.embed_dim == theirs.embed_dim
-    same_size = (ours.covariance == "spherical") == (theirs.covariance == "spherical")  # as many outputs
+    same_log_var = same_branch and same_head and ours.log_var_width == theirs.log_var_width
     (name, shape), (their_name, their_shape) = ((m.config["name"], m.config["architecture"]) for m in (model, source))
     check_architecture(name, shape, their_name, their_shape, where)
     if both_probabilistic and not same_branch:
@@ -169,7 +161,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
         if name.startswith("mean_head."):
             return same_head
         if name.startswith("log_var_head."):
-            return same_branch and same_head and same_size
+            return same_log_var
         if tower in ("visual", "text"):
             return same_branch or getattr(model, tower).place(name).part != "branch"
         return tower in given  # a scalar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,15 +35,10 @@ class Ensemble(nn.Module):
         self.match_form = forms.pop() if len(forms) == 1 else "none"
 
     def encode_image(self, pixels: Tensor) -> Gaussian:
-        return self._side_by_side(lambda model: model.encode_image(pixels))
+        return _side_by_side([model.encode_image(pixels) for model in self.models])
 
     def encode_text(self, tokens: Tensor) -> Gaussian:
-        return self._side_by_side(lambda model: model.encode_text(tokens))
-
-    def _side_by_side(self, encode: Callable[[DualEncoder], Gaussian]) -> Gaussian:
-        parts = [encode(model) for model in self.models]
-        mean = torch.cat([part.mean for part in parts], -1) / math.sqrt(len(parts))
-        return Gaussian(mean, torch.cat([part.log_var for part in parts], -1) - math.log(len(parts)))
+        return _side_by_side([model.encode_text(tokens) for model in self.models])
 
     def normalized(self, images: Tensor) -> Tensor:
         """`DualEncoder.normalized`, the same of all."""
@@ -58,6 +53,11 @@ class Ensemble(nn.Module):
     def match_numbers(self) -> tuple[float, float]:
         a, b = zip(*(model.match_numbers() for model in self.models))
         return sum(a) / len(a), sum(b) / len(b)
+
+
+def _side_by_side(parts: Sequence[Gaussian]) -> Gaussian:
+    mean = torch.cat([part.mean for part in parts], -1) / math.sqrt(len(parts))
+    return Gaussian(mean, torch.cat([part.log_var for part in parts], -1) - math.log(len(parts)))
 
 
 def as_one(models: Sequence[DualEncoder]) -> DualEncoder | Ensemble:

@@ -143,9 +143,8 @@ def _model(name: str, architecture: dict, stock: nn.Module | None = None, prepro
 def _architecture(
     state: dict[str, Tensor], config: dict, text_prefix: str, n_prefix: int, more: tuple[str, ...] = ()
 ) -> dict:
-    """open_clip's configuration, from the shapes, then from theirs; of text_cfg also the keys `more`.
-
-    `text_prefix` is of the text tower's tensors; `n_prefix` tokens stand before the patches of an image.
+    """open_clip's configuration, from the shapes, then from theirs, of text_cfg also the keys `more`; `text_prefix` is
+    of the text tower's tensors, `n_prefix` tokens stand before the patches of an image.
     """
     conv, embedding = state["visual.conv1.weight"], state[f"{text_prefix}token_embedding.weight"]
     patch, width = conv.shape[-1], conv.shape[0]
@@ -184,8 +183,7 @@ FREE |= {"timm_model_pretrained", "hf_model_pretrained", "patch_dropout", "timm_
 def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: dict) -> dict:
     """The preprocessing that weights in open_clip's layout require of a model `name` that starts from them.
 
-    `about`: their configuration, read from the file `source`. Raises UserError: it is malformed, or of another
-    architecture.
+    Raises UserError: their configuration `about`, of the file `source`, is malformed, or of another architecture.
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         theirs, preprocess = _open_clip_config(about)
@@ -194,10 +192,9 @@ def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: 
 
 
 def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> DualEncoder:
-    """A point model with open_clip's weights: head "clip", no uncertainty.
+    """A point model with open_clip's weights, `state` of the file `weights` and `about` of the configuration `source`.
 
-    `state` are the tensors of the file `weights`, `about` is the content of the configuration `source`. Raises
-    UserError: it is malformed, or of an architecture or of weights that cannot be read.
+    Raises UserError: it is malformed, or of an architecture or of weights that cannot be read.
     """
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         architecture, preprocess = _open_clip_config(about)
@@ -243,9 +240,9 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         open_clip.create_model_and_transforms("local-dir:FOLDER")
         open_clip.create_model_and_transforms("ViT-B-16", pretrained="FOLDER/open_clip_model.safetensors")
 
-    The second form, which CLIP_benchmark uses, knows only open_clip's own architectures and their own preprocessing. It
-    refuses a logit bias where the architecture has none, so that models of a sigmoid loss have a second file for it,
-    WITHOUT_BIAS. Raises UserError: open_clip has no such model, or the folder cannot be written.
+    The second form, CLIP_benchmark's, has open_clip's own architectures and preprocessing, and refuses a logit bias
+    that an architecture lacks: for models of a sigmoid loss there is a second file, WITHOUT_BIAS. Raises UserError:
+    open_clip has no such model, or the folder cannot be written.
     """
     folder, config, shape = Path(folder), model.config, model.config["architecture"]
     for applies, what in (
@@ -259,33 +256,23 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
                 "Export a model of one of open_clip's architectures with head 'clip' and an uncertainty branch.",
             )
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        names = list(Stock(shape).state_dict())
+        names, plain_names = list(Stock(shape).state_dict()), None
+        if not (shape.get("custom_text") or "multimodal_cfg" in shape or "hf_model_name" in shape["text_cfg"]):
+            options = {key: value for key, value in shape.items() if key != "custom_text"}
+            plain_names = set(CLIP(**options).state_dict())  # which has its text tower's parameters at the top
     held = model.state_dict()
     state = {name: held[name].detach().cpu().contiguous() for name in names}
     state |= {name: state[name].reshape(()) for name in ("logit_scale", "logit_bias") if name in state}
-    plain_state = _plain_state(state, shape)
-    about = {
-        "model_cfg": {**shape, "custom_text": True} if plain_state is None else shape,
-        "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in PREPROCESSING},
-    }
-    tensors = state if plain_state is None else plain_state
-    named = read_architecture(config["name"])  # None of a model that open_clip has no name for
-    if "logit_bias" in tensors and named and named.get("init_logit_bias") is None:
-        bare = {name: x for name, x in tensors.items() if name != "logit_bias"}
-        write_model(folder / WITHOUT_BIAS, bare, folder / CONFIG, about)
-    write_model(folder / WEIGHTS[0], tensors, folder / CONFIG, about)  # last: the configuration has its digest
-    return folder
-
-
-def _plain_state(state: dict[str, Tensor], architecture: dict) -> dict[str, Tensor] | None:
-    """The state under the names of open_clip's plain `CLIP`, which has its text tower's parameters at the top.
-
-    None for architectures that are no plain CLIP in open_clip. `CustomTextCLIP` reads these names too.
-    """
-    options = {key: value for key, value in architecture.items() if key != "custom_text"}
-    if architecture.get("custom_text") or "multimodal_cfg" in options or "hf_model_name" in options["text_cfg"]:
-        return None
-    with torch.device("meta"):
-        expected = set(CLIP(**options).state_dict())
     renamed = {name.removeprefix("text."): x for name, x in state.items()}
-    return renamed if set(renamed) == expected else None
+    if set(renamed) == plain_names:
+        state = renamed  # `CustomTextCLIP` reads these names too
+    else:
+        shape = {**shape, "custom_text": True}
+    preprocess = {key: value for key, value in config["preprocess"].items() if key in PREPROCESSING}
+    about = {"model_cfg": shape, "preprocess_cfg": preprocess}
+    named = read_architecture(config["name"])  # None of a model that open_clip has no name for
+    if "logit_bias" in state and named and named.get("init_logit_bias") is None:
+        bare = {name: x for name, x in state.items() if name != "logit_bias"}
+        write_model(folder / WITHOUT_BIAS, bare, folder / CONFIG, about)
+    write_model(folder / WEIGHTS[0], state, folder / CONFIG, about)  # last: the configuration has its digest
+    return folder

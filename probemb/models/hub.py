@@ -68,15 +68,12 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
     It is in evaluation mode and its parameters need no gradient, so that no call has to be wrapped in `no_grad`; to
     train it, `model.train().requires_grad_()`.
 
-    Args:
-        path_or_name: a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
-            name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is
-            looked at). Published weights of PCME++ and ProLIP are recognised, and so are folders and repositories in
-            open_clip's layout, which become point models. Tokenizer files beside the weights win over the hub's.
-        resize: backend for resizing images, see `create_transforms`.
+    `path_or_name` is a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
+    name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is looked
+    at). Published weights of PCME++ and ProLIP are recognised, and so are folders and repositories in open_clip's
+    layout, which become point models. Tokenizer files beside the weights win over the hub's.
 
-    Raises:
-        UserError: nothing is found, or the weights are not this project's or do not fit their configuration.
+    Raises UserError: nothing is found, or the weights are not this project's or do not fit their configuration.
     """
     files = _locate(path_or_name)
     model = build_saved(*files).to(device).eval().requires_grad_(False)
@@ -191,12 +188,7 @@ def build_saved(weights: Path, config_path: Path | None) -> DualEncoder:
         return formats.import_open_clip(state, config, weights, where)
     if reader := formats.published_reader(state):
         return reader(state, config, weights)
-    if not FORMAT.items() <= config.items():
-        raise UserError(
-            f"{where} does not describe a model of this project (version {FORMAT['version']}).",
-            "Give a model that save_model wrote, or published weights of PCME++ or ProLIP.",
-        )
-    remedy = f"Restore the {CONFIG} that was saved with the weights."
+    remedy = f"Restore the {CONFIG} that was saved with the weights; it is of save_model, PCME++, ProLIP or open_clip."
     with refused(f"{where} describes no model that can be built", remedy):
         about = {key: value for key, value in config.items() if key not in FORMAT}
         formats.check_sizes(about["architecture"], lambda: DualEncoder(about), state)

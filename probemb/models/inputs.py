@@ -9,26 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from open_clip import transform as oc
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-from open_clip.transform import (
-    MaybeConvertMode,
-    MaybeToTensor,
-    PreprocessCfg,
-    color_jitter,
-    gray_scale,
-    image_transform_v2,
-)
 from PIL import Image
 from timm.data.random_erasing import RandomErasing as TimmsRandomErasing
 from torch import Tensor
-from torchvision.transforms import (
-    Compose,
-    InterpolationMode,
-    Normalize,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-)
+from torchvision import transforms as tv
 
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.image_loader import Images, RegionImages
@@ -68,31 +54,34 @@ def create_transforms(model_or_config, augmentation: Augmentation | None = None,
         return Transforms(identity, identity)
     wanted = dict(config["preprocess"])
     crop_pct = wanted.pop("crop_pct", None)
-    preprocess = PreprocessCfg(**wanted)
-    evaluate = image_transform_v2(replace(preprocess, resize_mode="shortest") if crop_pct else preprocess, False)
-    first, *rest = (x for x in evaluate.transforms if not isinstance(x, MaybeToTensor | Normalize))  # the model does
+    preprocess = oc.PreprocessCfg(**wanted)
+    evaluate = oc.image_transform_v2(replace(preprocess, resize_mode="shortest") if crop_pct else preprocess, False)
+    first, *rest = (
+        x for x in evaluate.transforms if not isinstance(x, oc.MaybeToTensor | tv.Normalize)
+    )  # the model does
     if crop_pct:
-        first = Resize(int(np.max(preprocess.size) / crop_pct), first.interpolation)
-    crop = RandomResizedCrop(preprocess.size, a.scale, a.ratio, InterpolationMode.BICUBIC)
+        first = tv.Resize(int(np.max(preprocess.size) / crop_pct), first.interpolation)
+    crop = tv.RandomResizedCrop(preprocess.size, a.scale, a.ratio, tv.InterpolationMode.BICUBIC)
+    convert, pixels = [oc.MaybeConvertMode()], [as_pixels]
     if resize == "tensor":
         crop, first = RandomCrop(crop.size, crop.scale, crop.ratio, crop.interpolation), Resized(first)
-        evaluate = [first, *(x for x in rest if not isinstance(x, MaybeConvertMode))]
-        train, last = [crop], []
-    else:
-        evaluate, train, last = [first, *rest, as_pixels], [crop, MaybeConvertMode()], [as_pixels]
-    train += [color_jitter(*a.color_jitter, p=a.color_jitter_prob)] if a.color_jitter_prob else []
-    train += [gray_scale(a.gray_scale_prob)] if a.gray_scale_prob else []
-    train += last
-    train += [RandomHorizontalFlip(a.hflip)] if a.hflip else []
-    train += [RandomErasing(a.re_prob, a.re_count, preprocess.mean, preprocess.std)] if a.re_prob else []
-    return Transforms(Compose(train), Compose(evaluate))
+        rest, convert, pixels = [x for x in rest if not isinstance(x, oc.MaybeConvertMode)], [], []
+    train = [
+        *(crop, *convert),
+        *([oc.color_jitter(*a.color_jitter, p=a.color_jitter_prob)] if a.color_jitter_prob else ()),
+        *([oc.gray_scale(a.gray_scale_prob)] if a.gray_scale_prob else ()),
+        *pixels,
+        *([tv.RandomHorizontalFlip(a.hflip)] if a.hflip else ()),
+        *([RandomErasing(a.re_prob, a.re_count, preprocess.mean, preprocess.std)] if a.re_prob else ()),
+    ]
+    return Transforms(tv.Compose(train), tv.Compose([first, *rest, *pixels]))
 
 
 def identity(regions: Tensor) -> Tensor:
     return regions
 
 
-class RandomCrop(RandomResizedCrop):
+class RandomCrop(tv.RandomResizedCrop):
     """torchvision's RandomResizedCrop, to (3, h, w) uint8."""
 
     def forward(self, image: Image.Image) -> Tensor:
@@ -104,11 +93,11 @@ class RandomCrop(RandomResizedCrop):
 class Resized:
     """A PIL image resized to (3, h, w) uint8, as torchvision's Resize or open_clip's ResizeKeepRatio (`step`) would."""
 
-    def __init__(self, step: Resize):
+    def __init__(self, step: tv.Resize):
         self.step = step
 
     def __call__(self, image: Image.Image) -> Tensor:
-        if isinstance(self.step, Resize):
+        if isinstance(self.step, tv.Resize):
             wanted = self.step.size if isinstance(self.step.size, Sequence) else [self.step.size]
             size = _short_side(*image.size, wanted[0]) if len(wanted) == 1 else wanted
         else:
@@ -153,7 +142,7 @@ def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[l
     """The tokenizer that belongs to a model: list of texts -> (B, context_length) int64, padded.
 
     A Hugging Face tokenizer whose files are in the model's `folder` is not asked of the hub. Raises UserError: it is
-    not available, or the model has too small a vocabulary.
+    not available.
     """
     config = _config(model_or_config)["architecture"]
     text = config["text_cfg"]

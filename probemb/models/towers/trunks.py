@@ -10,7 +10,6 @@ The parameters keep open_clip's names. Shapes: B items, T tokens, W width of the
 from __future__ import annotations
 
 import logging
-import math
 from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,11 +44,9 @@ class TimmTower(Encoder):
     """A timm model with heads of ours.
 
     Tokens are the feature map's places, or a transformer's tokens behind its last norm. Head "clip" reads the model's
-    own pooling; for others the pooled features are the class token or the average, whichever the model pools by, and
-    what the model has behind its feature map is dropped. The branch's pooled features are the same of its own tokens.
-
-    Without `own_blocks` for the branch, the log-variance reads the features of the mean; `projection` is open_clip's,
-    from the model's pooling to D.
+    own pooling; for others, and the branch, the pooled features are the class token or the average, whichever the model
+    pools by, and what the model has behind its feature map is dropped. Without `own_blocks` for the branch, the
+    log-variance reads the features of the mean; `projection` is open_clip's, from the model's pooling to D.
     """
 
     def __init__(self, trunk: nn.Module, own_blocks: list, o: ModelOptions, size: int, projection: nn.Module | None):
@@ -68,7 +65,7 @@ class TimmTower(Encoder):
         self.head = projection if own_pooling and projection is not None else nn.Identity()
         self.uncertainty_blocks = Branch(own_blocks, trunk_blocks(trunk)) if own_blocks else None
         self.branch_blocks = [f"uncertainty_blocks.{i}" for i in range(len(own_blocks))]
-        self._n_prefix = getattr(trunk, "num_prefix_tokens", 0)
+        self.n_prefix = getattr(trunk, "num_prefix_tokens", 0)
         self._class_token = getattr(trunk, "global_pool", "") == "token"
         with torch.no_grad():
             mean, unc = meta_twin(self).eval().features(_blank(size))
@@ -127,21 +124,7 @@ class TimmTower(Encoder):
         return x if x.ndim == 3 else x.flatten(1, 2)
 
     def _pool(self, tokens: Tensor) -> Tensor:
-        return tokens[:, 0] if self._class_token else tokens[:, self._n_prefix :].mean(1)
-
-    def feature_map(self, pixels: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, W, S, S), the trunk's tokens but for class tokens, in their places.
-
-        Raises UserError: they are no square map.
-        """
-        tokens = self.features(pixels)[0].tokens[:, self._n_prefix :]
-        side = math.isqrt(tokens.shape[1])
-        if side * side != tokens.shape[1]:
-            raise UserError(
-                f"The image tower has {tokens.shape[1]} tokens, which are no square map of places.",
-                "Choose another backbone of timm, such as resnet50.",
-            )
-        return tokens.transpose(1, 2).unflatten(2, (side, side))
+        return tokens[:, 0] if self._class_token else tokens[:, self.n_prefix :].mean(1)
 
 
 def timm_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
