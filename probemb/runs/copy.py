@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cached_property
@@ -120,10 +121,11 @@ class Copier:
 
     def close(self, seconds: float) -> None:
         """Wait up to `seconds` until the copy is up to date or has failed; never raises."""
+        until = time.monotonic() + seconds
         if self._thread.is_alive():  # since before the last checkpoint, perhaps
             self._thread.join(seconds)
         self.wake()
-        self._thread.join(seconds)
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             print(f"remote copy {self.copy}: not up to date after {seconds:.0f} s; --resume completes it", flush=True)
 

@@ -19,13 +19,9 @@ from torch import Tensor
 from torch.utils.benchmark import Measurement
 
 from pretrain.config import Config, Engine, Model, Optimizer
-from pretrain.cost import images_at_peak
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.objectives import OBJECTIVES
-from pretrain.run_folder import RunFolder
-from pretrain.trainer import Trainer, make_optimizer
 from probemb.cli.command import Parser, run_command
-from probemb.models.architectures import OWN, read_architecture
 from tools.bench.timing import Variant, in_turn, report, timer
 
 PEER = "open_clip CLIP"
@@ -47,6 +43,8 @@ def compare(
     name: str, batch: int, repeats: int, n_unc_layers: int = 1, compiled: bool = False, device: str = DEVICE
 ) -> tuple[dict[str, Measurement], dict[str, float]]:
     """Measure and report; the times, and the share of the device's peak (MFU) by variant, where that is known."""
+    from pretrain.cost import images_at_peak  # models take seconds to import
+
     steps, extra, at_peak = {}, {}, {}
     for variant in (PEER, "CLIP", "PCME++"):
         objective = "pcmepp" if variant == "PCME++" else "clip"
@@ -94,6 +92,8 @@ def configured(name: str, batch: int, objective: str, n_unc_layers: int = 1, lr:
 
 def random_batch(name: str, batch: int, device: str) -> tuple[Tensor, Tensor]:
     """Pixels and tokens in the sizes that the model takes."""
+    from probemb.models.architectures import read_architecture
+
     shape = read_architecture(name)
     size, length = shape["vision_cfg"]["image_size"], shape["text_cfg"].get("context_length", 77)
     g = torch.Generator().manual_seed(0)
@@ -105,8 +105,11 @@ def random_batch(name: str, batch: int, device: str) -> tuple[Tensor, Tensor]:
     return images.to(device), tokens.to(device)
 
 
-def make_trainer(config: Config, device: str, precision: str | None = None) -> Trainer:
+def make_trainer(config: Config, device: str, precision: str | None = None):
     """The pretraining's trainer in a process group of one; bf16 on a GPU and float32 on a CPU unless told."""
+    from pretrain.run_folder import RunFolder
+    from pretrain.trainer import Trainer, make_optimizer
+
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     start_deepspeed(device=place)
     torch.manual_seed(0)
@@ -129,7 +132,9 @@ def our_step(config: Config, data: tuple[Tensor, Tensor]) -> Variant:
 
 def open_clip_step(config: Config, data: tuple[Tensor, Tensor]) -> Variant:
     """open_clip's model and ClipLoss, called as in its trainer."""
-    import open_clip  # takes seconds
+    import open_clip
+
+    from probemb.models.architectures import OWN
 
     device, o, loss_of = data[0].device.type, config.optimizer, open_clip.ClipLoss()
     if config.model.name in OWN:
