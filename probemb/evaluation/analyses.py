@@ -53,14 +53,10 @@ def coverage(inner: Gaussian, outer: Gaussian, central: float = CENTRAL) -> Tens
 def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
     """Does the embedding of a mixed input cover the intersection of both inputs, row by row of (N, D), N at least 4?
 
-    Row i of second may be row i - 1 of first: pairs two rows apart have no input in common.
-
-    Returns:
-        "covers": `coverage` of the own intersection by the mixed input, "covers_other": of the pair two rows before;
-        "own_is_closest": the share of mixed inputs whose own intersection, among all N, has the largest expected
-        likelihood, "chance" 1/N of it; "between": the share whose mean is closer to the intersection's than to either
-        original's; "wider": the share with a larger geometric mean of σ than both originals have on average. Each
-        with its standard error, "…_se".
+    "covers", "covers_other": `coverage` of the own intersection, and of that two rows before, by the mixed input;
+    "own_is_closest": of all N by expected likelihood ("chance" 1/N); "between": its mean is closer to the
+    intersection's than to either original's; "wider": its geometric mean of σ is above both originals' mean. Shares,
+    with "…_se".
     """
     common = compose(Gaussian.stack([first, second])).gaussian
     to_common, to_a, to_b = ((mixed.mean - g.mean).norm(dim=-1) for g in (common, first, second))
@@ -76,13 +72,11 @@ def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
 
 
 def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]) -> list[dict]:
-    """Does an input (N, D) lie in the same input with a part erased, for each of the shares?
+    """Does an input (N, D) lie in the same input with a part erased? A row for each of the shares.
 
-    Returns:
-        for each share "sigma": mean of the geometric mean of σ (PCME Fig. 7); "wider": the share of items for which
-        that is larger than of the whole; "lies_in": the share with a positive `distances.inclusion` of the whole in
-        the erased; "covers" and "covered": `coverage` of the whole by the erased, and the reverse; "covers_other": of
-        another item by the erased.
+    "sigma": mean of the geometric mean of σ (PCME Fig. 7); "wider": the share whose σ is above the whole's; "lies_in":
+    the share whose erased includes the whole; "covers", "covered", "covers_other": `coverage` of the whole by the
+    erased, the reverse, and of another item.
     """
     rows = []
     for share, g in zip(shares, erased):
@@ -175,10 +169,8 @@ class EmbeddedTriplets:
 def embed_triplets(
     embedder: Embedder, data: PhraseDataset, thresholds: Sequence[float]
 ) -> tuple[dict[float, EmbeddedTriplets], list[tuple[str, str]]]:
-    """Embed the triplets of every area threshold; each crop and each caption once.
-
-    Returns these by threshold, unless it has none, and (name, reason) of images that could not be read. Raises
-    UserError: no image has two regions below any threshold; too many images that cannot be read.
+    """The triplets of every area threshold that has any, each crop and caption embedded once; (name, reason) of images
+    that could not be read. Raises UserError: no image has two regions below any threshold; too many cannot be read.
     """
     found = {threshold: crop_triplets(data, threshold) for threshold in thresholds}
     every = list(chain.from_iterable(found.values()))
@@ -193,8 +185,8 @@ def embed_triplets(
     bad: list[tuple[str, str]] = []
     proposals = Proposals([list(some) for some in boxes])
     crops = {  # image -> box -> Gaussian (D,)
-        image: {box: embedded.gaussian[row] for row, box in enumerate(boxes[image])}
-        for image, embedded in embedded_proposals(embedder, data, proposals, boxes, bad, "crops")
+        image: {box: embedded[row] for row, box in enumerate(boxes[image])}
+        for image, embedded, _ in embedded_proposals(embedder, data, proposals, boxes, bad, "crops")
     }
     captions = list(dict.fromkeys(text for one in every for text in one.captions))
     place, texts, out = {text: row for row, text in enumerate(captions)}, embedder.texts(captions), {}
@@ -343,10 +335,8 @@ def nearest_images(codes_ND: Tensor, k: int) -> Tensor:
 
 
 def walk_between(pairs: EmbeddedPairs, start: int, end: int, steps: int) -> Walk:
-    """Even steps on the straight line between two images' codes; what is nearest by the cosine.
-
-    In between neither of both ends counts, nor its captions: half-way they are equally near, so that rounding would
-    choose.
+    """Even steps on the straight line between two images' codes, and what is nearest by the cosine. In between neither
+    end counts, nor its captions: half-way they are equally near, so that rounding would choose.
     """
     images, texts = (normalize(x.mean.float(), dim=1) for x in (pairs.images, pairs.texts))
     share = torch.linspace(0, 1, steps)[:, None]
@@ -372,7 +362,8 @@ def of_neighbours(likeness: Tensor, near: Tensor) -> dict:
 
 def of_walks(likeness: Tensor, walks: Sequence[Walk]) -> dict:
     """Means over walks: likeness of the nearest images of two steps in a row that differ, and of each step's to both
-    ends; different images met; the cosine of the nearest image, low in between where codes leave holes."""
+    ends; different images met; the cosine of the nearest image, low in between where codes leave holes.
+    """
     steps = [(a, b) for one in walks for a, b in zip(one.images, one.images[1:]) if a != b]
     return {
         "walks": len(walks),

@@ -38,10 +38,8 @@ def prefix_vectors(mean: Tensor, uncertainty: Tensor, class_chunk: int = 64) -> 
 
 
 def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int = 20_000_000) -> Tensor:
-    """Number of classes that score above the true one, for one classifier (C, D), (N,), or K of them, (N, K) int32.
-
-    A class that ties with the true one counts as above if it comes first, as under argmax. images: (N, D); labels: (N,)
-    int64; max_scores: held at once, about 5 bytes each.
+    """Number of classes that score above the true one, for one classifier (C, D), (N,), or K of them, (N, K) int32. A
+    class that ties counts as above if it comes first, as under argmax. max_scores: held at once, about 5 bytes each.
     """
     stacked = vectors if vectors.dim() == 3 else vectors.unsqueeze(0)
     n_stacked, n_classes, dim = stacked.shape

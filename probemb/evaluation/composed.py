@@ -57,9 +57,8 @@ def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -
 
 @torch.no_grad()
 def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Query]) -> ComposedQueries:
-    """Embed every different part once, and compose; queries with a part that cannot be read are left out.
-
-    Raises UserError: the model has no composer, or too many parts cannot be read.
+    """Embed every different part once, and compose; queries with a part that cannot be read are left out. Raises
+    UserError: the model has no composer, or too many parts cannot be read.
     """
     composer, (crops, words, rows) = composer_of(embedder.model), query_parts(data.images, queries)
     images = embedder.images(crops, "image queries") if len(crops) else None
@@ -100,9 +99,8 @@ def positives_of(data: Compositions, queries: Sequence[Query], kept: Sequence[in
 def ranked_by(
     gallery: EmbeddedImages, found: ComposedQueries, by: Ranking = "cosine", without_own: bool = False
 ) -> Callable[[slice], Tensor]:
-    """Scores of the queries, a block at a time, against the gallery.
-
-    without_own: the images that a query is made of rank last, as TIRG's evaluation of Fashion200k has it.
+    """Scores of the queries, a block at a time, against the gallery. without_own: the images that a query is made of
+    rank last, as TIRG's evaluation of Fashion200k has it.
     """
     score = composed_scores(found.composed, gallery.gaussian, by)
     place = {image: row for row, image in enumerate(gallery.kept)}
@@ -206,9 +204,8 @@ def infeasibility(composer: Composer, found: ComposedQueries) -> dict[str, Tenso
 
 
 def rarity(queries: Sequence[Query], counts: Sequence[int]) -> Tensor:
-    """A guess without a model: the sum of -log(1 + training images) of a query's concepts, (Q,) float64.
-
-    Frequent concepts co-occur more often, so an AUC of uncertainty means little unless it is compared with this one.
+    """A guess without a model: the sum of -log(1 + training images) of a query's concepts, (Q,) float64. Frequent
+    concepts co-occur more often, so an AUC of uncertainty has to be compared with this one.
     """
     surprise = -torch.tensor(counts, dtype=torch.float64).log1p()
     return torch.stack([surprise[list(query.concepts)].sum() for query in queries])
@@ -237,11 +234,9 @@ def feasibility_strata(
 def measure_feasibility(
     composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """ROC AUC of telling infeasible queries from feasible ones: score -> kind -> {"value", "se"}; 0.5 is chance.
-
-    Kinds are those that both sides have, and "all": their mean, each as often as the side with fewer queries of it has
-    them. Only queries of one kind are compared, as variances differ between images and texts. Standard errors take the
-    queries of one combination for dependent.
+    """ROC AUC of telling infeasible queries from feasible ones of the same kind: score -> kind -> {"value", "se"}; 0.5
+    is chance. "all" is the mean of the kinds, each as often as the side with fewer of it has. Errors take the queries
+    of one combination for dependent.
     """
     strata = feasibility_strata(composer, feasible, infeasible, counts).items()
     return {
@@ -252,10 +247,9 @@ def measure_feasibility(
 
 
 def auc_estimate(strata: Sequence[Stratum]) -> dict[str, float]:
-    """P(high > low), ties half, within strata, and its standard error: {"value", "se"}.
-
-    Scores of one group are dependent, also in different strata; no group is in both classes. A stratum counts by the
-    size of its smaller class. Source of the error: Obuchowski, Biometrics 1997 (DeLong's components, by clusters).
+    """P(high > low), ties half, within strata that count by the size of their smaller class: {"value", "se"}. Scores of
+    one group are dependent, also in different strata; no group is in both classes. Source of the error: Obuchowski,
+    Biometrics 1997 (DeLong's components, by clusters).
     """
     value, influences, variance = 0.0, ([], []), 0.0
     for ((low, _), (high, _)), weight in zip(strata, _weights(strata)):

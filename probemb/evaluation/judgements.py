@@ -1,9 +1,8 @@
 """Scores of models against human judgements of single pairs: an image and a caption of another image.
 
 The label is the majority vote. Intervals resample images and captions (`probemb.metrics.bootstrap`). What is chosen or
-fitted on judgements is cross-fitted: the judged images fall into two halves by a hash of their names, and what is
-chosen on one half is measured on the other. Scores of both halves then differ in scale, so each half is measured alone,
-and the mean of both is reported, for every ranking.
+fitted is cross-fitted: the judged images fall into two halves by a hash of their names, and what is chosen on one is
+measured on the other. Scores of both halves then differ in scale, so the mean of both halves is reported.
 
 P judged pairs, I their images, C their captions, R resamples, N images, M captions.
 """
@@ -108,14 +107,9 @@ def judged_metrics(scores: Tensor, judged: JudgedPairs) -> Resampled:
 def evaluate_rankings_of_pairs(
     pairs: EmbeddedPairs, judged: JudgedPairs, rankings: Sequence[str], options: RankingOptions
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Average precision and ROC AUC of every ranking that scores pairs.
-
-    "tolerance" has the weights of `options`; beside it stands CROSS_FITTED, with weights chosen by judgements, whose
-    scores have no common scale: only the means of halves count.
-
-    Returns:
-        results: "rows", with differences to the "reference" by the paired bootstrap, and "tolerance" of `cross_fitted`.
-        scores: ranking -> (P,).
+    """Average precision and ROC AUC of every ranking that scores pairs; ranking -> scores (P,). "rows" have differences
+    to the "reference" by the paired bootstrap. Beside "tolerance", with the weights of `options`, stands CROSS_FITTED,
+    whose scores have no common scale: only means of halves count.
     """
     names = [name for name in rankings if RANKINGS[name].scores] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}
@@ -140,9 +134,7 @@ def evaluate_rankings_of_pairs(
 
 def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float] = GRID) -> tuple[Tensor, dict]:
     """Scores -(|mu_i - mu_c|^2 + t2i u_i + i2t u_c), (P,), whose weights were chosen by AP on the other half's images.
-
-    Also "chosen": for each half the weights that it was scored with, from the other; "oracle": "lambda", the AP over
-    all pairs at [i2t][t2i], and its "best".
+    Also "chosen", of each half, and "oracle": "lambda", the AP of all pairs at [i2t][t2i], and its "best".
     """
     squared = torch.cat([
         (pairs.images.mean[image] - pairs.texts.mean[caption]).double().square().sum(1)
@@ -179,37 +171,29 @@ def match_calibration(
     pairs: EmbeddedPairs, judged: JudgedPairs, options: RankingOptions, sampled: Tensor | None = None,
     closed: bool = True,
 ) -> dict:  # fmt: skip
-    """Match probabilities against the share of people who say yes, raw and after a refit of two parameters.
+    """Match probabilities against the share of people who say yes: "raw", and "refitted" as sigmoid(slope * logit +
+    intercept) with the "parameters" of the other half, if both halves have both labels; "constant", the mean share.
 
-    The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), with the model's own a and b, unless it was trained on
-    samples (not `closed`); `sampled`: (P,), PCME's match probabilities, if known. The refit, sigmoid(slope * logit +
-    intercept), is cross-fitted: each half of the judged images by the parameters of the other half.
-
-    Returns:
-        of both forms "raw" and "refitted", `reliability`, the latter None if one half has no pairs of both labels, and
-        "parameters" for each half; "constant": {"share", "brier"} of the mean share for every pair.
+    The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), unless a and b were trained on samples (not `closed`);
+    `sampled`: (P,), PCME's match probabilities, if known.
     """
-    logits = {}
+    logits, mean = {}, judged.share.mean()
     if closed:
         logits["closed form"] = options.shift + options.scale * judged_scores(pairs, judged, "csd", options).double()
     if sampled is not None:
         logits["sampled"] = torch.logit(sampled.double(), eps=1e-6)
-    found: dict = {name: _calibration(logit, judged) for name, logit in logits.items()}
-    mean = judged.share.mean()
+    found: dict = {}
+    for name, logit in logits.items():
+        found[name] = {"raw": reliability(logit.sigmoid(), judged.share), "refitted": None, "parameters": None}
+        if judged.divisible:
+            probability, parameters = torch.empty_like(logit), []
+            for here, other in zip(judged.halves, judged.halves[::-1]):
+                slope, intercept = fit_logistic(logit[other], judged.share[other])
+                probability[here] = torch.sigmoid(slope * logit[here] + intercept)
+                parameters.append({"slope": slope, "intercept": intercept})
+            found[name] |= {"refitted": reliability(probability, judged.share), "parameters": parameters}
     found["constant"] = {"share": float(mean), "brier": float((judged.share - mean).square().mean())}
     return found
-
-
-def _calibration(logit: Tensor, judged: JudgedPairs) -> dict:
-    found: dict = {"raw": reliability(logit.sigmoid(), judged.share), "refitted": None, "parameters": None}
-    if not judged.divisible:
-        return found
-    probability, parameters = torch.empty_like(logit), []
-    for here, other in zip(judged.halves, judged.halves[::-1]):
-        slope, intercept = fit_logistic(logit[other], judged.share[other])
-        probability[here] = torch.sigmoid(slope * logit[here] + intercept)
-        parameters.append({"slope": slope, "intercept": intercept})
-    return found | {"refitted": reliability(probability, judged.share), "parameters": parameters}
 
 
 def accepted_shares(judged: JudgedPairs, n_captions: int, least: int = LEAST) -> Tensor:
@@ -220,11 +204,8 @@ def accepted_shares(judged: JudgedPairs, n_captions: int, least: int = LEAST) ->
 
 
 def caption_acceptance(pairs: EmbeddedPairs, judged: JudgedPairs, least: int = LEAST) -> dict | None:
-    """Spearman of a caption's u with the share of its judged images that a majority accepts.
-
-    Returns:
-        {"spearman": {"value", "low", "high"}, "captions", "least"}, the interval by resampling images and captions,
-        centred on the value; None for fewer than three captions.
+    """Spearman of a caption's u with the share of its judged images that a majority accepts, with an interval by
+    resampling images and captions, centred on the value; None for fewer than three captions.
     """
     u, known = pairs.texts.uncertainty().double(), accepted_shares(judged, len(pairs.texts), least).isfinite()
     if known.sum() < 3:

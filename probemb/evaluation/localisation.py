@@ -1,10 +1,8 @@
 """Phrase localisation: the proposals of an image ranked by how well their crops, or their regions, fit a phrase.
 
-A model that reads regions gets every proposal as an image of that region alone. Its ranking "attention" is then the
-model's own score of the phrase's words with the region; "mean" is the cosine of both embeddings, as jWAE has it.
-
-Source: jWAE §5.2; the protocol of Plummer et al. (IJCV 2017) and Wang et al.: an image's own phrases are looked
-for among its proposals, and a proposal is right if its IoU with the phrase's box is at least 0.5.
+For a model that reads regions every proposal is an image of that region alone; "attention" is then its own score of the
+phrase's words with the region, "mean" the cosine of both embeddings, as jWAE has it. Source: jWAE §5.2; Plummer et al.
+(IJCV 2017): a proposal is right if its IoU with the phrase's box is at least 0.5.
 
 P proposals of an image, Q phrases of an image, D dimensions.
 """
@@ -30,7 +28,7 @@ from probemb.data.image_loader import refuse_too_many
 from probemb.data.pixels import stack
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
-from probemb.evaluation.embedding import Embedder, KeptTokens, TokenKeeper, encode_images
+from probemb.evaluation.embedding import Embedder, TokenKeeper, encode_images
 from probemb.evaluation.rankings import RankingOptions, scores_of
 from probemb.evaluation.uncertainty import query_scores
 from probemb.gaussian import Gaussian
@@ -68,30 +66,30 @@ def localise(
     several: str,
 ) -> Localised:  # fmt: skip
     """Embed every phrase and every proposal, and rank. Holds the crops, or the regions, of one image at a time.
-
-    rankings: names in RANKINGS that have scores; several: "merged", a phrase with several boxes means the smallest box
-    around them, or "any", each is right. Raises UserError: too many images that cannot be read; embeddings that are not
-    finite.
+    several: "merged", a phrase with several boxes means the smallest box around them, or "any", each is right. Raises
+    UserError: too many images that cannot be read; embeddings that are not finite.
     """
     keeper = TokenKeeper() if "attention" in rankings else None
     texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases", keeper)
-    words, of_image = keeper and keeper.kept(), data.by_image()
+    words, of_image, device = keeper and keeper.kept(), data.by_image(), options.device
     parts, rows, bad = [], [], []
-    for image, crops in embedded_proposals(embedder, data, proposals, of_image, bad, with_tokens=keeper is not None):
-        some = torch.tensor(of_image[image])
-        boxes = torch.tensor(proposals.boxes[image])
-        overlaps = torch.stack([phrase_overlaps(boxes, data.phrases[row].boxes, several) for row in some.tolist()])
-        scores = {
-            name: crops.attention(words[some], options)
-            if name == "attention"
-            else scores_of(name, crops.gaussian, texts[some], options)(slice(None)).T.cpu()
-            for name in rankings
-        }
+    embedded = embedded_proposals(embedder, data, proposals, of_image, bad, with_tokens=keeper is not None)
+    for image, crops, tokens in embedded:
+        some, boxes = torch.tensor(of_image[image]), torch.tensor(proposals.boxes[image])
+        overlaps = torch.stack([phrase_overlaps(boxes, data.phrases[row].boxes, several) for row in of_image[image]])
+        scores = {}
+        for name in rankings:
+            if name == "attention":
+                of_crops = Tokens(*(one.to(device) for one in tokens))
+                with torch.inference_mode():
+                    scores[name] = attention_scores(of_crops, words[some].read(device), options.attention).T.cpu()
+            else:
+                scores[name] = scores_of(name, crops, texts[some], options)(slice(None)).T.cpu()
         u = texts[some].uncertainty()
         single = u.dim() == 1  # not several embeddings of an item
-        known = query_scores(texts[some], crops.gaussian, MatchModel.of(embedder.model)) if single else {}
+        known = query_scores(texts[some], crops, MatchModel.of(embedder.model)) if single else {}
         parts.append({**_of_phrases(scores, overlaps), "u": u if single else u.mean(1), "scores": known})
-        rows += some.tolist()
+        rows += of_image[image]
     if not parts:
         raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
     image = torch.tensor([data.phrases[row].image for row in rows])
@@ -135,26 +133,12 @@ def recall_at(first_overlaps_QK: Tensor, k: int, threshold: float = THRESHOLD) -
 # ------------------------------------------------------------------------------------------------------------ proposals
 
 
-class EmbeddedProposals(NamedTuple):
-    """Proposals (P, D), and their tokens (P, T, D) where these are compared: those of a crop, or the one region."""
-
-    gaussian: Gaussian
-    tokens: Tokens | None
-
-    @torch.inference_mode()
-    def attention(self, words: KeptTokens, options: RankingOptions) -> Tensor:
-        """(Q, P) scores of phrases' words, on the CPU."""
-        images = Tokens(*(one.to(options.device) for one in self.tokens))
-        return attention_scores(images, words.read(options.device), options.attention).T.cpu()
-
-
 def embedded_proposals(
     embedder: Embedder, data: PhraseDataset, proposals: Proposals, of_image: Sequence[Sequence],
     bad: list[tuple[str, str]], title: str = "proposals", with_tokens: bool = False,
-) -> Iterator[tuple[int, EmbeddedProposals]]:  # fmt: skip
-    """The proposals of each image with phrases; unreadable images are added to `bad`.
-
-    Raises UserError: these are too many.
+) -> Iterator[tuple[int, Gaussian, Tokens | None]]:  # fmt: skip
+    """Image, proposals (P, D) and, `with_tokens`, their tokens (P, T, D) of each image with phrases; unreadable images
+    are added to `bad`. Raises UserError: these are too many.
     """
     sizes = [len(boxes) if some else 0 for boxes, some in zip(proposals.boxes, of_image)]
     blocks = [(image, first) for image, n in enumerate(sizes) for first in range(0, n, embedder.batch_size)]
@@ -184,12 +168,7 @@ def embedded_proposals(
                 bad.append((data.image_ids[image], failed))
                 refuse_too_many(bad, len(data), data.source, embedder.max_bad, "--max-bad")
             else:
-                yield (
-                    image,
-                    EmbeddedProposals(
-                        Gaussian.cat(parts), Tokens(*map(torch.cat, zip(*tokens))) if with_tokens else None
-                    ),
-                )
+                yield image, Gaussian.cat(parts), Tokens(*map(torch.cat, zip(*tokens))) if tokens else None
             parts, failed = [], ""
             tokens.clear()
 

@@ -50,12 +50,9 @@ ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The weights of the captions' u (`i2t`) and of the images' u (`t2i`), and how they were chosen.
-
-    Attributes:
-        curve: {"lambda": weights, "i2t": metric in [0, 1] at each, "t2i": the same}; None for given weights.
-        metric, positives: what the choice maximises, or None.
-        chosen: "given", "oracle" (on the data that is scored), or "chosen on ..." other data, which is named.
+    """The weights of the captions' u (`i2t`) and of the images' u (`t2i`), and how they were chosen: "given", "oracle"
+    (on the data that is scored) or "chosen on ...", by the best `metric` of the `positives` on the curve {"lambda":
+    weights, "i2t": metric in [0, 1] at each, "t2i": the same}.
     """
 
     i2t: float = 1.0
@@ -136,9 +133,8 @@ def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: 
 def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.0) -> Scores:
     """-(|mu_a - mu_b|^2 + t2i u_a + i2t u_b) of images (N, D) and captions (M, D), u the sum of the variances.
 
-    A weight bears the name of the direction whose gallery it weighs: `i2t` the captions, `t2i` the images. A query's
-    own term is a constant of its ranking. 1 and 1 is -CSD, 0 and 0 the means; below 0, a large variance of an item is
-    a tolerance: it lies closer to everything. Float64 where u is so large that float32 would blur the ranking.
+    A weight bears the name of the direction whose gallery it weighs. 1 and 1 is -CSD, 0 and 0 the means; below 0, a
+    large variance is a tolerance. Float64 where u is so large that float32 would blur the ranking.
     """
     u_a, u_b = t2i * a.uncertainty()[:, None], i2t * b.uncertainty()[:, None]
     x, y = at_least_float32(a.mean), at_least_float32(b.mean)
@@ -342,9 +338,8 @@ def ranking_names(text: str | None) -> list[str]:
 
 
 def fitting(names: Sequence[str], model, given: bool) -> list[str]:
-    """The rankings that a model's embeddings allow; if none were `given`, the one that it was trained for first.
-
-    Raises UserError: a given one does not fit the model.
+    """The rankings that a model's embeddings allow; if none were `given`, the one that it was trained for first. Raises
+    UserError: a given one does not fit the model.
     """
     unfit = {name: why for name in names if (why := _unfit(name, model))}
     if given and unfit:

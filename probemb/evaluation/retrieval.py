@@ -121,9 +121,8 @@ def _test_split(captions: CaptionDataset, kept: Sequence[int]) -> tuple[Tensor, 
 
 
 def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects: bool) -> list[str]:
-    """--benchmarks, names separated by commas, as a list, or by default the benchmarks that the data allows.
-
-    Raises UserError: an unknown name; COCO's benchmarks without COCO's ids; pmrp without objects (--instances).
+    """--benchmarks, separated by commas, as a list, or by default those that the data allows. Raises UserError: an
+    unknown name; COCO's benchmarks without COCO's ids; pmrp without objects.
     """
     if wanted is None:
         objects = ["pmrp"] if has_objects else []
@@ -151,15 +150,12 @@ def evaluate_rankings(
     pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str], options: RankingOptions,
     benchmarks: Sequence[str] = (), objects: Tensor | None = None, show=silent,
 ) -> tuple[list[dict], PerQuery, dict[str, Tensor]]:  # fmt: skip
-    """Every ranking against every kind of positives.
+    """Every ranking against every kind of positives. objects: (images of `captions`, L) multi-hot categories, for
+    "pmrp".
 
-    objects: (images of `captions`, L) multi-hot object categories, for "pmrp".
-
-    Returns:
-        rows: one of each kind of positives and ranking, with metrics and cost.
-        per_query: side -> "positives: metric" -> values of every query under the first ranking, NaN where the kind of
-            positives lacks a query.
-        tops: side -> (N, 3) or (M, 3) int64, the closest rows of the other side under the first ranking.
+    Returns a row of each kind of positives and ranking; under the first ranking `per_query`, side -> "positives:
+    metric" -> values, NaN where the kind lacks a query, and side -> (N or M, 3) int64, the closest rows of the other
+    side.
     """
     kinds, rows, first = all_kinds(pairs, captions, benchmarks), [], None
     objects = None if objects is None else objects[pairs.kept]
@@ -185,9 +181,8 @@ def evaluate_rankings(
 
 
 def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
-    """Rank once for all kinds of positives among the same rows.
-
-    Returns the lists of the whole data; title -> {"i2t": metrics, "t2i": metrics, "rsum": in percent}; `per_query`.
+    """Rank once for all kinds of positives among the same rows. Returns the lists of the whole data; title -> {"i2t":
+    metrics, "t2i": metrics, "rsum": in percent}; `per_query`.
     """
     depths: dict[str, tuple[int, int]] = {}
     folds = {fold.name: fold for kind in kinds.values() for fold in kind.folds}
@@ -217,9 +212,8 @@ def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
 def measure_plausible(
     ranker: Ranker, owner: Tensor, objects: Tensor, test: tuple[Tensor, Tensor] | None
 ) -> tuple[dict, PerQuery]:
-    """Plausible matches, of all and as means over the folds of COCO 1K (PCME Table 3).
-
-    objects: (N, L) multi-hot object categories; test: rows of COCO's test split, if the data are COCO's.
+    """Plausible matches of objects (N, L), of all and as means over the folds of COCO 1K (PCME Table 3). test: rows of
+    COCO's test split, if the data are COCO's.
     """
 
     def variants(scores: Scores, images: Tensor, texts: Tensor) -> dict[str, dict]:
@@ -248,9 +242,8 @@ def measure_plausible(
 
 
 def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: str, options: RankingOptions) -> dict:
-    """{"i2t": metrics, "t2i": metrics, "rsum": in percent} of (N, D) and (M, D) under one ranking.
-
-    positives: of the images, (N, M).
+    """{"i2t": metrics, "t2i": metrics, "rsum": in percent} of (N, D) and (M, D) under one ranking; positives: of
+    images.
     """
     return measure(Ranker(ranking, images, texts, options), {"": _whole(positives)})[1][""]
 
@@ -258,12 +251,9 @@ def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: 
 def evaluate_retrieval(
     embedder: Embedder, captions: CaptionDataset, ranking: str | None = None, by_class: bool = False
 ) -> dict:
-    """`retrieval` under one ranking, by which finetuning selects its model. Raises UserError: as `embed_pairs`.
-
-    Args:
-        ranking: by default, and for a point model always, the one that the model was trained for. The weights of
-            "tolerance" are those with the best recalls of own captions, on these same images, and returned too.
-        by_class: the captions of an image's class are its matches, not its own alone.
+    """`retrieval` under one ranking, by which finetuning selects its model; for a point model always that of its
+    training. The weights of "tolerance" are those with the best recalls of own captions, on these same images, and
+    returned too. by_class: all captions of an image's class are its matches. Raises UserError: as `embed_pairs`.
     """
     model = embedder.model
     ranking = ranking if ranking and model.probabilistic else model.ranking
@@ -288,10 +278,9 @@ def choose_tolerance(
     pairs: EmbeddedPairs, positives: Positives, metric: str = "map_at_r", grid: Sequence[float] = GRID,
     chosen: str = ORACLE, of: str | None = None,
 ) -> Tolerance:  # fmt: skip
-    """The weight of each direction that is best on these pairs; of equally good ones the one closest to 0.
-
-    A query's own variance is a constant of its ranking, so each direction has one weight, of its gallery. positives: of
-    images, (N, M), whose name is `of`; metric: one of CHOSEN_BY; chosen: the label of the choice.
+    """The weight of each direction that is best on these pairs by `metric`, one of CHOSEN_BY; of equally good ones the
+    one closest to 0. A query's own variance is a constant of its ranking, so each direction has one weight, of its
+    gallery. positives: of images, (N, M), named `of`; chosen: the label of the choice.
     """
     curve = {
         "lambda": [float(weight) for weight in grid],

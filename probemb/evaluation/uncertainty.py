@@ -1,7 +1,6 @@
 """Evaluation of uncertainties: retrieval quality, erased inputs, true ambiguity, generality, and other predictors.
 
-PCME++ §4. "images" are queries of image to text, "captions" of text to image. Every score of a query is high for one
-that it calls uncertain; the signs are fixed before any data are seen.
+PCME++ §4. "images" are queries of image to text. Scores of a query are high for one that they call uncertain.
 
 N images, M captions, Q queries, G gallery items, K candidates of each query, P pairs, R resamples, D dimensions.
 """
@@ -58,9 +57,8 @@ def findings(
     embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]],
     tops: dict[str, Tensor], erased: int, measure: str = "sum",
 ) -> dict:  # fmt: skip
-    """The uncertainty part of results.json.
-
-    per_query, tops: of `evaluate_rankings`; measure: a key of MEASURES; erased: number of images, and of captions.
+    """The uncertainty part of results.json. per_query, tops: of `evaluate_rankings`; measure: a key of MEASURES;
+    erased: number of images, and of captions.
     """
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
@@ -169,10 +167,9 @@ def erase(
     embedder: Embedder, captions: CaptionDataset, chosen: Sequence[int], shares: Sequence[float] = ERASED,
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:  # fmt: skip
-    """Uncertainty against the share that is erased of the `chosen` images and of their first captions.
-
-    Of "pixels", or "regions" of images that are precomputed regions, "words", and "ends" (the last words, which leaves
-    a prefix). "lies_in": the share of shortened captions that lie in their prefix (inclusion).
+    """Uncertainty against the share that is erased of the `chosen` images, "pixels" or precomputed "regions", and of
+    their first captions, "words" and "ends" (the last words); "lies_in": the share of captions that lie in their
+    prefix.
     """
     read = []
     for i in chosen:
@@ -223,12 +220,8 @@ def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
 def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) -> dict:
     """Does an image lie in its caption, and a caption in a more general one (`distances.inclusion` above 0)?
 
-    Of pairs with one embedding an item; those beyond the limits are left out, drawn from the seed.
-
-    Returns:
-        "own": "pairs"; "lies_in", the share of images that lie in their captions; "lies_in_other", of as many images in
-        the caption of another one; "nested": see `direction`, None where the true matches are unknown. Estimates
-        are {"value", "low", "high"}, 95 % by bootstrap over the images.
+    "own": shares of images that lie in their captions ("lies_in"), and in another image's, {"value", "low", "high"} by
+    bootstrap over images; "nested": see `direction`, None where the captions' sets of images are unknown.
     """
     rows = _drawn(len(pairs.owner), OWN_PAIRS, seed)
     owner, texts = pairs.owner[rows], pairs.texts[rows]
@@ -247,13 +240,11 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
 
 
 def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
-    """Does inclusion tell which of two captions is true of more images? match_NM: (N, M) bool.
+    """Does inclusion tell which of two captions is true of more images? match_NM: (N, M) bool; None without
+    `nested_pairs`.
 
-    Returns:
-        over `nested_pairs` of captions, None without any: "captions"; "found", the pairs among them; "pairs", those
-        that are measured; "lies_in", the share in which the caption of fewer images lies in the other; "roc_auc", of
-        the inclusion that way against the reverse one. Both 95 % by bootstrap over the captions of fewer images, and
-        0.5 by chance.
+    "found" pairs among "captions", of which "pairs" are measured: "lies_in", the share in which the caption of fewer
+    images lies in the other, and "roc_auc" of that inclusion against the reverse one, by bootstrap over these captions.
     """
     small, large = nested_pairs(match_NM)
     if not len(small):
@@ -316,9 +307,8 @@ TITLES = {
 def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dict[str, Tensor]:
     """Every score of every query against the whole gallery, (Q,) each on the CPU, in the order of TITLES.
 
-    The match probability is the model's own. A point model has no u and, except for SigLIP's, no match probability; its
-    entropy is that of the softmax of its cosines at its own temperature. The neighbours of "spread" are the closest by
-    CSD, or by the means of a point model.
+    A point model has no u and, but for SigLIP's, no match probability; its entropy is that of the softmax of its
+    cosines, and its neighbours are those of the means.
     """
     queries, gallery, parts = queries.float(), gallery.float(), []
     u_gallery, log_odds = gallery.uncertainty(), _log_odds(queries, gallery, model)
@@ -373,15 +363,9 @@ def evaluate_predictors(
     pairs: EmbeddedPairs, captions: CaptionDataset, correct: Mapping[str, Tensor], model: MatchModel,
     device: str = "cpu", accepted_share: Tensor | None = None,
 ) -> dict:  # fmt: skip
-    """`assess` of both directions, and a warning if u runs against recall.
-
-    Args:
-        correct: "images" -> (N,), "captions" -> (M,): whether the first answer of each query is right.
-        accepted_share: (M,) as for `assess`.
-
-    Returns:
-        also "match_probability", the formula, and "match_of_first": the mean match of a caption's closest image among
-        all and the share that is right, None without match probability.
+    """`assess` of both directions, and a warning if u runs against recall. correct: "images" -> (N,), "captions" ->
+    (M,), whether the first answer is right; accepted_share: (M,). "match_of_first": mean match of a caption's closest
+    image among all, and the share that is right.
     """
     images, texts = pairs.images.to(device), pairs.texts.to(device)
     ambiguity = None if captions.truth is None else true_ambiguity(captions, pairs.kept)
@@ -403,18 +387,11 @@ def assess(
     scores: Mapping[str, Tensor], correct: Tensor, cluster: Tensor | None = None, ambiguity: Tensor | None = None,
     accepted_share: Tensor | None = None,
 ) -> list[dict]:  # fmt: skip
-    """Measure how well each score predicts whether its queries are answered right.
+    """Measure how well each score (Q,) predicts whether its queries are answered right (`correct`, (Q,)).
 
-    Args:
-        scores: name -> (Q,); correct: (Q,) whether the first answer is right, as numbers.
-        cluster: (Q,) queries that depend on each other, such as the captions of an image.
-        ambiguity: (Q,) the share of all images that a query fits.
-        accepted_share: (Q,) the share of the judged images that people accept, NaN where there are none.
-
-    Returns:
-        Spearman's correlation with each outcome, `halves`, and "gain" of refusing, None where something is unknown or
-        constant. An informative score has positive correlations with ambiguity and accepted_share, a negative
-        one with r@1, and a positive difference and gain.
+    Spearman's correlation with correct, with the share of all images that a query fits (`ambiguity`) and that people
+    accept, `halves`, and "gain" of refusing; None where unknown or constant. An informative score is positive but for
+    r@1. cluster: (Q,) queries that depend on each other, such as the captions of an image.
     """
     outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}
     return [

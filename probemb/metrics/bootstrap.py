@@ -1,9 +1,8 @@
 """Bootstrap: accuracies over resampled images, average precision and ROC AUC over resampled clusters of pairs.
 
-Figures of the same resamples can be compared one by one, so differences are paired. Pairs of one caption, or of one
-image, are not independent: they share its embedding and how people understood it. So whole clusters are drawn; with
-clusters of two kinds, images and captions, both are, and a pair counts as the product of both counts (Owen, "The
-pigeonhole bootstrap", Annals of Applied Statistics 2007).
+Figures of the same resamples can be compared one by one, so differences are paired. Pairs of one caption or image
+depend on each other, so whole clusters are drawn; of two kinds, a pair counts as the product of both counts (Owen, "The
+pigeonhole bootstrap", 2007).
 
 Letters: N images, Q classifiers, C classes or clusters, P pairs, R resamples.
 """
@@ -86,10 +85,8 @@ def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0
 
 
 def pair_metrics(scores_P: Tensor, label_P: Tensor, *clusters: tuple[Tensor, Tensor]) -> PairMetrics:
-    """Both metrics under every row of weights, as scikit-learn's sample_weight; equal scores share one threshold.
-
-    clusters: for each kind of cluster (P,) int64 in [0, C), the pairs' clusters, and (R, C) of `cluster_weights`.
-    Raises ValueError: scores that are not finite.
+    """Both metrics under every row of weights, as scikit-learn's sample_weight. clusters: of each kind the pairs'
+    clusters (P,) and weights (R, C) of `cluster_weights`. Raises ValueError: scores that are not finite.
     """
     if not torch.isfinite(scores_P).all():
         raise ValueError("scores hold NaN or infinity: there is no order to measure")

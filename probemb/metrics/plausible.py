@@ -23,12 +23,9 @@ def plausible_match_r_precision(
 ) -> dict:  # fmt: skip
     """R-Precision and R@1 where a pair matches if its labels differ in at most zeta places, for each zeta.
 
-    A caption has the labels of its image, multi-hot of any type. Items without labels match nothing and are not
-    queries; variant "pcme" drops them from every ranking, "eccv-caption" keeps them. score: rows -> (rows, G), larger
-    is closer; called in order.
-
-    Returns {"pmrp": mean over zetas, "pmr1": likewise, "per_zeta": {zeta: {"r_precision", "r@1"}}, "per_query":
-    {"pmrp": (Q,) float64, "pmr1": (Q,)}}, shares in [0, 1]; NaN for an item that is not a query.
+    A caption has the labels of its image, multi-hot. Items without labels match nothing and are no queries; variant
+    "pcme" drops them from every ranking, "eccv-caption" keeps them. score: rows -> (rows, G), called in order. Returns
+    shares, NaN for an item that is no query: means over zetas, "per_zeta" and "per_query".
     """
     n_queries, n_gallery = len(query_labels_QL), len(gallery_labels_GL)
     a, b = (query_labels_QL != 0).float(), (gallery_labels_GL != 0).float()

@@ -1,7 +1,6 @@
 """Retrieval metrics: recall at k, R-Precision, mAP@R, RSUM, from ranked lists `top_QK`, the gallery index at each rank.
 
-Lists come from scores, larger is closer, of which a block of queries is held at a time: `rank_both` makes those of both
-directions, `closest_items` those of one. Ties rank by gallery index.
+Lists come from scores, larger is closer, of which a block of queries is held at a time. Ties rank by gallery index.
 
 Letters: Q queries, G gallery items, K ranks, R matches of a query. Queries without any match are left out of every
 mean. A k beyond the gallery takes the whole gallery.
@@ -30,12 +29,8 @@ TITLES = {f"r@{k}": f"R@{k}" for k in KS} | {name: title for name, (title, _) in
 
 @dataclass(frozen=True, eq=False)
 class Positives:
-    """Matching pairs of queries and gallery items: memory grows with the matches, not with Q x G.
-
-    Attributes:
-        n_queries, n_gallery: Q and G.
-        keys: (P,) int64, query * G + item of every match, sorted.
-        counts: (Q,) int64, R of each query.
+    """Matching pairs of queries and gallery items: memory grows with the matches, not with Q x G. keys: (P,) int64,
+    query * G + item of every match, sorted; counts: (Q,) int64, R of each query.
     """
 
     n_queries: int
@@ -160,10 +155,8 @@ def _ranked(scores_QG: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 def rank_both(
     score: Callable[[slice], Tensor], n_rows: int, n_columns: int, depth: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """`ranking` of both directions from one pass over the scores, of which about BLOCK_ELEMENTS are held at a time.
-
-    Returns (n_rows, depth) columns closest to each row, (n_columns, depth) rows closest to each column; int64, on the
-    CPU. depth: of the lists of either direction.
+    """`ranking` of both directions from one pass over the scores, about BLOCK_ELEMENTS at a time: the columns closest
+    to each row, (n_rows, depth[0]), and the rows closest to each column, (n_columns, depth[1]); int64, on the CPU.
     """
     of_rows, of_columns = depth[0], min(depth[1], n_rows)
     height = max(1, min(n_rows, BLOCK_ELEMENTS // max(1, n_columns)))

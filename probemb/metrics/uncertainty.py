@@ -1,10 +1,8 @@
 """Uncertainty against quality: bins, rank correlations, the gain of refusing, promised precision, calibration.
 
-An uncertainty is high for a query that is called doubtful. Standard errors are linearised (the sum of squared
-influences) at fixed ranks: exact to first order where there is no relation, somewhat too wide where there is one. Items
-of one cluster, such as the captions of one image, may depend on each other. Estimates are {"value", "se"}.
-
-Letters: Q queries, P pairs.
+Standard errors are linearised (the sum of squared influences) at fixed ranks: exact to first order where there is no
+relation, somewhat too wide where there is one. Items of one cluster may depend on each other. Letters: Q queries, P
+pairs.
 """
 
 from __future__ import annotations
@@ -71,14 +69,11 @@ def mean_estimates(
 
 
 def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_over_all: bool = False) -> dict | None:
-    """Items in bins of (nearly) equal count, from certain to uncertain; None if fewer than two have a score.
+    """Items in bins of (nearly) equal count, from certain to uncertain; None if fewer than two have a score that is not
+    NaN.
 
-    uncertainty: (Q,); score: (Q,), NaN for an item without one. cut_over_all: cut the bins over items without a score
-    too, as PCME++'s evaluation does although ECCV Caption has only some queries.
-
-    Returns:
-        "uncertainty", "accuracy": means of each bin; "counts"; "accuracy_se", of independent items, None for a single
-        one; "pearson", of the bins' means (PCME++ Fig. 3); "spearman", over single items.
+    cut_over_all: cut the bins over items without a score too, as PCME++'s evaluation does although ECCV Caption has
+    only some queries. "pearson" is of the bins' means (PCME++ Fig. 3), "spearman" over single items.
     """
     scored = torch.isfinite(score.double())
     keep = torch.isfinite(uncertainty.double()) & (scored | cut_over_all)
@@ -98,14 +93,11 @@ def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_o
 def rejection_curve(
     uncertainty: Tensor, score: Tensor, refused: Sequence[float] = tuple(i / 20 for i in range(20))
 ) -> dict | None:
-    """Refuse the most uncertain queries first; queries of equal uncertainty count with their mean score.
+    """Mean "score" of the others when shares `refused` of the most uncertain queries are; equal ones count with their
+    mean.
 
-    uncertainty: (Q,); score: (Q,), items with a NaN score are left out; refused: shares in [0, 1).
-
-    Returns:
-        "refused"; "score", mean of the others at each share; "area", mean of the curve from none refused to all but
-        one; "random", the area if queries were refused at random, and "oracle", if the worst were first. None if no
-        query has a score.
+    "area" is the mean of the curve from none refused to all but one; "random" and "oracle", if queries were refused at
+    random, and the worst first. None if no query has a score; those with NaN are left out.
     """
     u, s, _ = _known(uncertainty, score)
     if not len(u):
@@ -143,9 +135,8 @@ def rank_correlation(score: Tensor, outcome: Tensor, cluster: Tensor | None = No
 
 
 def halves(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict | None:
-    """Mean outcomes below and above the median score: {"certain", "rest", "difference": {"value", "se"}}.
-
-    Queries at the median belong to neither. None if one half has fewer than LEAST items.
+    """Mean outcomes below and above the median score: {"certain", "rest", "difference": {"value", "se"}}; queries at
+    the median belong to neither. None if one half has fewer than LEAST items.
     """
     score, outcome, cluster = _known(score, outcome, cluster)
     ranks = average_ranks(score)
@@ -160,9 +151,8 @@ def halves(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dic
 
 
 def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict[str, float] | None:
-    """The area under the rejection curve on the scale on which refusing at random is 0 and the oracle 1.
-
-    None if no item is known, or all outcomes are equal.
+    """The area under the rejection curve where refusing at random is 0 and the oracle 1; None if all outcomes are
+    equal.
     """
     score, outcome, cluster = _known(score, outcome, cluster)
     curve = rejection_curve(score, outcome)
@@ -183,9 +173,8 @@ def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None
 
 @dataclass(frozen=True)
 class PrecisionCurve:
-    """Coverage and precision of answering only queries with an uncertainty up to a threshold, thresholds ascending.
-
-    `at_least` are lower bounds of the precision on new queries of the same kind, for all thresholds at once.
+    """Coverage and precision of answering only queries with an uncertainty up to a threshold, thresholds ascending;
+    `at_least`: lower bounds of the precision on new queries of the same kind, for all thresholds at once.
     """
 
     threshold: list[float]
@@ -196,10 +185,8 @@ class PrecisionCurve:
 
 
 def precision_curve(uncertainty: Tensor, correct: Tensor, points: int = 20, confidence: float = 0.95) -> PrecisionCurve:
-    """Thresholds that answer equal steps of the queries, with exact binomial bounds (Clopper and Pearson).
-
-    The error of the bounds is divided among the points (Bonferroni), so that one may choose among them. Queries are
-    assumed to be independent. uncertainty: (Q,) finite; correct: (Q,) bool.
+    """Thresholds that answer equal steps of the (Q,) queries, with exact binomial bounds (Clopper and Pearson) whose
+    error is divided among the points (Bonferroni), so that one may choose among them. Queries are taken as independent.
     """
     n = len(correct)
     u, order = uncertainty.double().sort(stable=True)
@@ -226,10 +213,8 @@ def highest_threshold(curve: PrecisionCurve, precision: float) -> float | None:
 
 
 def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> dict:
-    """Predicted probabilities against observed shares, (P,) in [0, 1], in bins of equal width that hold any item.
-
-    Returns "predicted" and "observed", means of each bin; "counts"; "ece", mean over all items of their bin's
-    |predicted - observed| (Guo et al. 2017, Eq. 3); "brier", mean squared difference of single items.
+    """Predicted probabilities against observed shares, (P,) in [0, 1], in bins of equal width that hold any item; "ece"
+    is Guo et al. 2017, Eq. 3, "brier" the mean squared difference of single items.
     """
     p, s = probability.double(), share.double()
     place = (p * n_bins).long().clamp_max(n_bins - 1)

@@ -48,12 +48,8 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A folder of embeddings of dimension D. What it reads raises UserError if it is damaged.
-
-    Attributes:
-        model: as typed; weights: its SHA-256 (`probemb.models.weights_sha256`).
-        mean_dtype: of the means in the files, in MEAN_DTYPES.
-        resize: backend that cropped and resized the images, in RESIZES (`probemb.models.create_transforms`).
+    """A folder of embeddings of dimension D; what it reads raises UserError if it is damaged. model: as typed; weights:
+    its SHA-256; mean_dtype: of the means in the files; resize: backend that cropped and resized the images.
     """
 
     folder: Path
@@ -169,10 +165,8 @@ def open_embeddings(folder: str | Path) -> Embeddings:
 def create_embeddings(
     folder: str | Path, model: str, weights: str, dim: int, mean_dtype: str | None = None, resize: str | None = None
 ) -> Embeddings:
-    """A folder for embeddings, which may already hold some of the same model.
-
-    `mean_dtype` and `resize` None take those of the folder. Raises UserError: it holds embeddings of another model,
-    of another of these choices, or other files.
+    """A folder for embeddings, which may already hold some of the same model; mean_dtype and resize None take its own.
+    Raises UserError: it holds embeddings of another model, of another of these choices, or other files.
     """
     folder = Path(folder)
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()

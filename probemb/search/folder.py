@@ -44,15 +44,10 @@ def write_index(
 ) -> Path:  # fmt: skip
     """Build an index folder of "image" or "text" items, aside: it appears when it is complete.
 
-    Args:
-        sources: of one model; their partitions in the order of their names are the gallery's order.
-        form, tolerance: as `build_index` takes them.
-        part_items: vectors in a FAISS file, which is in memory while it is filled; all by default.
-        memory: bytes, which bound the items to train on.
-        show: as `probemb.progress.progress`.
-
-    Raises UserError: no items, one that is not finite, an unknown factory or one that needs more items, no space on the
-    disk, an existing `out`.
+    The gallery's order is that of the partitions' names in the sources, which are of one model. form, tolerance: as of
+    `build_index`; part_items: vectors in a FAISS file, in memory while it is filled; memory: bytes, which bound the
+    items to train on. Raises UserError: no items, one that is not finite, an unknown factory or one that needs more, a
+    full disk, an existing `out`.
     """
     parts = [(source, part) for source in sources for part in source.partitions(kind) if part.count]
     count, model = sum(part.count for _, part in parts), sources[0]
@@ -161,12 +156,9 @@ def _save_part(index: faiss.Index, folder: Path, number: int) -> int:
 
 
 def load_index(folder: str | Path, memory_map: bool = True) -> Index:
-    """The index in a folder that `tools.build_index` wrote.
-
-    memory_map: leave everything in its files and read only the pages that a search needs; writing into such a file
-    (`cp` over it) crashes the process, replacing it does not.
-
-    Raises UserError: a file is missing, damaged or of another size than index.json says.
+    """The index in a folder that `tools.build_index` wrote. memory_map: leave everything in its files and read only the
+    pages that a search needs; writing into such a file crashes the process, replacing it does not. Raises UserError: a
+    file is missing, damaged or of another size than index.json says.
     """
     folder = Path(folder)
     if not (folder / NAME).is_file():

@@ -44,14 +44,11 @@ class Index:
 
     Attributes:
         parts: FAISS indexes over vectors of `width` dimensions, which together hold the gallery's items in order.
-        form: "csd" (D + 1 dimensions) or "mean" (D).
-        uncertainty: (N,) float32, u of the gallery.
+        form: "csd" (D + 1 dimensions) or "mean" (D); uncertainty: (N,) float32, u of the gallery.
         sample: evenly spaced rows (S,), at most SAMPLE, and their means (S, D) float32.
         weight: lambda of the gallery's u in the ranking: 1 for CSD, 0 for the form "mean".
         origin: u that is taken off every item's in the vectors: the least, or the largest below a weight of 0.
-        kind, model, weights, factory, items, identity, resize: of an index folder. "image" or "text"; the model as
-            typed and its SHA-256; the FAISS factory string; the metadata of each item; what tells one folder from
-            another at the same path; the backend that resized the images.
+        kind, model, weights, factory, items, identity, resize: of an index folder, as in its index.json.
     """
 
     parts: tuple[faiss.Index, ...]
@@ -82,11 +79,9 @@ class Index:
 
 
 def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tolerance: float = 1.0) -> Index:
-    """Index a gallery (N, D) in memory, trained on itself if the factory string needs training.
-
-    form: "csd" searches CSD itself in D + 1 dimensions, with the gallery's u times `tolerance`; "mean" the Euclidean
-    distance of the means. Raises UserError: an empty gallery, numbers that are not finite, an unknown factory string or
-    one that needs a larger gallery.
+    """Index a gallery (N, D) in memory, trained on itself if the factory string needs training. form: "csd" searches
+    CSD itself in D + 1 dimensions, with the gallery's u times `tolerance`; "mean" the Euclidean distance of the means.
+    Raises UserError: what FAISS cannot make of the gallery.
     """
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
@@ -129,10 +124,8 @@ def _vectors(mean: np.ndarray, width: int, last: np.ndarray | int = 0) -> np.nda
 
 
 def width_of(dim: int, form: str, factory: str) -> int:
-    """Dimensions of the vectors: D, or D + 1, rounded up to a multiple that the factory's quantizers can divide.
-
-    Flat vectors are padded to whole 16 bytes: zeros change no distance, and a search of 513 dimensions takes longer
-    than one of 516 (`tools.bench.search`). Transforms such as OPQ64_512 and PCA256 take any width.
+    """Dimensions of the vectors: D, or D + 1, padded with zeros to a multiple that the factory's quantizers can divide;
+    flat ones to whole 16 bytes, as a search of 513 dimensions takes longer than one of 516 (`tools.bench.search`).
     """
     columns, multiple = dim + (form != "mean"), 4 if factory == "Flat" else 1
     if not re.match(r"(OPQ\d+_\d+|PCAR?\d+)", factory):
@@ -173,9 +166,8 @@ def faiss_errors(factory: str) -> Iterator[None]:
 
 
 def set_effort(index: Index, effort: int) -> str | None:
-    """Set how many cells (`nprobe`) or nodes of a graph (`efSearch`) an approximate index examines.
-
-    Returns the name of the parameter, None for an index without one.
+    """Set the cells (`nprobe`) or nodes of a graph (`efSearch`) that a search examines; returns the name, None for
+    neither.
     """
     kind = type(_innermost(index.parts[0])).__name__
     name = "nprobe" if "IVF" in kind else "efSearch" if "HNSW" in kind else None
@@ -188,14 +180,9 @@ def set_effort(index: Index, effort: int) -> str | None:
 
 
 def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
-    """The k closest gallery items of every query (Q, D), k at most the gallery's size.
-
-    Returns:
-        distance (Q, k) float32: the squared Euclidean distance of the means for the form "mean", else CSD with the
-        item's u times the index's weight; gallery indices (Q, k) int64. An approximate index may find fewer than k:
-        the rest is infinity and -1.
-
-    Raises UserError: k is out of range, or the queries have another dimension than the gallery or are not finite.
+    """The k closest gallery items of every query (Q, D), k at most the gallery's size: distances (Q, k) float32, of the
+    means for the form "mean", else CSD with the item's u times the index's weight, and gallery indices (Q, k) int64. An
+    approximate index may find fewer: the rest is infinity and -1. Raises UserError: k or D does not fit.
     """
     distance, found = neighbours(index, queries, k)
     if index.form != "mean":
@@ -204,9 +191,7 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
 
 
 def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
-    """`search` with distances that lack what is the same for all items: the query's u and the origin's, which would
-    blur the distances of large variances in float32.
-    """
+    """`search` with distances that lack what all items share (the query's u, the origin's), which would blur them."""
     if not 1 <= k <= len(index) or queries.mean.dim() != 2 or queries.shape[1] != index.dim:
         raise UserError(
             f"{k} neighbours of queries {tuple(queries.shape)} are asked of {len(index)} items, D = {index.dim}.",
@@ -226,11 +211,8 @@ def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]
 def rerank(
     index: Index, queries: Gaussian, k: int, candidates: int | None = None, weight: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Search the means, add the gallery's u times `weight` to the candidates, and keep the k closest. Source: PCME++
-    §C.5.
-
-    index: of the form "mean"; candidates: re-ranked, from k to all, by default 10 times k. Returns CSD (Q, k) with the
-    weighted u, and gallery indices (Q, k). Raises UserError: as `search`.
+    """Search the means (an index of the form "mean"), add the gallery's u times `weight` to the candidates, by default
+    10 times k, and keep the k closest. Source: PCME++ §C.5. Returns and raises as `search`.
     """
     candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
     distance, found = _weighted(index, *neighbours(index, queries, candidates), weight)
@@ -241,9 +223,8 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
     """`search` by CSD with the gallery's u times `weight`, exactly, in an index of any weight.
 
     An index of another weight gives candidates, ever more of them, until no other item can be among the k closest: what
-    the weight changes is bounded by the gallery's least and largest u.
-
-    Raises UserError: as `search`; the index has another weight and is not an exact one.
+    the weight changes is bounded by the gallery's least and largest u. Raises UserError: as `search`; not an exact
+    index.
     """
     if weight == index.weight and index.form != "mean":
         return search(index, queries, k)
@@ -348,7 +329,7 @@ def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62
 
 
 def refuse_small_gallery(factory: str, count: int) -> None:
-    """Raise UserError if so many items are too few to train an index on: one for each cell and codebook entry."""
+    """Raise UserError if so many items cannot train an index: one for each cell and codebook entry."""
     cells = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
     bits = [int(n or 8) for n in re.findall(r"(?:PQ|RQ)\d+(?:x(\d+))?", factory)]
     least = max([1, *cells, *(2**n for n in bits)])
