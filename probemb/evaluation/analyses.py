@@ -27,6 +27,7 @@ from probemb.evaluation.rankings import RankingOptions, scores_of
 from probemb.evaluation.uncertainty import MEASURES, geometric_sigma, own_inclusion
 from probemb.gaussian import Gaussian
 from probemb.losses.noisy import caption_tfidf
+from probemb.metrics.retrieval import blocks
 from probemb.metrics.uncertainty import standard_error
 
 CENTRAL = 0.9  # mass of the central interval that `coverage` asks about
@@ -220,9 +221,8 @@ def binary_selection(found: EmbeddedTriplets, ranking: str, options: RankingOpti
 
     def scores(crop: str, caption: str) -> Tensor:  # (n,) of crop i with caption i
         images, captions = found.images[crop], found.captions[caption]
-        blocks = [slice(start, start + BLOCK) for start in range(0, len(images), BLOCK)]
-        parts = [scores_of(ranking, images[rows], captions[rows], options)(slice(None)).diagonal() for rows in blocks]
-        return torch.cat(parts).cpu().double()
+        parts = [scores_of(ranking, images[rows], captions[rows], options) for rows in blocks(len(images), 1, BLOCK)]
+        return torch.cat([part(slice(None)).diagonal() for part in parts]).cpu().double()
 
     aa, ac, ca, cc = (scores(crop, caption) for crop in "AC" for caption in "AC")
     right = {task: 0.5 * (margin.sign() + 1) for task, margin in zip(TASKS, (aa - ac, cc - ca, aa - ca, cc - ac))}
@@ -287,7 +287,7 @@ def hierarchy_score(found: Sequence[Tensor], numbers_NL: Tensor) -> Score:
 
 def including_roots(images: Gaussian, texts: Gaussian, root_D: Tensor) -> Tensor:
     """Between the root and the caption that includes each image the most, at unit length, (N, D)."""
-    best = torch.cat([inclusion(images[i : i + IMAGES], texts).argmax(1) for i in range(0, len(images), IMAGES)])
+    best = torch.cat([inclusion(images[rows], texts).argmax(1) for rows in blocks(len(images), 1, IMAGES)])
     return normalize(texts.mean[best] + root_D, dim=-1)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from probemb import models
 from probemb.cross_attention import Tokens, unit_tokens
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from probemb.data.captions.find import CaptionDataset
     from probemb.models import Encoder
 
-Progress = Callable[[int], None]  # called with the number of items done since the last call
+Progress = Callable[[int], object]  # called with the number of items done since the last call
 
 
 def encode_texts(
     encode: Callable[[Tensor], Gaussian], tokens: Tensor, *, batch_size: int = 256, device: Device = CPU,
-    cut: Callable[[Tensor], Tensor] = lambda tokens: tokens, progress: Progress | None = None,
+    cut: Callable[[Tensor], Tensor] = lambda tokens: tokens, progress: Progress = lambda n: None,
     keeper: TokenKeeper | None = None,
 ) -> Gaussian:  # fmt: skip
     """Encode tokens (T, L), padded with zeros, in batches -> Gaussian (T, D), float32, on the CPU.
@@ -41,11 +42,10 @@ def encode_texts(
     `cut_padding`). keeper: what `encode` keeps tokens with; it is told their order.
     """
     distinct, place = torch.unique(tokens, dim=0, return_inverse=True)
-    position = torch.arange(1, tokens.shape[1] + 1)
-    length = (position * (distinct != 0)).amax(dim=1)  # includes the end token
+    length = (torch.arange(1, tokens.shape[1] + 1) * (distinct != 0)).amax(dim=1)  # includes the end token
     order = length.argsort(stable=True)
-    batches = (cut(distinct[part]) for part in order.split(batch_size))
-    found = encode_images(encode, batches, device=device, progress=progress, total=len(tokens))
+    found = encode_images(encode, (cut(distinct[part]) for part in order.split(batch_size)), device, progress)
+    progress(len(tokens) - len(distinct))
     index = order.argsort()[place]
     if keeper is not None:
         keeper.order = index
@@ -53,27 +53,22 @@ def encode_texts(
 
 
 def encode_images(
-    encode: Callable[[Tensor], Gaussian], batches: Iterable[Tensor], *, device: Device = CPU,
-    progress: Progress | None = None, total: int | None = None,
+    encode: Callable[[Tensor], Gaussian], batches: Iterable[Tensor], device: Device = CPU,
+    progress: Progress = lambda n: None,
 ) -> Gaussian:  # fmt: skip
     """Encode every batch of an iterable, without gradients -> Gaussian (N, D), float32, on the CPU.
 
-    total: items to report as done at the end, if it differs from the number of items encoded. Raises UserError: an
-    embedding is not finite, or there is nothing to encode.
+    Raises UserError: an embedding is not finite, or there is nothing to encode.
     """
-    parts, done = [], 0
+    parts = []
     with torch.inference_mode():
         for batch in batches:
             with device.autocast():
                 found = encode(batch.to(device.name, non_blocking=True))
             parts.append(found.to("cpu", torch.float32))
-            done += len(batch)
-            if progress:
-                progress(len(batch))
+            progress(len(batch))
     if not parts:
         raise UserError("There is nothing to encode.", "Check that the data holds images and the class file names.")
-    if progress and total and total > done:
-        progress(total - done)
     both = Gaussian.cat(parts)
     if not all(x.isfinite().all() for x in (both.mean, both.log_var, both.uncertainty())):
         raise UserError(
@@ -97,7 +92,7 @@ class Embedder:
 
     Attributes:
         model: in evaluation mode, on `device`; tokenizer: list of T texts -> (T, L); transform: PIL image -> (3, H, W).
-        workers: processes that decode images; None chooses. max_bad: largest share that may be unreadable.
+        workers: processes that decode images, None chooses; max_bad: largest share that may be unreadable.
         show: context manager (title, total) -> advance, as `probemb.progress.progress`.
     """
 
@@ -121,23 +116,25 @@ class Embedder:
         return EmbeddedImages(gaussian, list(batches.kept), list(batches.bad))
 
     def pixels(
-        self, batches: Iterable[Tensor], progress: Progress | None = None, keeper: TokenKeeper | None = None
+        self, batches: Iterable[Tensor], progress: Progress = lambda n: None, keeper: TokenKeeper | None = None
     ) -> Gaussian:
         """Embed batches of (B, 3, H, W) -> Gaussian (N, D)."""
-        encode = self.model.encode_image if keeper is None else keeper.through(self.model.image_tower)
-        return encode_images(encode, batches, device=self.device, progress=progress)
+        encode = keeper.through(self.model.image_tower) if keeper else self.model.encode_image
+        return encode_images(encode, batches, self.device, progress)
 
     def texts(self, texts: Sequence[str], title: str = "captions", keeper: TokenKeeper | None = None) -> Gaussian:
         """Embed T texts -> Gaussian (T, D)."""
         with self.show(title, len(texts)) as advance:
             return self.tokens(self.tokenizer(list(texts)), advance, keeper)
 
-    def tokens(self, tokens: Tensor, progress: Progress | None = None, keeper: TokenKeeper | None = None) -> Gaussian:
+    def tokens(
+        self, tokens: Tensor, progress: Progress = lambda n: None, keeper: TokenKeeper | None = None
+    ) -> Gaussian:
         """Embed tokens (T, L) -> Gaussian (T, D)."""
-        encode = self.model.encode_text if keeper is None else keeper.through(self.model.text_tower)
         return encode_texts(
-            encode, tokens, batch_size=self.text_batch_size, device=self.device, cut=self.model.cut_padding,
-            progress=progress, keeper=keeper,
+            keeper.through(self.model.text_tower) if keeper else self.model.encode_text, tokens,
+            batch_size=self.text_batch_size, device=self.device, cut=self.model.cut_padding, progress=progress,
+            keeper=keeper,
         )  # fmt: skip
 
 
@@ -145,13 +142,9 @@ class Embedder:
 
 
 class EmbeddedPairs(NamedTuple):
-    """Embeddings of all images that could be read, and of their captions, image after image, on the CPU.
-
-    Attributes:
-        images, texts: (N, D) and (M, D), or (N, K, D) and (M, K, D) for K embeddings an item.
-        owner: (M,) int64, the row of each caption's image.
-        kept, bad: as of EmbeddedImages.
-        tokens: of the images and of the texts, for the ranking "attention"; None where they were not asked for.
+    """Embeddings of all images that could be read, (N, D), and of their captions, (M, D), image after image, on the
+    CPU; (N, K, D) for K embeddings an item. owner: (M,) int64, the row of each caption's image; kept, bad: as of
+    EmbeddedImages; tokens: of both, for the ranking "attention", where they were asked for.
     """
 
     images: Gaussian
@@ -164,26 +157,21 @@ class EmbeddedPairs(NamedTuple):
 
 def embed_pairs(embedder: Embedder, captions: CaptionDataset, with_tokens: bool = False) -> EmbeddedPairs:
     """Embed all readable images and their captions. Raises UserError: as `Embedder.images`."""
-    of_images, of_texts = (TokenKeeper(), TokenKeeper()) if with_tokens else (None, None)
-    images, kept, bad = embedder.images(captions.images, keeper=of_images)
-    texts = embedder.texts([text for i in kept for text in captions.captions[i]], keeper=of_texts)
+    keepers = (TokenKeeper(), TokenKeeper()) if with_tokens else (None, None)
+    images, kept, bad = embedder.images(captions.images, keeper=keepers[0])
+    texts = embedder.texts([text for i in kept for text in captions.captions[i]], keeper=keepers[1])
     owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
-    return EmbeddedPairs(images, texts, owner, kept, bad, (of_images.kept(), of_texts.kept()) if with_tokens else None)
+    return EmbeddedPairs(images, texts, owner, kept, bad, tuple(one.kept() for one in keepers) if with_tokens else None)
 
 
 def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
-    """One embedding of every item, for what compares single ones: of several, the l2-normalised mean of their means.
-
-    Its variances are the means of theirs. Pairs with one embedding an item stay as they are.
-    """
-
-    def centre(several: Gaussian) -> Gaussian:
-        mean = torch.nn.functional.normalize(several.mean.mean(1), dim=-1)
-        return Gaussian(mean, several.log_var.logsumexp(1) - math.log(several.shape[1]))
-
+    """One embedding an item: of several the l2-normalised mean of their means, with the mean of their variances."""
     if pairs.images.mean.ndim == 2:
         return pairs
-    return pairs._replace(images=centre(pairs.images), texts=centre(pairs.texts))
+    one = [
+        Gaussian(F.normalize(g.mean.mean(1), dim=-1), g.log_var.logsumexp(1) - math.log(g.shape[1])) for g in pairs[:2]
+    ]
+    return pairs._replace(images=one[0], texts=one[1])
 
 
 def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
@@ -258,12 +246,10 @@ class TokenKeeper:
         self._lengths.append(tokens.mask.sum(1).cpu())
         self._dim = values.shape[2]
         try:
-            self._file.write(tokens.values[tokens.mask].half().cpu().numpy().tobytes())
+            self._file.write(tokens.values[tokens.mask].half().cpu().numpy())
         except OSError as error:
-            raise UserError(
-                f"The tokens that are ranked by cannot be kept in {tempfile.gettempdir()} ({error.strerror}).",
-                "Make room there, or set TMPDIR to another folder.",
-            ) from error
+            what = f"The tokens that are ranked by cannot be kept in {tempfile.gettempdir()} ({error.strerror})."
+            raise UserError(what, "Make room there, or set TMPDIR to another folder.") from error
 
     def kept(self) -> KeptTokens:
         """All items."""

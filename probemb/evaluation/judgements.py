@@ -23,6 +23,7 @@ from probemb.evaluation.embedding import EmbeddedPairs
 from probemb.evaluation.rankings import RANKINGS, RankingOptions, scores_of, title_of
 from probemb.evaluation.retrieval import GRID
 from probemb.metrics.bootstrap import RESAMPLES, PairMetrics, cluster_weights, estimate, pair_metrics
+from probemb.metrics.retrieval import blocks
 from probemb.metrics.uncertainty import fit_logistic, reliability, spearman
 
 TOLERANCE, CROSS_FITTED = "tolerance", "tolerance-cross-fitted"
@@ -88,11 +89,10 @@ def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, optio
     images, captions = judged.image.unique(), judged.caption.unique()  # in the order of their clusters
     (row, _), (column, _) = judged.clusters
     part = scores_of(ranking, pairs.images, pairs.texts, options).only(images, captions)
-    found, step = torch.empty(len(judged.label), dtype=part(slice(0, 1)).dtype), max(1, SCORE_ELEMENTS // len(captions))
-    for start in range(0, len(images), step):
-        block = part(slice(start, start + step)).cpu()
-        here = ((row >= start) & (row < start + step)).nonzero().flatten()
-        found[here] = block[row[here] - start, column[here]]
+    found = torch.empty(len(judged.label), dtype=part(slice(0, 1)).dtype)
+    for rows in blocks(len(images), len(captions), SCORE_ELEMENTS):
+        here = ((row >= rows.start) & (row < rows.stop)).nonzero().flatten()
+        found[here] = part(rows).cpu()[row[here] - rows.start, column[here]]
     return found
 
 

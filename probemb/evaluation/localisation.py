@@ -162,8 +162,7 @@ def embedded_proposals(
                 parts.append((with_theirs if with_tokens else embedder.pixels)([inputs]))
             if not last:
                 continue
-            if advance:
-                advance(sizes[image])
+            advance(sizes[image])
             if failed:
                 bad.append((data.image_ids[image], failed))
                 refuse_too_many(bad, len(data), data.source, embedder.max_bad, "--max-bad")

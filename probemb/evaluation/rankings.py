@@ -34,7 +34,7 @@ from probemb.distances import (
 from probemb.errors import UserError, nearest
 from probemb.evaluation.embedding import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.metrics.retrieval import rank_both
+from probemb.metrics.retrieval import blocks, rank_both
 from probemb.search import build_index, rerank, search
 from probemb.search.index import new_index, width_of
 
@@ -169,8 +169,8 @@ def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int 
     """Scores that do not separate, of some rows at a time: `each` numbers of a pair, and at most `elements`."""
 
     def block(left: Any, right: Any) -> Tensor:
-        step = max(1, (elements or PAIR_ELEMENTS) // max(1, len(right) * each))
-        return torch.cat([score(left[first : first + step], right) for first in range(0, len(left), step)])
+        parts = blocks(len(left), len(right) * each, elements or PAIR_ELEMENTS)
+        return torch.cat([score(left[rows], right) for rows in parts])
 
     return Scores(a, b, block)
 
@@ -239,11 +239,9 @@ def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
     def block(images: KeptTokens, texts: KeptTokens) -> Tensor:
         device = options.device
         found = torch.empty(len(images), len(texts), device=device)
-        for first in range(0, len(texts), TEXTS):
-            some = slice(first, first + TEXTS)
+        for some in blocks(len(texts), 1, TEXTS):
             words = texts[some].read(device)
-            for row in range(0, len(images), IMAGES):
-                part = slice(row, row + IMAGES)
+            for part in blocks(len(images), 1, IMAGES):
                 found[part, some] = attention_scores(images[part].read(device), words, options.attention)
         return found
 

@@ -174,8 +174,7 @@ def evaluate_rankings(
             about |= {"chosen": options.tolerance.chosen} if name == "tolerance" else {}
             first = first or (values, {"images": ranked.i2t[:, :SHOWN], "captions": ranked.t2i[:, :SHOWN]})
             rows += [{"positives": title, **about, **metrics} for title, metrics in found.items()]
-            if advance:
-                advance(1)
+            advance(1)
     order = list(dict.fromkeys(row["positives"] for row in rows))
     return sorted(rows, key=lambda row: order.index(row["positives"])), *first
 

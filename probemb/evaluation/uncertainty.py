@@ -21,6 +21,7 @@ from probemb.evaluation.embedding import EmbeddedPairs, Embedder, exact_match, t
 from probemb.evaluation.rankings import match_probability_scores
 from probemb.gaussian import Gaussian
 from probemb.metrics.bootstrap import cluster_weights, estimate, pair_metrics
+from probemb.metrics.retrieval import blocks
 from probemb.metrics.uncertainty import (
     SIGNIFICANT,
     halves,
@@ -213,8 +214,7 @@ def erase(
 
 def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
     """`distances.inclusion` of every row in the same row of the other, (N,); computed in blocks of few pairs."""
-    blocks = [slice(i, i + ROWS) for i in range(0, len(inner), ROWS)]
-    return torch.cat([inclusion(inner[rows], outer[rows]).diagonal() for rows in blocks])
+    return torch.cat([inclusion(inner[rows], outer[rows]).diagonal() for rows in blocks(len(inner), 1, ROWS)])
 
 
 def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) -> dict:
@@ -312,7 +312,7 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
     """
     queries, gallery, parts = queries.float(), gallery.float(), []
     u_gallery, log_odds = gallery.uncertainty(), _log_odds(queries, gallery, model)
-    for rows in _blocks(queries, gallery):
+    for rows in blocks(len(queries), len(gallery), BLOCK_ELEMENTS):
         block = queries[rows]
         u = block.uncertainty()
         apart = squared_euclidean(block.mean, gallery.mean)
@@ -335,11 +335,6 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _blocks(queries: Gaussian, gallery: Gaussian) -> list[slice]:
-    step = max(1, BLOCK_ELEMENTS // max(1, len(gallery)))
-    return [slice(start, start + step) for start in range(0, len(queries), step)]
-
-
 def _log_odds(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Callable[[slice, Tensor], Tensor]:
     """(rows of the queries, their CSD) -> the log-odds of a match, (rows, G)."""
     if model.form != "samples":
@@ -354,9 +349,8 @@ def _log_odds(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Callab
 def match_of_first(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Tensor:
     """The largest probability of any item to be the one that matches, (Q,); see `models.match.in_gallery`."""
     queries, gallery = queries.float(), gallery.float()
-    log_odds = _log_odds(queries, gallery, model)
-    found = [in_gallery(log_odds(rows, csd(queries[rows], gallery))).amax(1) for rows in _blocks(queries, gallery)]
-    return torch.cat(found).cpu()
+    log_odds, parts = _log_odds(queries, gallery, model), blocks(len(queries), len(gallery), BLOCK_ELEMENTS)
+    return torch.cat([in_gallery(log_odds(rows, csd(queries[rows], gallery))).amax(1) for rows in parts]).cpu()
 
 
 def evaluate_predictors(
@@ -412,14 +406,10 @@ def runs_against_recall(row: dict) -> bool:
 def warning(found: Mapping) -> str | None:
     """One line if u runs against recall in a direction of `evaluate_predictors`, and what to do; None if not."""
     told = []
-    for side in ("captions", "images"):
-        for row in (row for row in found[side] if row["score"] == "u" and runs_against_recall(row)):
+    for side, row in ((way, row) for way in ("captions", "images") for row in found[way]):
+        if row["score"] == "u" and runs_against_recall(row):
             told.append("{side}: Spearman with R@1 {value:+.3f} ± {se:.3f}".format(side=side, **row["r@1"]))
             if row["halves"]:
                 told[-1] += ", R@1 {certain:.1%} in the certain half, {rest:.1%} in the other".format(**row["halves"])
-    if not told:
-        return None
-    return (
-        f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
-        "finetune so that u keeps its sign (docs/concepts.md)"
-    )
+    what = f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
+    return f"{what}finetune so that u keeps its sign (docs/concepts.md)" if told else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from probemb.gaussian import at_least_float32
+from probemb.metrics.retrieval import blocks
 
 SORT_ELEMENTS = 1 << 22  # scores sorted at a time
 VARIANTS = ("pcme", "eccv-caption")
@@ -32,9 +33,7 @@ def plausible_match_r_precision(
     is_query, unlabelled = a.any(1).numpy(), ~b.any(1)
     far = b.sum(1).masked_fill(unlabelled, 1e4)  # unlabelled items differ from everything
     precision = np.full((2, len(zetas), n_queries), np.nan)  # R-Precision, R@1
-    step = max(1, SORT_ELEMENTS // max(1, n_gallery))
-    for start in range(0, n_queries, step):
-        rows = slice(start, min(start + step, n_queries))
+    for rows in blocks(n_queries, n_gallery, SORT_ELEMENTS):
         scores = at_least_float32(score(rows)).contiguous()  # a transposed matrix is slow to sort
         if not torch.isfinite(scores).all():
             raise ValueError("scores hold NaN or infinity: there is no ranking to measure")

@@ -99,7 +99,7 @@ def mean_metrics(per_query: dict[str, Tensor]) -> dict[str, float]:
 def score_metrics(score: Callable[[slice], Tensor], positives: Positives, ks: Sequence[int] = KS) -> dict[str, Tensor]:
     """`query_metrics` from scores of blocks of queries: rows -> (rows, G)."""
     found = []
-    for rows in _blocks(positives.n_queries, positives.n_gallery):
+    for rows in blocks(positives.n_queries, positives.n_gallery, CHUNK_ELEMENTS):
         of_block = positives.of_queries(rows.start, rows.stop)
         top = ranking(score(rows), max([*ks, int(of_block.counts.max())])).cpu()
         found.append(query_metrics(top, of_block, ks))
@@ -121,12 +121,13 @@ def ranking(scores_QG: Tensor, depth: int) -> Tensor:
 
 def closest_items(score: Callable[[slice], Tensor], n_queries: int, n_gallery: int, depth: int) -> Tensor:
     """`ranking` of scores of blocks of queries, (Q, depth) int64 on the CPU."""
-    return torch.cat([ranking(score(rows), depth).cpu() for rows in _blocks(n_queries, n_gallery)])
+    return torch.cat([ranking(score(rows), depth).cpu() for rows in blocks(n_queries, n_gallery, CHUNK_ELEMENTS)])
 
 
-def _blocks(n_queries: int, n_gallery: int) -> list[slice]:
-    height = max(1, CHUNK_ELEMENTS // max(1, n_gallery))
-    return [slice(start, min(start + height, n_queries)) for start in range(0, n_queries, height)]
+def blocks(n_rows: int, width: int, elements: int) -> list[slice]:
+    """Rows in blocks of at most so many elements, or of one row; `width`: elements of a row."""
+    height = max(1, elements // max(1, width))
+    return [slice(start, min(start + height, n_rows)) for start in range(0, n_rows, height)]
 
 
 def _ranked(scores_QG: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -159,20 +160,20 @@ def rank_both(
     to each row, (n_rows, depth[0]), and the rows closest to each column, (n_columns, depth[1]); int64, on the CPU.
     """
     of_rows, of_columns = depth[0], min(depth[1], n_rows)
-    height = max(1, min(n_rows, BLOCK_ELEMENTS // max(1, n_columns)))
-    width = max(1, COLUMN_ELEMENTS // height)
     rows_found: list[Tensor] = []
     best: list[tuple[Tensor, Tensor]] = []  # of each piece of columns: scores and rows
-    for first in range(0, n_rows, height):
-        block = score(slice(first, min(first + height, n_rows)))
+    whole = blocks(n_rows, n_columns, BLOCK_ELEMENTS)
+    pieces = blocks(n_columns, whole[0].stop, COLUMN_ELEMENTS)
+    for rows in whole:
+        block = score(rows)
         rows_found.append(ranking(block, of_rows).cpu())
-        for part, columns in enumerate(range(0, n_columns, width)):
-            values, index = _ranked(block[:, columns : columns + width].T.contiguous(), of_columns)
-            if first == 0:
+        for part, columns in enumerate(pieces):
+            values, index = _ranked(block[:, columns].T.contiguous(), of_columns)
+            if rows.start == 0:
                 best.append((values, index))
             else:  # the rows before have the lower indices, so a stable sort keeps ties in order
-                values, index = (torch.cat(pair, 1) for pair in zip(best[part], (values, index + first)))
+                values, index = (torch.cat(pair, 1) for pair in zip(best[part], (values, index + rows.start)))
                 order = values.argsort(dim=1, descending=True, stable=True)[:, :of_columns]
                 best[part] = values.gather(1, order), index.gather(1, order)
         del block  # before the next one is made
-    return torch.cat(rows_found), torch.cat([rows.cpu() for _, rows in best])
+    return torch.cat(rows_found), torch.cat([found.cpu() for _, found in best])

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import wraps
+from html import escape
 from pathlib import Path
-from xml.etree import ElementTree
 
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -43,9 +44,6 @@ _STYLE = {
     "svg.fonttype": "path",  # the same letters everywhere
     "pdf.fonttype": 42,
 }
-_SVG = "http://www.w3.org/2000/svg"
-_XLINK = "{http://www.w3.org/1999/xlink}"
-ElementTree.register_namespace("", _SVG)
 
 
 def _styled(method: Callable) -> Callable:
@@ -174,24 +172,20 @@ class Chart:
     def svg(self) -> str:
         """An <svg> element for a page, with the notes of its points."""
         self._finish()
-        buffer = io.BytesIO()
+        buffer = io.StringIO()
         self._figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        root = ElementTree.fromstring(buffer.getvalue())
         width, height = self._figure.get_size_inches() * 72
-        for parent in list(root.iter()):
-            for child in list(parent):
-                if child.tag.endswith(("metadata", "style")):  # a style would hold for the whole page
-                    parent.remove(child)
-                elif target := child.attrib.pop(f"{_XLINK}href", None):  # HTML has no namespaces
-                    child.set("href", target)
-        layer = ElementTree.SubElement(root, f"{{{_SVG}}}g", {"fill": "transparent"})
+        # A style would hold for the whole page, and HTML has no namespaces. Text stands in comments, escaped.
+        inside = re.sub(r"<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL).partition("<svg")[2].partition(">")[2]
+        inside = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|</svg>", "", inside, flags=re.DOTALL)
+        circles = []
         for x, y, radius, note in self._notes:
             left, up = self._axes.transData.transform((x, y))
-            place = {"cx": f"{left:.1f}", "cy": f"{height - up:.1f}", "r": f"{max(radius, 3):.1f}"}
-            circle = ElementTree.SubElement(layer, f"{{{_SVG}}}circle", place)
-            ElementTree.SubElement(circle, f"{{{_SVG}}}title").text = printable(note)
-        title = printable(f"{self._y_label} against {self._x_label}")
-        root.attrib.clear()
-        root.attrib.update({"viewBox": f"0 0 {width:g} {height:g}", "class": "chart", "role": "img"})
-        root.attrib.update({"stroke-linejoin": "round", "aria-label": title})
-        return ElementTree.tostring(root, encoding="unicode")
+            place = f'cx="{left:.1f}" cy="{height - up:.1f}" r="{max(radius, 3):.1f}"'
+            circles.append(f"<circle {place}><title>{escape(printable(note))}</title></circle>")
+        title = escape(printable(f"{self._y_label} against {self._x_label}"))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" class="chart" role="img" '
+            f'stroke-linejoin="round" aria-label="{title}">'
+            f'{inside.replace("xlink:href", "href")}<g fill="transparent">{"".join(circles)}</g></svg>'
+        )

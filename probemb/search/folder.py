@@ -88,8 +88,7 @@ def write_index(
                     if index.ntotal == rows or (start == count and not len(left)):
                         sizes.append(_save_part(index, folder, len(sizes)))
                         index = faiss.clone_index(empty)
-                if advance:
-                    advance(part.count)
+                advance(part.count)
         for name in names:
             flush(folder / name)
         about = {"format": FORMAT, "identity": uuid4().hex[:16], "model": model.model, "weights": model.weights}

@@ -178,10 +178,10 @@ def test_every_crop_is_its_own_and_embedded_once(phrases, embedder):
     seen = []
 
     class Counting(Embedder):
-        def pixels(self, batches, progress=None):
+        def pixels(self, batches):
             batches = list(batches)
             seen.extend(len(batch) for batch in batches)
-            return super().pixels(batches, progress)
+            return super().pixels(batches)
 
     counting = Counting(embedder.model, embedder.tokenizer, embedder.transform, batch_size=4)
     found, bad = embed_triplets(counting, phrases, thresholds)
