@@ -24,8 +24,7 @@ import torch
 
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Share
-from probemb.data.boxes import PhraseDataset, find_phrases
-from probemb.data.boxes.geometry import enclosing
+from probemb.data.boxes import PhraseDataset, enclosing, find_phrases
 from probemb.data.failures import BadSample
 from probemb.data.shards.samples import encode_captions, tar_writer
 from probemb.errors import UserError

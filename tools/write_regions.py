@@ -28,9 +28,7 @@ from torch.nn import functional as F
 from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
-from probemb.data.boxes import PhraseDataset, find_phrases
-from probemb.data.boxes.geometry import Box
-from probemb.data.boxes.proposals import Proposals, grid_proposals, read_proposals
+from probemb.data.boxes import Box, PhraseDataset, Proposals, find_phrases, grid_proposals, read_proposals
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.captions.published import PER_IMAGE
 from probemb.data.failures import BadSample

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from probemb.compose import compose
-from probemb.data.boxes import CropTriplet, PhraseDataset, crop_triplets
-from probemb.data.boxes.proposals import Proposals
+from probemb.data.boxes import CropTriplet, PhraseDataset, Proposals, crop_triplets
 from probemb.data.captions.find import CaptionDataset
 from probemb.distances import elk, inclusion
 from probemb.errors import UserError

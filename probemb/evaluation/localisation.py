@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from probemb.cross_attention import Tokens, attention_scores, unit_tokens
-from probemb.data.boxes import PhraseDataset, iou
-from probemb.data.boxes.geometry import Box, enclosing
-from probemb.data.boxes.proposals import Proposals
+from probemb.data.boxes import Box, PhraseDataset, Proposals, enclosing, iou
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import refuse_too_many
 from probemb.data.pixels import stack

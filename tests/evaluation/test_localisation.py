@@ -6,8 +6,7 @@ import torch
 from PIL import Image
 
 from probemb.cross_attention import CrossAttention, attention_scores, unit_tokens
-from probemb.data.boxes import find_phrases
-from probemb.data.boxes.proposals import grid_proposals, read_region_proposals
+from probemb.data.boxes import find_phrases, grid_proposals, read_region_proposals
 from probemb.distances import csd
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.localisation import crop, localise

@@ -2,8 +2,7 @@
 
 import json
 
-from probemb.data.boxes import find_phrases
-from probemb.data.boxes.geometry import enclosing
+from probemb.data.boxes import enclosing, find_phrases
 from probemb.data.captions.find import find_captions
 from tests.data.boxes.test_visual_genome import region, write
 from tools.write_crops import main

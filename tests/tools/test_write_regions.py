@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from probemb.data.boxes import find_phrases
-from probemb.data.boxes.proposals import read_region_proposals
+from probemb.data.boxes import find_phrases, read_region_proposals
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop

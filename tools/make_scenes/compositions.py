@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 
-from probemb.data.boxes.geometry import Box
+from probemb.data.boxes import Box
 from probemb.data.compositions.find import COMBINATIONS, sample_tuples
 from probemb.data.compositions.readers import CATEGORIES, read_concept_shards
 from probemb.data.shards.samples import encode_captions

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from probemb.data.boxes.geometry import Box
+from probemb.data.boxes import Box
 from tools.make_scenes import world
 from tools.make_scenes.captions import Caption, Mention, draw_captions, write_truth
 from tools.make_scenes.drawing import boxes, jpeg, render

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from PIL import ImageDraw
 
-from probemb.data.boxes import PhraseDataset, find_phrases
-from probemb.data.boxes.geometry import enclosing
-from probemb.data.boxes.proposals import Proposals, grid_proposals, read_proposals, read_region_proposals
+from probemb.data.boxes import (
+    PhraseDataset,
+    Proposals,
+    enclosing,
+    find_phrases,
+    grid_proposals,
+    read_proposals,
+    read_region_proposals,
+)
 from probemb.data.failures import BadSample
 from probemb.errors import UserError
 from probemb.evaluation.localisation import KS, THRESHOLD, Localised, localise, recall_at

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from probemb.data.boxes.geometry import Box
+from probemb.data.boxes import Box
 from probemb.data.image_loader import Images, Place
 from probemb.data.randomness import stream_of
 from probemb.data.reading import check_unique, choose_split

@@ -24,7 +24,8 @@ from typing import Literal
 
 import numpy as np
 
-from probemb.data.compositions.dataset import SPLITS, Compositions, Crop, Part, Query, no_tuples
+from probemb.data.boxes import area
+from probemb.data.compositions.dataset import SPLITS, Compositions, Part, Query, no_tuples
 from probemb.data.compositions.fashion200k import LABELS, read_fashion200k
 from probemb.data.compositions.readers import find_instances, read_coco, read_concept_shards, shard_splits
 from probemb.data.randomness import stream_of
@@ -287,11 +288,8 @@ def with_published_queries(data: Compositions, lists: Path, seen: np.ndarray) ->
             return data.text_part(concept)
         crops = data.crops[concept]
         in_image = [crops[row] for row in np.flatnonzero(crops.owners == image)]
-        return Part(concept, *max(in_image, key=area)) if in_image else None
-
-    def area(crop: Crop) -> float:
-        left, top, right, bottom = crop.box or (0.0, 0.0, 0.0, 0.0)
-        return (right - left) * (bottom - top)
+        largest = max(in_image, key=lambda crop: area(crop.box or (0, 0, 0, 0)), default=None)
+        return largest and Part(concept, *largest)
 
     def parse(case: tuple[str, dict]) -> Query | None:
         concepts = [data.number.get(one, -1) for one in case[1]["categories"]]

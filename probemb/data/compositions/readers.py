@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probemb.data.boxes.geometry import Box, as_size, clipped
+from probemb.data.boxes import Box, as_size, clipped
 from probemb.data.compositions.dataset import SPLITS, Compositions
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images, find_tars, locate, walk_samples

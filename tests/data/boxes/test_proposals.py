@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from probemb.data.boxes import grid_windows, iou
-from probemb.data.boxes.proposals import read_proposals, read_region_proposals
+from probemb.data.boxes import grid_windows, iou, read_proposals, read_region_proposals
 from probemb.errors import UserError
 from tests.data.boxes.test_visual_genome import dataset
 
@@ -58,7 +57,7 @@ def test_proposals_of_a_file(data, tmp_path):
 
 def test_boxes_that_are_not_finite_are_refused(data, tmp_path):
     (tmp_path / "proposals.json").write_text('{"0": [[0, 0, NaN, 5]], "1": [[0, 0, 5, 5]]}')
-    with pytest.raises(UserError, match="for image 0: a box is empty or not finite"):
+    with pytest.raises(UserError, match="image 0 has an empty box"):
         read_proposals(tmp_path / "proposals.json", data, None)
 
 

@@ -2,8 +2,7 @@
 
 import json
 
-from probemb.data.boxes import crop_triplets, find_phrases
-from probemb.data.boxes.phrases import Phrase, PhraseDataset, stream_list
+from probemb.data.boxes import Phrase, PhraseDataset, crop_triplets, find_phrases, stream_list
 from probemb.data.image_loader import Images, Place
 from tests.world import picture, save
 
@@ -44,7 +43,7 @@ def test_regions_are_phrases_with_one_box(tmp_path):
 
 
 def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("probemb.data.boxes.phrases._PIECE", 7)
+    monkeypatch.setattr("probemb.data.boxes._PIECE", 7)
     file = tmp_path / "x.json"
     rows = [{"id": i, "text": 'a ], } "quoted" é' * i} for i in range(9)]
     file.write_text(" \n" + json.dumps(rows, indent=2, ensure_ascii=False))
