@@ -57,13 +57,13 @@ def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, element
     context, queries = (images, texts) if how.direction == "t2i" else (texts, images)
     with torch.autocast(images.values.device.type, enabled=False):
         parts, query_order = _by_length(_full(queries), QUERY_ITEMS)
-        queries = [QueryRows.of(parts[i : i + PARTS]) for i in range(0, len(parts), PARTS)]
-        widest = max(len(query.values) for query in queries)
+        queries = [_query_rows(parts[i : i + PARTS]) for i in range(0, len(parts), PARTS)]
+        widest = max(len(values) for values, _, _ in queries)
         context, context_order = _by_length(_full(context), max(1, elements // (context.mask.shape[1] * widest)))
         rows = []
         for part in context:
             gram_Ccc = part.values @ part.values.transpose(1, 2)
-            rows.append(torch.cat([_block(part, gram_Ccc, query, how) for query in queries], 1))
+            rows.append(torch.cat([_block(*part, gram_Ccc, *query, how) for query in queries], 1))
         scores_CQ = torch.cat(rows)
         if context_order is not None:
             scores_CQ = scores_CQ[context_order]
@@ -92,7 +92,7 @@ def pair_scores(
 
 
 def _full(tokens: Tokens) -> Tokens:
-    """In at least float32, with zeros for tokens that do not exist: these have no part in sums then."""
+    """In at least float32, with zeros for tokens that do not exist."""
     values = at_least_float32(tokens.values)
     return Tokens(values if bool(tokens.mask.all()) else values * tokens.mask[..., None], tokens.mask)
 
@@ -115,27 +115,21 @@ def _by_length(tokens: Tokens, size: int) -> tuple[list[Tokens], Tensor | None]:
     return parts, order.argsort()
 
 
-class QueryRows(NamedTuple):
+def _query_rows(parts: list[Tokens]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Tokens (R, D) of several parts of queries for one matrix product, their lengths (R,), and masks (1, q, Q).
 
     In each part items stand behind tokens, (q * Q, D), so that all reductions over tokens run along whole rows.
     """
-
-    values: Tensor
-    lengths: Tensor
-    masks: list[Tensor]
-
-    @classmethod
-    def of(cls, parts: list[Tokens]) -> QueryRows:
-        values = torch.cat([part.values.transpose(0, 1).flatten(0, 1) for part in parts])
-        return cls(values, _root(values.square().sum(-1)), [part.mask.T[None] for part in parts])
+    values = torch.cat([part.values.transpose(0, 1).flatten(0, 1) for part in parts])
+    return values, _root(values.square().sum(-1)), [part.mask.T[None] for part in parts]
 
 
-def _block(context: Tokens, gram_Ccc: Tensor, queries: QueryRows, how: CrossAttention) -> Tensor:
-    """(C, Q); with gradient, its intermediate results are computed again when they are needed."""
-    if torch.is_grad_enabled() and (context.values.requires_grad or queries.values.requires_grad):
-        return checkpoint(_all_pairs, *context, gram_Ccc, *queries, how, use_reentrant=False, preserve_rng_state=False)
-    return _all_pairs(*context, gram_Ccc, *queries, how)
+def _block(context: Tensor, context_mask: Tensor, gram: Tensor, query: Tensor, *others) -> Tensor:
+    """`_all_pairs`; with gradient, its intermediate results are computed again when they are needed."""
+    given = context, context_mask, gram, query, *others
+    if torch.is_grad_enabled() and (context.requires_grad or query.requires_grad):
+        return checkpoint(_all_pairs, *given, use_reentrant=False, preserve_rng_state=False)
+    return _all_pairs(*given)
 
 
 def _all_pairs(
@@ -168,9 +162,8 @@ def _scores(
 
 
 def _weights(products_CcqQ: Tensor, context_mask_Cc: Tensor, mask_CqQ: Tensor, how: CrossAttention) -> Tensor:
-    """Attention before the division by its sum, which the cosine does not see, (C, c, q, Q).
-
-    Context that does not exist needs no zero here: its products and its Gram matrix are zero.
+    """Attention before the division by its sum, which the cosine does not see, (C, c, q, Q); not zero for context that
+    does not exist, as its products and its Gram matrix are.
     """
     a_CcqQ = _normalised(products_CcqQ, mask_CqQ[:, None], how.norm, how.lambda_softmax)
     if how.norm in ("none", "clipped") or how.lambda_softmax > LARGEST_EXPONENT:  # else at most lambda_softmax
@@ -216,12 +209,9 @@ def pair_products(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Products of each pair's tokens (P, c, q), of context items' own (C, c, c), and queries' squared lengths (Q, q).
 
-    Autograd would keep a copy of both items of every pair, and add up as many gradients of all items as there are
-    uses of them; here they are written once, a few items copied at a time. The gradient has no gradient of its own.
-
-    Args:
-        pairs: the numbers of each pair's context and query, (P,) int64.
-        lengths: how many tokens each item has, (C,) and (Q,); of others, a pair's products may be 0.
+    `pairs`: the numbers of each pair's context and query, (P,); `lengths`: the number of tokens of each item, beyond
+    which products may be 0, (C,) and (Q,). Autograd would keep a copy of both items of every pair, and add up as many
+    gradients of all items as there are uses of them; here they are written once. There is no second derivative.
     """
     return _PairProducts.apply(context_CcD, query_QqD, *pairs, *lengths)
 
@@ -255,9 +245,7 @@ def _take(values_BtD: Tensor, items: Tensor, tokens: int) -> Tensor:
     return values_BtD[:, :tokens].index_select(0, items)
 
 
-def _parts(
-    of_context_P: Tensor, of_query_P: Tensor, length_C: Tensor, length_Q: Tensor
-) -> list[tuple[Tensor, Tensor, int, Tensor, int]]:
+def _parts(of_context_P: Tensor, of_query_P: Tensor, length_C: Tensor, length_Q: Tensor) -> list[tuple]:
     """Pairs of similar length: their numbers, their context, its longest, their queries, the longest of these."""
     lengths_2P = torch.stack([length_C[of_context_P], length_Q[of_query_P]])
     parts = lengths_2P.sum(0).argsort().split(PAIRS)

@@ -29,20 +29,10 @@ def vib_kl(g: Gaussian, zero_above: float | None = None) -> Tensor:
 
 
 def pairwise_match_loss(
-    image: Gaussian,
-    text: Gaussian,
-    match: Tensor | None = None,
-    *,
-    scale: Tensor | float,
-    shift: Tensor | float,
-    distance: str = "csd",
-    pseudo_positive: float = 0.0,
-    vib: float = 0.0,
-    all_image: Gaussian | None = None,
-    all_text: Gaussian | None = None,
-    offset: int = 0,
-    generator: torch.Generator | None = None,
-) -> LossOutput:
+    image: Gaussian, text: Gaussian, match: Tensor | None = None, *, scale: Tensor | float, shift: Tensor | float,
+    distance: str = "csd", pseudo_positive: float = 0.0, vib: float = 0.0, all_image: Gaussian | None = None,
+    all_text: Gaussian | None = None, offset: int = 0, generator: torch.Generator | None = None,
+) -> LossOutput:  # fmt: skip
     """L_match(image to text) + L_match(text to image) + pseudo_positive * L_pp + vib * L_vib. Source: PCME++ Eq. 2, 3.
 
     L_match is the mean over all pairs of the binary cross entropy of sigmoid(-scale * distance + shift).
@@ -92,15 +82,9 @@ def _direction(
 
 
 def ring_match_loss(
-    image: Gaussian,
-    text: Gaussian,
-    *,
-    scale: Tensor | float,
-    shift: Tensor | float,
-    distance: str = "csd",
-    vib: float = 0.0,
-    block: int = BLOCK,
-) -> LossOutput:
+    image: Gaussian, text: Gaussian, *, scale: Tensor | float, shift: Tensor | float, distance: str = "csd",
+    vib: float = 0.0, block: int = BLOCK,
+) -> LossOutput:  # fmt: skip
     """`pairwise_match_loss` over all ranks' items, B on each, without labels and pseudo-positives: texts pass around a
     ring, `block` are compared at a time; memory is O(B * block + B D).
     """
@@ -123,14 +107,9 @@ def ring_match_loss(
 
 
 def match_logits(
-    a: Gaussian,
-    b: Gaussian,
-    scale: Tensor | float,
-    shift: Tensor | float,
-    distance: str = "csd",
-    reverse: bool = False,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+    a: Gaussian, b: Gaussian, scale: Tensor | float, shift: Tensor | float, distance: str = "csd",
+    reverse: bool = False, generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
     """Logits of every pair's match, shift - scale * distance, (N, M). Source: PCME++ Eq. 2.
 
     Those of "match-probability" are its log-odds. With `reverse`, a holds the texts; asymmetric distances stay
@@ -146,18 +125,11 @@ def match_logits(
 class PairwiseMatchLoss(nn.Module):
     """`pairwise_match_loss` with learnable scale a and shift b, initially 5, 5 for PCME++ on COCO, 1, 1 pretraining."""
 
-    def __init__(
-        self,
-        scale: float = 5.0,
-        shift: float = 5.0,
-        distance: str = "csd",
-        pseudo_positive: float = 0.1,
-        vib: float = 1e-4,
-    ):
+    def __init__(self, scale: float = 5.0, shift: float = 5.0, **options):
         super().__init__()
         self.scale = nn.Parameter(torch.full((1,), float(scale)))
         self.shift = nn.Parameter(torch.full((1,), float(shift)))
-        self.options = dict(distance=distance, pseudo_positive=pseudo_positive, vib=vib)
+        self.options = {"pseudo_positive": 0.1, "vib": 1e-4} | options
 
     def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> LossOutput:
         """Gaussians (B, D) and (C, D), match (B, C) in [0, 1] or None for the identity."""

@@ -17,8 +17,6 @@ from probemb.compose import LOG_2PI, Product
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
 
-Form = Literal["sampled", "expected", "code"]
-
 
 def target_softmax(
     similarity_NT: Tensor, positives_NT: Tensor | None = None, temperature: float = 1.0, reverse: float = 0.0
@@ -61,18 +59,10 @@ def _with_log_var_l2(out: LossOutput, parts: Gaussian, weight: float, query: Gau
 
 
 def mpc_loss(
-    parts: Gaussian,
-    query: Product,
-    target: Gaussian,
-    positives: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    *,
-    form: Form = "sampled",
-    n_samples: int = 7,
-    temperature: float = 1.0,
-    reverse: float = 0.0,
-    log_var_l2: float = 1e-3,
-) -> LossOutput:
+    parts: Gaussian, query: Product, target: Gaussian, positives: Tensor | None = None,
+    generator: torch.Generator | None = None, *, form: Literal["sampled", "expected", "code"] = "sampled",
+    n_samples: int = 7, temperature: float = 1.0, reverse: float = 0.0, log_var_l2: float = 1e-3,
+) -> LossOutput:  # fmt: skip
     """Softmax over targets of the probabilistic similarity, + weighted squared log-variances. Source: MPC §3.3.
 
     Z and the normal's constant belong to the query, and the paper's softmax (Eq. 7) runs over targets: they change
@@ -96,16 +86,9 @@ def mpc_loss(
 
 
 def mpc_code_loss(
-    parts: Gaussian,
-    query: Gaussian,
-    target: Gaussian,
-    samples: tuple[Tensor, Tensor],
-    positives: Tensor | None = None,
-    *,
-    temperature: float,
-    reverse: float,
-    log_var_l2: float,
-) -> LossOutput:
+    parts: Gaussian, query: Gaussian, target: Gaussian, samples: tuple[Tensor, Tensor],
+    positives: Tensor | None = None, *, temperature: float, reverse: float, log_var_l2: float,
+) -> LossOutput:  # fmt: skip
     """The public code's loss, of given samples (N, J, D) of the compositions and (T, J, D) of the targets.
 
     The other direction takes the target for the query and samples the composition, which also counts in `log_var_l2`.
@@ -182,19 +165,10 @@ def code_embedding(g: Gaussian) -> tuple[Gaussian, Gaussian]:
 
 
 def sampled_cosine_loss(
-    parts: Gaussian,
-    query: Gaussian,
-    target: Gaussian,
-    positives: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    *,
-    samples: tuple[Tensor, Tensor] | None = None,
-    n_samples: int = 7,
-    temperature: float = 1.0,
-    reverse: float = 0.0,
-    log_var_l2: float = 1e-3,
-    as_code: bool = False,
-) -> LossOutput:
+    parts: Gaussian, query: Gaussian, target: Gaussian, positives: Tensor | None = None,
+    generator: torch.Generator | None = None, *, samples: tuple[Tensor, Tensor] | None = None, n_samples: int = 7,
+    temperature: float = 1.0, reverse: float = 0.0, log_var_l2: float = 1e-3, as_code: bool = False,
+) -> LossOutput:  # fmt: skip
     """Softmax over targets of the mean cosine of samples, + weighted squared log-variances. Source: MPC Eq. 5, 7, 8.
 
     The mean over all J x J pairs of samples is the product of the means of the unit vectors: no pairs are made.

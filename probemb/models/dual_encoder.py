@@ -1,6 +1,6 @@
 """DualEncoder: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
 
-`create.py` makes one from a name, `hub.py` from a file. Also: the position of its parameters, and rules by it.
+`create.py` makes one from a name, `hub.py` from a file. Also: rules by the position of parameters.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ class ModelOutput(NamedTuple):
     logit_scale: Tensor
     scale: Tensor
     shift: Tensor
+
+
+class Position(NamedTuple):
+    """Position of a parameter in the model, see `Place` of its tower."""
+
+    tower: Literal["image", "text", "neither"]
+    part: Literal["trunk", "branch", "head", "composer", "scalar"]
+    depth: int = 0
+    in_stem: bool = False  # before all blocks
+    pretrained: bool = False  # pretrained weights would fill it
 
 
 class DualEncoder(nn.Module):
@@ -70,7 +80,7 @@ class DualEncoder(nn.Module):
             self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
     def forward(self, images: Tensor, tokens: Tensor, kept: Tensor | None = None) -> ModelOutput:
-        """(B, 3, H, W) uint8, or float that is normalised, and (B, L) int64 -> ModelOutput; `kept`: of the patches."""
+        """(B, 3, H, W) and (B, L), as `encode_image` and `encode_text`; `kept`: of the patches."""
         image, text = self.encode_image(images, kept=kept), self.encode_text(tokens)
         return ModelOutput(image, text, self.inverse_temperature(), *self.match_scalars())
 
@@ -82,7 +92,7 @@ class DualEncoder(nn.Module):
             kept: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
 
         Raises:
-            UserError: an image in place of its pixels, or pixels without a batch; `kept` for a tower without patches.
+            UserError: an image in place of its pixels, or pixels without a batch.
         """
         if not isinstance(pixels, Tensor) or (pixels.dtype == torch.uint8 and pixels.ndim == 3):
             given = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
@@ -146,8 +156,8 @@ class DualEncoder(nn.Module):
         Where "match" is "distance" they are the parameters scale and shift (PCME++ Eq. 2). Where it is "cosine", the
         model was trained on sigmoid(s (cosine - u / 2) + logit_bias), u = u_image + u_text and s the inverse
         temperature (SigLIP; ProLIP §3.2). Of unit means that is the same function: a = s / 2, b = s + logit_bias.
-        Where it is "samples", scale and shift are a and b of PCME's sampled form. Where it is "none", the loss had no
-        such scalars, or they are of another distance: scale and shift are constants without a meaning.
+        Where it is "samples", scale and shift are a and b of PCME's sampled form; where it is "none", the loss had no
+        such scalars, or they are of another distance, and these are constants without a meaning.
         """
         if self.options.match == "cosine":
             s = self.inverse_temperature()
@@ -164,9 +174,8 @@ class DualEncoder(nn.Module):
         """The form of the match probability, see `MatchModel`; a point model has none by a and b of normals."""
         if self.options.match == "cosine":
             return "csd"
-        return (
-            {"distance": "csd", "samples": "samples"}.get(self.options.match, "none") if self.probabilistic else "none"
-        )
+        forms = {"distance": "csd", "samples": "samples"} if self.probabilistic else {}
+        return forms.get(self.options.match, "none")
 
     @property
     def predicts_matches(self) -> bool:
@@ -206,30 +215,14 @@ class DualEncoder(nn.Module):
     text_tower = property(lambda self: self.text)
     batch_statistics = property(lambda self: self.visual.batch_statistics or self.text.batch_statistics)
 
-    # ------------------------------------------------------------------------------------------------------- parameters
-
-    def place(self, name: str) -> tuple[str, str, int]:
-        """("image" or "text", part, depth) of a parameter, see `Place`; or ("neither", "composer" or "scalar", 0)."""
-        which, tower, rest = self._tower_of(name)
-        if tower is None:
-            return "neither", "composer" if name.startswith("composer.") else "scalar", 0
-        return which, *tower.place(rest)
-
-    def in_stem(self, name: str) -> bool:
-        _, tower, rest = self._tower_of(name)
-        return tower is not None and tower.in_stem(rest)
-
-    def pretrained_tower(self, name: str) -> str | None:
-        """ "image" or "text" for a named parameter that pretrained weights would fill, else None."""
-        which, tower, rest = self._tower_of(name)
-        return which if tower is not None and tower.is_pretrained(rest) else None
-
-    def _tower_of(self, name: str):
-        """("image" or "text", tower, name in it) of a named parameter; (None, None, name) for no tower's."""
+    def place(self, name: str) -> Position:
+        """Position of a named parameter."""
+        towers = {"visual": ("image", self.visual), "text": ("text", self.text)}
         part, _, rest = name.partition(".")
-        if part == "visual":
-            return "image", self.visual, rest
-        return ("text", self.text, rest) if part == "text" else (None, None, name)
+        if part not in towers:
+            return Position("neither", "composer" if part == "composer" else "scalar")
+        which, tower = towers[part]
+        return Position(which, *tower.place(rest), tower.in_stem(rest), tower.is_pretrained(rest))
 
 
 def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -244,21 +237,23 @@ def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float
     return mean, std
 
 
-class _Ceiling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, limit: float) -> Tensor:
-        ctx.save_for_backward(x >= limit)
-        return x.clamp(max=limit)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (at_limit,) = ctx.saved_tensors
-        return torch.where(at_limit & (grad < 0), torch.zeros_like(grad), grad), None
-
-
 def ceiling(x: Tensor, limit: float) -> Tensor:
     """min(x, limit), whose gradient at the limit may lower x but not raise it."""
-    return _Ceiling.apply(x, limit)
+    at_limit = x >= limit
+    y = torch.where(at_limit, limit + (x - x.detach()), x)
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad.masked_fill(at_limit & (grad < 0), 0))
+    return y
+
+
+def plain(value):
+    """Tuples become lists, as in JSON, so that a configuration equals its own copy on disk."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# ------------------------------------------------------------------- weight decay, learning rates by layer, and locks
 
 
 def no_weight_decay(name: str, param: Tensor) -> bool:
@@ -269,16 +264,6 @@ def no_weight_decay(name: str, param: Tensor) -> bool:
     return param.ndim < 2 or name.rpartition(".")[2] in ("logit_scale", "logit_bias", "scale", "shift")
 
 
-def plain(value):
-    """Tuples become lists, as in JSON, so that a configuration equals its own copy on disk."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-# ----------------------------------------------------------------------------- learning rates by layer, and locks
-
-
 def layer_rates(model: DualEncoder, decay: float, stem: bool = True) -> dict[str, float]:
     """Multipliers of the learning rate of every parameter: decay^depth, of a block k (0 … L - 1) decay^(L - k).
 
@@ -287,15 +272,14 @@ def layer_rates(model: DualEncoder, decay: float, stem: bool = True) -> dict[str
     """
     places = {name: model.place(name) for name, _ in model.named_parameters()}
     n_blocks = {"image": 0, "text": 0}
-    for name, (tower, part, depth) in places.items():
-        if part == "trunk" and not model.in_stem(name):
-            n_blocks[tower] = max(n_blocks[tower], depth)
-    rates = {}
-    for name, (tower, _, depth) in places.items():
-        if model.in_stem(name):
-            depth = n_blocks[tower] + 1 if stem else 0
-        rates[name] = decay**depth
-    return rates
+    for place in places.values():
+        if place.part == "trunk" and not place.in_stem:
+            n_blocks[place.tower] = max(n_blocks[place.tower], place.depth)
+
+    def depth(place: Position) -> int:
+        return (n_blocks[place.tower] + 1) * stem if place.in_stem else place.depth
+
+    return {name: decay ** depth(place) for name, place in places.items()}
 
 
 def freeze_backbones(
@@ -312,10 +296,11 @@ def freeze_backbones(
     """
     changed, locks = False, {"image": (image, image_groups), "text": (text, text_groups)}
     for name, parameter in model.named_parameters():
-        locked, groups = locks.get(model.pretrained_tower(name), (None, 0))
-        if locked is None:
+        place = model.place(name)
+        if not place.pretrained:
             continue
-        frozen = locked and (model.place(name)[2] >= groups or model.in_stem(name))
+        locked, groups = locks[place.tower]
+        frozen = locked and (place.depth >= groups or place.in_stem)
         if parameter.requires_grad == frozen:
             parameter.requires_grad_(not frozen)
             parameter.grad = None
@@ -327,16 +312,16 @@ def check_frozen(
     model: DualEncoder, image: bool, text: bool = False, image_groups: int = 0, text_groups: int = 0
 ) -> None:
     """Raise UserError for locks, as given to `freeze_backbones`, that leave a tower as it is, or nothing to train."""
+    places = [(model.place(name), parameter.requires_grad) for name, parameter in model.named_parameters()]
     for tower, locked, groups in (("image", image, image_groups), ("text", text, text_groups)):
-        names = [name for name, _ in model.named_parameters() if model.pretrained_tower(name) == tower]
-        available = 1 + max((model.place(name)[2] for name in names if not model.in_stem(name)), default=-1)
-        if locked and (groups > available or all(model.get_parameter(name).requires_grad for name in names)):
+        own = [(place.depth, trains) for place, trains in places if place.pretrained and place.tower == tower]
+        if locked and all(trains for _, trains in own):
             raise UserError(
                 f"model.lock_{tower} with model.unlocked_{tower}_groups {groups} locks nothing: the pretrained weights "
-                f"of the {tower} tower have {available} groups.",
+                f"of the {tower} tower have {1 + max((depth for depth, _ in own), default=-1)} groups.",
                 f"Lower model.unlocked_{tower}_groups, or leave lock_{tower} out.",
             )
-    if not any(p.requires_grad for name, p in model.named_parameters() if model.place(name)[0] != "neither"):
+    if not any(trains for place, trains in places if place.tower != "neither"):
         raise UserError(
             "Both towers are locked, and nothing of them would be trained.",
             "Unlock one of them, or set model.unlocked_image_groups or model.unlocked_text_groups.",

@@ -49,20 +49,10 @@ class MatchModel:
 
     @torch.no_grad()
     def probability(self, image: Gaussian, text: Gaussian, among: Literal["images", "texts"] | None = None) -> Tensor:
-        """The probability that each image and text match, (N, M).
-
-        Args:
-            among: the gallery, of which exactly one item is taken to match: each column ("images") or row ("texts")
-                sums to 1, see `in_gallery`. None: of the pair alone, with the prior of training.
-
-        Raises:
-            UserError: the model has no match probability.
+        """The probability that each image and text match, (N, M): of the pair alone, with the prior of training, or
+        `among` a gallery, of which exactly one item is taken to match: each column ("images") or row ("texts") sums to
+        1. Raises UserError: the model has no match probability.
         """
-        if not (isinstance(image, Gaussian) and isinstance(text, Gaussian)):
-            raise UserError(
-                f"A match probability is of two Gaussians, not of {type(image).__name__} and {type(text).__name__}.",
-                "Give it what model.encode_image and model.encode_text return.",
-            )
         if not self.matches:
             raise UserError(f"The model has no match probability ({self.describe()}).", "Rank by its distance instead.")
         log_odds = self.log_odds(image, text)
@@ -101,10 +91,8 @@ class MatchModel:
         if self.form == "samples":
             return f"mean over {SAMPLES} x {SAMPLES} samples of sigmoid(2 (-{a} |z - z'| {b}))"
         why = "none: " + ("the loss trained no a and b" if self.probabilistic else "a point model")
-
-        if self.temperature is not None:
-            why += f"; its entropy is that of the softmax of {self.temperature:.4g} times the cosine"
-        return why
+        softmax = f"; its entropy is that of the softmax of {self.temperature or 0:.4g} times the cosine"
+        return why if self.temperature is None else why + softmax
 
 
 def in_gallery(log_odds_QN: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ def test_every_parameter_has_a_gradient_and_a_place(made):
     idle = {"logit_scale", "scale", "shift"}
     assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == idle
     places = {name: model.place(name) for name, _ in model.named_parameters() if name not in idle}
-    assert {part for _, part, _ in places.values()} <= {"trunk", "branch", "head"}
+    assert {place.part for place in places.values()} <= {"trunk", "branch", "head"}
     for name in ("image", "text"):
-        depths = {depth for tower, part, depth in places.values() if (tower, part) == (name, "trunk")}
+        depths = {place.depth for place in places.values() if place[:2] == (name, "trunk")}
         assert depths == set(range(min(depths, default=0), max(depths, default=-1) + 1))
     model.zero_grad()
 
