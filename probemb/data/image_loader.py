@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from glob import glob
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +25,13 @@ from PIL import Image
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
-from probemb.data.reading import checked, read_npy
+from probemb.data.reading import MALFORMED, checked, read_npy, reason
 from probemb.data.shards.index import expand_braces, read_index
 from probemb.data.shards.samples import (
     IMAGE_EXTENSIONS,
     MAX_IMAGE_BYTES,
     Member,
     Sample,
-    SampleSpan,
     group_members,
     parse_sample,
     read_sample,
@@ -157,36 +156,32 @@ def list_members(tar: Path) -> list[Member]:
         raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
 
 
-def walk_samples(tars: Sequence[Path]) -> Iterator[tuple[str, Place | None, SampleSpan, BinaryIO]]:
-    """Name, place of the image if there is one, and members of every sample, and the open tar. Raises UserError."""
+def read_samples(
+    tars: Sequence[Path], extensions: Sequence[str], parse: Callable[[Sample], T | None],
+    need_caption: bool | None = True,
+) -> tuple[Images, list[T]]:  # fmt: skip
+    """The images of shards, and `parse` of each one's sample, which has the texts with these extensions.
+
+    Samples without an image, and those of which `parse` gives None, are left out; malformed ones are in `bad`.
+    """
+    images, parsed = Images(places=[], source=str(tars[0])), []
     for tar in tars:
-        prefix = f"{tar.name}:" if len(tars) > 1 else ""
-        members = list_members(tar)
+        prefix, members = f"{tar.name}:" if len(tars) > 1 else "", list_members(tar)
         with open(tar, "rb") as file:
             for span in group_members(members):
                 image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
-                place = image and Place(prefix + span.key, str(tar), image.offset, image.size)
-                yield prefix + span.key, place, span, file
-
-
-def read_samples(
-    tars: Sequence[Path], extensions: Sequence[str], parse: Callable[[Sample], T], need_caption: bool | None = True
-) -> tuple[Images, list[T]]:
-    """The images of shards, and `parse` of each one's sample, which has the texts with these extensions.
-
-    Samples without an image are left out; those that `parse_sample` or `parse` refuses (ValueError) are in `bad`.
-    """
-    images, parsed = Images(places=[], source=str(tars[0])), []
-    for name, place, span, file in walk_samples(tars):
-        if place is None:
-            continue
-        try:
-            texts = {ext: span.parts[ext] for ext in extensions if ext in span.parts}
-            texts = read_sample(file.fileno(), span._replace(parts=texts))
-            parsed.append(parse(parse_sample({"jpg": b"-", **texts}, span.key, need_caption)))
-            images.places.append(place)
-        except (BadSample, ValueError) as error:
-            images.bad.append((name, str(error)))
+                if image is None:
+                    continue
+                texts = {ext: span.parts[ext] for ext in extensions if ext in span.parts}
+                try:
+                    texts = read_sample(file.fileno(), span._replace(parts=texts))
+                    value = parse(parse_sample({"jpg": b"-", **texts}, span.key, need_caption))
+                except (BadSample, *MALFORMED) as error:
+                    images.bad.append((prefix + span.key, reason(error)))
+                    continue
+                if value is not None:
+                    parsed.append(value)
+                    images.places.append(Place(prefix + span.key, str(tar), image.offset, image.size))
     return images, parsed
 
 

@@ -36,8 +36,12 @@ T = TypeVar("T")
 
 def malformed(path: str | Path, what: str, error: Exception | str, entry: str = "", remedy: str = REMEDY) -> UserError:
     """The error for content that is not `what` it should be."""
-    why = f"there is no {error}" if isinstance(error, KeyError) else str(error)[:200]
-    return UserError(f"{path} is not {what}: {entry and f'in {entry}, '}{why}.", remedy)
+    return UserError(f"{path} is not {what}: {entry and f'in {entry}, '}{reason(error)}.", remedy)
+
+
+def reason(error: Exception | str) -> str:
+    """What an exception of malformed content says."""
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error)[:200]
 
 
 @contextmanager

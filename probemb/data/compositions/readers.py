@@ -27,10 +27,8 @@ from torch import Tensor
 
 from probemb.data.boxes import Box, as_size, clipped
 from probemb.data.compositions.dataset import SPLITS, Compositions
-from probemb.data.failures import BadSample
-from probemb.data.image_loader import Images, find_tars, locate, walk_samples
+from probemb.data.image_loader import Images, find_tars, locate, read_samples
 from probemb.data.reading import (
-    MALFORMED,
     as_id,
     as_inside,
     as_list,
@@ -42,7 +40,7 @@ from probemb.data.reading import (
     read_json,
     split_name,
 )
-from probemb.data.shards.samples import parse_sample, read_sample
+from probemb.data.shards.samples import Sample
 from probemb.errors import UserError
 
 CATEGORIES = "categories.json"
@@ -193,27 +191,24 @@ def read_concept_shards(path: Path, seed: int, test: set[str] | None = None) -> 
     with checked(file, "a list of categories"):
         categories = _categories(content)
     number = {one: place for place, one in enumerate(categories)}
+
+    def parse(sample: Sample) -> tuple | None:
+        if (held := sample.meta.get("categories")) is None:
+            return None
+        concepts = sorted({number[one] for one in as_list(held, "its categories")})
+        return sample.meta.get("image_id"), concepts, _crops(sample.meta, number)
+
     images, names, splits, held, cut = Images(places=[], source=str(path)), [], [], [], []
     for split, tars in shard_splits(path).items():
-        for _, place, span, opened in walk_samples(tars):
-            if place is None or "json" not in span.parts:
-                continue
-            shard = f"{Path(place.file).stem}:" if len(tars) > 1 else ""
-            name = f"{split}/{shard}{span.key}" if split else f"{shard}{span.key}"
-            try:
-                words = read_sample(opened.fileno(), span._replace(parts={"json": span.parts["json"]}))
-                meta = parse_sample({"jpg": b"-", **words}, span.key, need_caption=None).meta
-                if meta.get("categories") is None:
-                    continue
-                concepts = {number[one] for one in as_list(meta["categories"], "its categories")}
-                cut.append(_crops(meta, number))
-            except (BadSample, *MALFORMED) as error:
-                kind = "" if isinstance(error, BadSample) else f"categories or boxes, {type(error).__name__}: "
-                images.bad.append((name, f"{kind}{error}"))
-                continue
-            held.append(sorted(concepts))
+        found, rows = read_samples(tars, ("json",), parse, need_caption=None)
+        prefix = f"{split}/" if split else ""
+        images.bad += [(prefix + name, why) for name, why in found.bad]
+        for place, (one, concepts, crops) in zip(found.places, rows):
+            name = prefix + place.name.replace(".tar:", ":")
             images.places.append(place._replace(name=name))
-            names.append(str(meta["image_id"]) if is_id(meta.get("image_id")) else name)
+            names.append(str(one) if is_id(one) else name)
+            held.append(concepts)
+            cut.append(crops)
             splits.append(split)
     if not names:
         why = f" ({images.bad[0][0]}: {images.bad[0][1]})" if images.bad else ""
