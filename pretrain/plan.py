@@ -84,9 +84,8 @@ def make_plan(o: Plan) -> dict[str, Any]:
 
     o.check(o.world_size)
     lanes, e = o.data.lanes or default_lanes(o.batch_size), o.engine
-    if o.batch_size % lanes or lanes % o.world_size:
-        what = f"{o.world_size} ranks cannot share {lanes} lanes of a batch of {o.batch_size}."
-        raise UserError(what, "Set data.lanes to a number that divides the batch and that the ranks divide.")
+    if o.batch_size % lanes:
+        raise UserError(f"{lanes} lanes do not divide a batch of {o.batch_size}.", "Set data.lanes to a divisor.")
     half, data = e.precision != "fp32", count_data(o)
     cost = StepCost(o, o.world_size, half)
     by_stage, warnings = {f"ZeRO {stage}": cost.memory(stage) for stage in range(4)}, []

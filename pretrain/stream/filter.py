@@ -1,7 +1,5 @@
-"""The rules by which samples of a corpus are used or left out, and the samples that they keep.
-
-The order is drawn over the kept samples alone, so it stays a function of the seed and the position, and nothing is read
-of a sample that is left out.
+"""The rules by which samples of a corpus are used or left out, and the samples that they keep, over which alone the
+order is drawn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decoded samples of many shards, of which a bounded number is open.
 
-A shard's headers are read once, then single samples. A remote shard is fetched whole into a cache, if possible in the
-background. Everything is a function of the seed and the slot: the drawn caption and the transform's random numbers do
-not depend on the rank, the worker, or earlier samples.
+A sample is a function of the seed and the slot: the drawn caption and the transform's random numbers do not depend on
+the rank, the worker, or earlier samples. Remote shards are fetched whole, if possible in the background.
 """
 
 import errno
@@ -16,7 +15,6 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image
 
 from pretrain.config import Data
 from pretrain.stream.order import draw
@@ -72,10 +70,8 @@ class OpenShard:
 
 
 class Samples:
-    """Samples by shard, index and pass over the corpus.
-
-    At most `limit` shards are open; the least recently used one goes first. A shard that cannot be opened is
-    remembered, so that its samples fail at no cost.
+    """Samples by shard, index and pass over the corpus. At most `limit` shards are open; the least recently used one
+    goes first.
 
     Attributes:
         labels: readable names of the shards.
@@ -83,15 +79,9 @@ class Samples:
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        limit: int,
+        self, shards: Sequence[Shard], data: Data, transform: Callable, tokenizer: Callable, seed: int, limit: int,
         cache: ShardCache | None,
-        data: Data,
-        transform: Callable[[Image.Image], torch.Tensor],
-        tokenizer: Callable[[list[str]], torch.Tensor],
-        seed: int,
-    ):
+    ):  # fmt: skip
         self.shards, self.data, self.transform, self.tokenizer, self.seed = shards, data, transform, tokenizer, seed
         counts = Counter(shard.name for shard in shards)
         self.labels = [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in shards]
@@ -141,7 +131,7 @@ class Samples:
             try:
                 self._open[number] = OpenShard(self._file(number), shard, self.data.verify_hash)
             except BadSample as error:
-                self._open[number] = str(error)
+                self._open[number] = str(error)  # so that its samples fail at no cost
             except OSError as error:
                 self._open[number] = str(_unreadable(str(shard.path), error))
         self._open.move_to_end(number)

@@ -4,9 +4,9 @@
     for batch in stream:  # endless: epochs roll on
         engine(batch.images, batch.tokens)
 
-`order.py` defines the order of the samples. A rank owns a contiguous run of the lanes, which is a contiguous run of the
-rows of every global batch, and its workers share out these rows. So the global batches are the same for every world
-size that divides the lanes and for any number of workers, and the position is one integer, the samples seen.
+`order.py` defines the order of the samples. A rank owns a contiguous run of the rows of every global batch, which its
+workers share out. So the global batches are the same for every world size that divides them and for any number of
+workers, and the position is one integer, the samples seen.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ import itertools
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.util import Finalize
 from typing import NamedTuple
@@ -148,35 +147,26 @@ def _shared_tensor(numbers: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, numbers * dtype.itemsize), dtype=dtype)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """This rank's rows of one global batch, b = batch_size / world_size, on the CPU.
+class Batch(NamedTuple):
+    """This rank's rows of one global batch, b = batch_size / world_size, on the CPU."""
 
-    images        (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
-    tokens        (b, L) int64
-    slots         (b, 2) int64: number of the shard, index of the sample in it
-    replaced      (b,) bool: the slot's own sample cannot be used, and another one stands in for it
-    keys          "shard/key" of the sample that is shown, for logs
-    samples_seen  the position after this batch, over all ranks: where to resume
-    """
-
-    images: torch.Tensor
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    replaced: torch.Tensor
-    keys: list[str]
-    samples_seen: int
+    images: torch.Tensor  # (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
+    tokens: torch.Tensor  # (b, L) int64
+    slots: torch.Tensor  # (b, 2) int64: number of the shard, index of the sample in it
+    replaced: torch.Tensor  # (b,) bool: the slot's own sample cannot be used, and another one stands in for it
+    keys: list[str]  # "shard/key" of the sample that is shown, for logs
+    samples_seen: int  # the position after this batch, over all ranks: where to resume
 
 
 class Stream:
-    """Endless batches for one rank, as an iterator and a context manager; see the module for what they depend on.
+    """Endless batches for one rank, as an iterator and a context manager.
 
     Args:
         corpora: the shards of each corpus of `data.train`.
         transform: PIL image -> (3, H, W) uint8 or float32. It may draw from the global random numbers of torch, numpy
             and Python, which are seeded for every sample and restored afterwards.
         tokenizer: list of n captions -> (n, L) int64.
-        batch_size: the global batch, over all ranks, whose number `world_size` divides the lanes.
+        batch_size: the global batch, over all ranks, whose number divides it.
         start_samples: position to start from, a multiple of the batch size.
 
     Attributes:
@@ -218,12 +208,6 @@ class Stream:
             weights=data.weights or [1.0] * len(corpora),
             places=self.selection.places if self.selection else None,
         )
-        if self.order.lanes % world_size:
-            fits = ", ".join(str(n) for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0)
-            raise UserError(
-                f"{world_size} processes cannot share the data's {self.order.lanes} lanes evenly.",
-                f"Start one of {fits} processes, or start a new run with lanes that {world_size} divides.",
-            )
         self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._alone, self._closed = world_size == 1, False
@@ -232,10 +216,10 @@ class Stream:
 
         workers = min(data.workers, self.rows)
         parts = max(1, workers)
-        lanes = -(-self.order.lanes // world_size // parts) + 1  # of a part; their borders may share one
+        lanes = self.rows // parts // self.order.share + 2  # of a part, at most
         remote = any(isinstance(shard.path, Remote) for shard in self.shards)
         self._cache = ShardCache(data.cache, int(data.cache_gib * 2**30), fetch) if remote else None
-        samples = Samples(self.shards, lanes + _SPARE, self._cache, data, transform, tokenizer, seed)
+        samples = Samples(self.shards, data, transform, tokenizer, seed, lanes + _SPARE, self._cache)
         rows = [rank * self.rows + self.rows * i // parts for i in range(parts + 1)]
         self._parts, self._item = Parts(self.order, samples, rows), start_samples // batch_size * parts
         self._loader = make_loader(
@@ -325,7 +309,7 @@ class Stream:
         return Batch(pixels, tokens, slots, replaced, [key for part in parts for key in part.keys], self.samples_seen)
 
     def waiting_for(self) -> str:
-        """Description of what `load` waits for: a worker and the shard that it reads; for another thread."""
+        """The worker that `load` waits for and the shard that it reads; for another thread."""
         worker = self._item % len(self._parts.reading)
         shard = self._parts.reading[worker]
         reads = str(self.shards[shard].path) if shard >= 0 else "no shard at present"

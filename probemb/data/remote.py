@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import io
 import os
 import random
 import re
@@ -83,17 +82,11 @@ class Remote:
 
 @dataclass(frozen=True)
 class FetchPolicy:
-    """Attempts and time limits of a fetch.
-
-    attempts  in all
-    timeout   seconds in which the first answer must arrive, redirects included, and then each 64 KiB
-    backoff   seconds before the second attempt; doubled for every further one, up to a minute, and shortened at random
-              by up to a half, so that the workers of a cluster do not all retry at once
-    """
+    """Attempts and time limits of a fetch."""
 
     attempts: int = 5
-    timeout: float = 30.0
-    backoff: float = 1.0
+    timeout: float = 30.0  # seconds in which the first answer must arrive, redirects included, and then each 64 KiB
+    backoff: float = 1.0  # seconds before the second attempt; doubled for every further one, up to a minute
 
 
 DEFAULT_POLICY = FetchPolicy()
@@ -121,10 +114,9 @@ def fetch(
 ) -> int:
     """Write a whole remote file to `file`; returns the number of bytes.
 
-    `size` comes from the index; without it at most `limit` bytes are accepted. `state` gets the "version" of the bytes
-    so far, a strong ETag or a date; with that of an earlier call the transfer resumes at the end of `file` if the
-    server still has the same. Raises BadShard, with address and reason, after the last attempt, or at once where
-    another cannot help; OSError: the disk is full.
+    Without `size`, which an index has, at most `limit` bytes are accepted. `state` gets the "version" of the bytes so
+    far, a strong ETag or a date; with that of an earlier call the transfer resumes at the end of `file` if the server
+    still has the same. Raises BadShard, with address and reason; OSError: the disk is full.
     """
     state, limit = {} if state is None else state, limit if size is None else size
 
@@ -149,13 +141,6 @@ def fetch(
         return file.tell()
 
     return _retry(attempt, remote, policy)
-
-
-def fetch_bytes(remote: Remote, limit: int, policy: FetchPolicy) -> bytes:
-    """A small remote file. Raises BadShard, also for more than `limit` bytes."""
-    file = io.BytesIO()
-    fetch(remote, file, None, policy, limit)
-    return file.getvalue()
 
 
 def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> bytes:
@@ -198,14 +183,12 @@ def _retry(attempt: Callable[[], Result], remote: Remote, policy: FetchPolicy) -
         if final or number == policy.attempts:
             reason = " ".join(reason.split())[:300]
             raise BadShard(f"{remote}: cannot be fetched ({reason}; attempt {number})") from None
-        time.sleep(min(LONGEST_PAUSE, policy.backoff * 2 ** (number - 1)) * random.SystemRandom().uniform(0.5, 1))
+        pause = min(LONGEST_PAUSE, policy.backoff * 2 ** (number - 1))
+        time.sleep(pause * random.SystemRandom().uniform(0.5, 1))  # the workers of a cluster do not all retry at once
 
 
 def _watched(source: Iterator, timeout: float) -> Iterator:
-    """Yield what a source yields, read in a thread that is left behind once it stalls: any of its calls may hang.
-
-    Raises TimeoutError.
-    """
+    """Read in a thread that is left behind once it stalls: any call of a source may hang. Raises TimeoutError."""
     items, given_up = Queue(8), threading.Event()
 
     def work() -> None:
@@ -316,13 +299,8 @@ class ShardCache:
     HASH.part   one being fetched, with its final size (sparse), which reserves its space
     HASH.lock   held while it is opened or fetched; flock's, so the kernel releases it with the process
 
-    Args:
-        folder: made if it is missing; on a local file system, because locks over a network are unreliable. None: a
-            temporary one, which `close` or the end of this process removes.
-        limit: bytes of all shards in it together, including those being fetched.
-        policy: attempts and time limits of every fetch.
-
-    Raises UserError: the folder cannot be made, or its file system has no locks.
+    `limit`: bytes of all together. Without a folder there is a temporary one, which `close` or the end of this process
+    removes. Raises UserError: the folder cannot be made, or its file system has no locks.
     """
 
     def __init__(self, folder: str | Path | None, limit: int, policy: FetchPolicy = DEFAULT_POLICY):
@@ -344,7 +322,7 @@ class ShardCache:
             ) from None
 
     def open(self, remote: Remote, size: int) -> BinaryIO:
-        """The shard (`size` bytes), open for reading, fetched first if needed. Raises BadShard: it cannot be."""
+        """The shard (`size` bytes), open for reading, fetched first if needed. Raises BadShard, OSError."""
         name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
         path, part = self.folder / f"{name}.tar", self.folder / f"{name}.part"
         with self._locked(f"{name}.lock"):

@@ -36,10 +36,10 @@ def make_loader(dataset, workers: int, **options) -> DataLoader:
 
 
 def start_workers(loader: DataLoader) -> Iterator:
-    """The loader's iterator, for `next_batch` and `end_workers`. Signals are blocked while workers start, because they
-    would kill one that does not ignore them yet.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """The loader's iterator, for `next_batch` and `end_workers`."""
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS
+    )  # which would kill a worker that does not ignore them yet
     try:
         return iter(loader)
     finally:
@@ -60,10 +60,7 @@ def read(loader: DataLoader) -> Iterator:
 
 
 def next_batch(batches: Iterator, while_waiting: Callable[[], object] | None = None) -> Any:
-    """The next item of `start_workers`; `while_waiting` is called at each `timeout` of the loader.
-
-    Raises StopIteration; UserError: a worker was ended.
-    """
+    """The next item; `while_waiting` is called at each `timeout` of the loader. Raises StopIteration, UserError."""
     while True:
         try:
             return next(batches)

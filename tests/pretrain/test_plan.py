@@ -123,7 +123,7 @@ def test_samples_come_from_the_index_where_it_is(tmp_path):
 def test_what_would_fail_is_told():
     for change, words in (
         ({"batch_size": 66}, "Set batch_size to 64 or 68"),
-        ({"batch_size": 96, "gpus_per_node": 32}, "32 ranks cannot share 48 lanes"),
+        ({"data": replace(OPTIONS.data, lanes=7)}, "7 lanes do not divide a batch"),
     ):
         with pytest.raises(UserError) as error:
             plan.make_plan(replace(OPTIONS, **change))

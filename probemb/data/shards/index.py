@@ -1,14 +1,13 @@
 """The index of a corpus, `index.json`, and its columns, `columns.npz`: reading and writing them, selecting shards.
 
-A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name", "samples", "bytes", "sha256"}]}`,
-written by `python -m tools.shards index FOLDER`. The folder may be remote (see `probemb/data/remote.py`).
-
-`columns.npz`, by which training selects samples without opening a tar, is written by `python -m tools.shards measure`:
-name, bytes and samples of each shard in `shards`, and in every other array one number for each sample.
+A corpus is a folder of `.tar` files beside an `index.json`, `{"shards": [{"name", "samples", "bytes", "sha256"}]}`.
+`columns.npz`, by which training selects samples without opening a tar, has name, bytes and samples of each shard in
+`shards`, and in every other array one number for each sample. `tools.shards index` and `measure` write them.
 """
 
 import fnmatch
 import hashlib
+import io
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import numpy as np
 from braceexpand import UnbalancedBracesError, braceexpand
 
 from probemb.data.failures import BadShard
-from probemb.data.remote import DEFAULT_POLICY, FetchPolicy, Remote, fetch_bytes, is_remote
+from probemb.data.remote import DEFAULT_POLICY, FetchPolicy, Remote, fetch, is_remote
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 
@@ -35,16 +34,13 @@ _INDEX_IT = "`python -m tools.shards index`"
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar of a corpus: its name in the index, its path or address, its number of samples and bytes.
+    """One tar of a corpus."""
 
-    sha256: of the whole file, in hexadecimal; None if the index has none.
-    """
-
-    name: str
+    name: str  # in the index
     path: Path | Remote
     samples: int
     bytes: int
-    sha256: str | None = None
+    sha256: str | None = None  # in hexadecimal; None if the index has none
 
 
 def file_sha256(path: str | os.PathLike) -> str:
@@ -120,16 +116,16 @@ def _split(address: str) -> tuple[Path | Remote, str]:
 
 
 def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY) -> list[Shard]:
-    """All shards with at least one sample in the index of a folder, or that a command prints; the files themselves are
-    not checked. Raises UserError.
-    """
+    """All shards with a sample in the index of a folder, or that a command prints, as it says. Raises UserError."""
     remedy = f"Make it with {_INDEX_IT} where the shards are, and check that it can be reached."
     if isinstance(folder, Remote):
         path = folder if folder.scheme == "pipe" else folder.beside(INDEX_NAME)
+        file = io.BytesIO()
         try:
-            content = fetch_bytes(path, MAX_INDEX_BYTES, policy)
+            fetch(path, file, None, policy, MAX_INDEX_BYTES)
         except BadShard as error:
             raise UserError(f"There is no index of shards: {error}.", remedy) from None
+        content = file.getvalue()
     else:
         path, remedy = folder / INDEX_NAME, f"Make it with `python -m tools.shards index {shlex.quote(str(folder))}`."
         if not path.is_file():

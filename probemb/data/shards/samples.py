@@ -1,7 +1,7 @@
 """Samples in webdataset shards: their places in a tar, and parsing of their bytes.
 
-A walk over the tar's headers finds the samples, so that a reader can seek to any of them. Tars, captions and images are
-untrusted: sizes are checked before they are used, and unusable data raises `BadShard` or `BadSample` with the reason.
+Tars, captions and images are untrusted: sizes are checked before they are used, and unusable data raises `BadShard` or
+`BadSample` with the reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sample:
 
     key: str
     image: bytes  # encoded: JPEG, PNG or WebP
-    captions: list[str]  # stripped; none of them is empty
+    captions: list[str]  # stripped, at most MAX_CAPTION_CHARS; none of them is empty
     label: int | None = None  # class index of KEY.cls
     meta: dict = field(default_factory=dict)  # KEY.json
 
@@ -68,9 +68,8 @@ class Sample:
 def walk_tar(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> Iterator[Member]:
     """Regular files of an uncompressed tar, in order; folders, links and devices are skipped.
 
-    Python's tarfile takes damage between two members for the end of the archive; here samples are not lost silently.
-    Raises BadShard: not a tar, damaged or cut off (also between two members), data after the end, sparse files. With
-    `salvage` the walk resumes at the next valid header instead, and ends where nothing more is found.
+    Raises BadShard: not a tar, damaged or cut off (also between two members, where tarfile sees the end), data after
+    the end, sparse files. With `salvage` the walk resumes at the next valid header instead.
     """
     named = isinstance(file, (str, os.PathLike))
     label = os.fspath(file) if named else str(getattr(file, "name", "tar"))
@@ -124,10 +123,7 @@ def tar_writer(file: BinaryIO) -> TarWriter:
 
 
 def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
-    """Groups of neighbouring members with the same key (webdataset's rule); names without an extension are skipped.
-
-    Of two members with the same name in one group the later one counts, as when the tar is unpacked.
-    """
+    """Groups of neighbouring members with the same key (webdataset's rule); names without an extension are skipped."""
     named = ((match[1], match[2], m) for m in members if (match := _KEY_AND_EXTENSION.fullmatch(m.name)))
     for key, group in groupby(named, itemgetter(0)):
         yield SampleSpan(key, {extension.lower(): member for _, extension, member in group})
@@ -154,10 +150,7 @@ def list_samples(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> t
 
 
 def read_sample(fd: int, span: SampleSpan) -> dict[str, bytes]:
-    """Bytes of one sample of an open tar, by extension; safe from several threads.
-
-    Raises BadSample: a member is too large, or the file has become shorter since it was walked.
-    """
+    """Bytes of one sample of an open tar, by extension. Raises BadSample: too large, or the file has become shorter."""
     parts = {}
     for extension, member in span.parts.items():
         limit = MAX_IMAGE_BYTES if extension in IMAGE_EXTENSIONS else MAX_TEXT_BYTES
@@ -174,10 +167,7 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool |
     """Parse a sample's bytes, given by extension; the image stays encoded.
 
     Captions come from KEY.json's "captions" (strings, or objects with a "caption"), else from KEY.txt, one a line, else
-    from KEY.json's "caption" (img2dataset writes both). They are strict UTF-8, stripped, cut at 2,000 characters; empty
-    ones are dropped. The class index is KEY.cls.
-
-    Raises BadSample: no image; text that is not UTF-8, not JSON or malformed; no caption left (with
+    from KEY.json's "caption" (img2dataset writes both). Raises BadSample: no image, malformed text, or no caption (with
     `need_caption=False`: neither a caption nor a class index; with None an image is enough).
     """
     image = next((parts[ext] for ext in IMAGE_EXTENSIONS if ext in parts), None)
