@@ -113,11 +113,10 @@ class Samples:
             reason = f"the transform or tokenizer failed ({type(error).__name__}: {error})"
             raise BadSample(f"{key}: {reason}") from None
 
-    def prepare(self, numbers: Iterable[int]) -> None:
+    def prepare(self, numbers: Iterable[int]) -> list[Future[BinaryIO]]:
         """Fetch the remote shards that are not open, in this order and in the background."""
-        for number in numbers:
-            if number not in self._open and isinstance(self.shards[number].path, Remote):
-                self._fetch(number)
+        remote = [n for n in numbers if n not in self._open and isinstance(self.shards[n].path, Remote)]
+        return list(map(self._fetch, remote))
 
     def close(self) -> None:
         """Close all shards."""

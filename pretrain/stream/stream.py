@@ -14,6 +14,7 @@ import itertools
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from itertools import chain, islice
 from multiprocessing.util import Finalize
 from typing import NamedTuple
@@ -75,26 +76,28 @@ class Parts(Dataset):
         self._good: dict[int, tuple[int, int]] = {}  # step and row of each row's stand-in, once known
 
     def __getitem__(self, item: int) -> Part | UserError:
-        batch, part = divmod(item, len(self.rows) - 1)
-        epoch, step = divmod(batch, self.order.steps)
-        self._fetch_ahead(epoch, step, part)
+        batch, part = divmod(item, len(self.reading))
+        self.fetch_ahead(item)
         self.samples.reading = self.reading[part : part + 1]
         try:
             with isolated_randomness():
-                return self._part(batch, epoch, step, part)
+                return self._part(batch, part)
         except UserError as error:  # PyTorch rebuilds exceptions from one argument
             return error
         finally:
             self.reading[part] = -1
 
-    def _fetch_ahead(self, epoch: int, step: int, part: int) -> None:
-        """Fetch the remote shards of a part's lanes, then the lanes' next ones."""
-        share = self.order.share
+    def fetch_ahead(self, item: int) -> list[Future]:
+        """Fetch the remote shards of a part's lanes, then the lanes' next ones; those that it needs are returned."""
+        batch, part = divmod(item, len(self.reading))
+        (epoch, step), share = divmod(batch, self.order.steps), self.order.share
         lanes = range(self.rows[part] // share, (self.rows[part + 1] - 1) // share + 1)
-        for shards in zip(*(self.order.shards_ahead(epoch, lane, step * share) for lane in lanes)):
-            self.samples.prepare(shards)
+        shards = zip(*(self.order.shards_ahead(epoch, lane, step * share) for lane in lanes))
+        needed, _ = map(self.samples.prepare, shards)
+        return needed
 
-    def _part(self, batch: int, epoch: int, step: int, part: int) -> Part:
+    def _part(self, batch: int, part: int) -> Part:
+        epoch, step = divmod(batch, self.order.steps)
         if epoch != self._epoch:
             self._epoch = epoch
             self._good.clear()
@@ -289,6 +292,10 @@ class Stream:
         try:
             self.start()
             for _ in self._parts.reading:
+                if not self._loader.num_workers:
+                    fetches = self._parts.fetch_ahead(self._item)
+                    while wait(fetches, LOOK_UP_SECONDS).not_done:
+                        while_waiting()
                 part = next_batch(self._batches, while_waiting)
                 if isinstance(part, UserError):
                     raise part

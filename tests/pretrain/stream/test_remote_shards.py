@@ -62,12 +62,13 @@ class Enough(Exception):
     pass
 
 
-def test_waiting_for_a_silent_server_can_be_given_up(folder):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_waiting_for_a_silent_server_can_be_given_up(folder, workers):
     """And the position and the random numbers are those before the batch that never came."""
     expected = read(read_index(folder), steps=7)
     with serve(folder) as site:
         shards = read_index(site.address, QUICK)
-        stream = make(shards, workers=2, fetch=FetchPolicy(attempts=5, timeout=30))
+        stream = make(shards, workers=workers, fetch=FetchPolicy(attempts=5, timeout=30))
         first = stream.order.rows(0, 0, 0, 1).shard[0]  # comes, and its sample sets the random numbers
         for shard in shards[:first] + shards[first + 1 :]:
             site.troubles[shard.name] = ["silence"] * 1000
@@ -87,5 +88,5 @@ def test_waiting_for_a_silent_server_can_be_given_up(folder):
         assert stream.samples_seen == 0
         assert torch.equal(torch.get_rng_state(), before)
         site.troubles.clear()
-        with make(shards, workers=2, fetch=QUICK) as stream:
+        with make(shards, workers=workers, fetch=QUICK) as stream:
             assert_same([stream.load(called.clear) for _ in range(7)], expected)
