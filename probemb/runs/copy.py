@@ -20,13 +20,13 @@ from functools import cached_property
 from pathlib import Path
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
 
 from probemb.errors import UserError
 from probemb.files import flush
 from probemb.runs.checkpoints import STATE, Damaged, complete_steps, read_best, read_content, superfluous
 
 SMALL = ("config.yaml", "metrics.jsonl", "best.json")
-LOCK = ".fetching"
 
 
 class Copy:
@@ -49,49 +49,42 @@ class Copy:
         )
 
     @cached_property
-    def _place(self) -> tuple[fsspec.AbstractFileSystem, str]:
-        return fsspec.url_to_fs(self.address, skip_instance_cache=True, use_listings_cache=False)
+    def files(self) -> DirFileSystem:
+        files, root = fsspec.url_to_fs(self.address, skip_instance_cache=True, use_listings_cache=False)
+        return DirFileSystem(root, files)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first."""
-        files, root = self._place
         names = []
         with suppress(FileNotFoundError):
-            names = files.find(f"{root}/checkpoints")
-        found = re.findall(rf"/step-(\d+)/{STATE}$", "\n".join(names), re.MULTILINE)
+            names = self.files.find("checkpoints")
+        found = re.findall(rf"^checkpoints/step-(\d+)/{STATE}$", "\n".join(names), re.MULTILINE)
         return sorted(map(int, found), reverse=True)
 
-    def try_writing(self) -> None:
-        files, root = self._place
-        files.makedirs(root, exist_ok=True)
-        files.touch(f"{root}/.writable")
-        files.rm_file(f"{root}/.writable")
+    def put(self, name: str, folder: Path) -> None:
+        """Copy a file of a folder."""
+        self.files.makedirs(os.path.dirname(name), exist_ok=True)
+        self.files.put_file(str(folder / name), name)
 
-    def put(self, folder: Path) -> None:
-        """Copy a checkpoint; one of the same step is replaced."""
-        self.remove([int(folder.name.removeprefix("step-"))])
-        for file in sorted(folder.iterdir(), key=lambda file: file.name == STATE):
-            self.put_file(file, f"checkpoints/{folder.name}/{file.name}")
-
-    def put_file(self, file: Path, name: str) -> None:
-        files, root = self._place
-        files.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
-        files.put_file(str(file), f"{root}/{name}")
+    def put_step(self, step: int, run: Path) -> None:
+        """Copy a checkpoint, what makes it complete last; one of the same step is replaced."""
+        self.remove([step])
+        names = [file.name for file in (run / "checkpoints" / f"step-{step}").iterdir()]
+        for name in sorted(names, key=STATE.__eq__):
+            self.put(f"checkpoints/step-{step}/{name}", run)
 
     def get(self, name: str, folder: Path) -> None:
         """Fetch a file, or those of a checkpoint, into a folder; nothing if there are none."""
-        files, root = self._place
-        for found in files.find(f"{root}/{name}"):
-            files.get_file(found, str(folder / os.path.basename(found)))
+        for found in self.files.find(name):
+            self.files.get_file(found, str(folder / os.path.basename(found)))
 
     def remove(self, steps: Collection[int]) -> None:
         """Remove checkpoints, what makes them complete first."""
-        files, root = self._place
-        for folder in (f"{root}/checkpoints/step-{step}" for step in steps):
+        for step in steps:
             with suppress(FileNotFoundError):
-                files.rm_file(f"{folder}/{STATE}")
+                self.files.rm_file(f"checkpoints/step-{step}/{STATE}")
             with suppress(FileNotFoundError):
-                files.rm(folder, recursive=True)
+                self.files.rm(f"checkpoints/step-{step}", recursive=True)
 
 
 class Copier:
@@ -134,13 +127,13 @@ class Copier:
             there = {step for step in self.copy.steps() if step in self._copied or step <= self._step}
             while (step := self._next(there)) is not None:
                 self.in_use = frozenset([step])
-                self.copy.put(self.run / "checkpoints" / f"step-{step}")
+                self.copy.put_step(step, self.run)
                 self._copied.add(step)
                 there.add(step)
                 print(f"remote copy {self.copy}: step {step} is complete", flush=True)
             for name in SMALL:
                 if (self.run / name).exists():
-                    self.copy.put_file(self.run / name, name)
+                    self.copy.put(name, self.run)
             self.copy.remove(superfluous(there, there, self.keep, self.keep_every, self.protected()))
         except Exception as error:  # any, of any package
             said = f"failed ({self.copy.reason(error)}); the next checkpoint, or --resume, tries again"
@@ -163,8 +156,10 @@ def check_copy(copy: Copy, out: str | Path, step: int | None, tell: Callable[[st
     if Path(copy.address.removeprefix("file://")).absolute() == Path(out).absolute():
         raise UserError(f"The remote copy {copy} is the run folder.", "Name another place.")
     try:
+        copy.files.makedirs("", exist_ok=True)
+        copy.files.touch(".writable")
+        copy.files.rm_file(".writable")
         there = copy.steps()
-        copy.try_writing()
     except Exception as error:  # any, of any package
         if step is None:
             raise copy.unusable(error) from None
@@ -195,7 +190,7 @@ def fetch_newest(copy: Copy, run: Path, tell: Callable[[str], object]) -> None:
         if not (steps := copy.steps()):
             return
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-        with open(run / "checkpoints" / LOCK, "w") as lock:
+        with open(run / "checkpoints" / ".fetching", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not complete_steps(run):
                 _fetch(copy, run, steps, tell)

@@ -161,12 +161,10 @@ def start_wandb(project: str | None, run: Path, config: dict):
 
 
 # ------------------------------------------------------------------------------------------------------ printed lines
-SILENT = (  # logged values that no line shows
-    "samples", "lr", "eta", "loss", "skipped", "first_step", "data_wait", "n_pseudo", "text_tokens", "clipped",
-    "is_best", "gradient_norm",
-)  # fmt: skip
-HEADS = {"network": "network {}", "epoch": "epoch {:.2f}"}
-AFTER_THE_LOSS = {  # other terms of the loss come beside it
+FIELDS = {  # of a progress line, in this order; other logged values are terms of the loss
+    "network": "network {}",
+    "epoch": "epoch {:.2f}",
+    "loss": "loss {:.3f}",
     "scale": "a {:.2f}",
     "shift": "b {:.2f}",
     "logit_scale": "scale {:.2f}",
@@ -174,9 +172,20 @@ AFTER_THE_LOSS = {  # other terms of the loss come beside it
     "u_image": "u image {:.3f}",
     "u_text": "u text {:.3f}",
     "u_part": "u part {:.3f}",
+    "gradient_norm": "gradient {:.2f}",
+    "clipped": "{:.0%} clipped",
+    "skipped": "{} steps skipped (NaN or Inf)",
+    "images_per_second": "{:.0f} images/s",
+    "pairs_per_second": "{:.0f} pairs/s",
+    "data_wait": "data {:.0%}",
+    "tokens_per_second": "{:.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "memory": "{:.1f} GiB",
+    "lr": "lr {:.1e}",
+    "first_step": "first step {:.1f} s",
+    "eta": "ETA {}",
 }
-SPEED = {"tokens_per_second": "{:.0f} tokens/s", "mfu": "MFU {:.1%}", "memory": "{:.1f} GiB"}
-SHORT = {"pseudo_positive": "pp"}
+SILENT = ("samples", "n_pseudo", "text_tokens", "is_best")
 METRICS = {"rsum": "RSUM", "r_precision": "R-Precision"}  # that choose an epoch
 
 
@@ -187,29 +196,15 @@ def step_of(step: int, steps: int) -> str:
 
 def train_line(step: int, steps: int, values: dict[str, float]) -> str:
     """The progress line of a step; `values` as in metrics.jsonl."""
-    v = {**values, "memory": values["memory"] / 2**30} if "memory" in values else values
-    unit = next(name for name in v if name.endswith("_per_second")).removesuffix("_per_second")
-    shown = {*SILENT, *HEADS, *AFTER_THE_LOSS, *SPEED, f"{unit}_per_second"}
-    terms = ", ".join(f"{SHORT.get(name, name)} {value:.3f}" for name, value in v.items() if name not in shown)
-    loss = f"loss {v['loss']:.3f}" + f" ({terms})" * bool(terms) if "loss" in v else "every step was skipped"
-    gradient = "gradient {:.2f}" + (f" ({100 * v['clipped']:.0f} % clipped)" if "clipped" in v else "")
-    fields = [
-        step_of(step, steps),
-        *_said(HEADS, v),
-        loss,
-        *_said({**AFTER_THE_LOSS, "gradient_norm": gradient}, v),
-        f"{v['skipped']} steps skipped (NaN or Inf)" if v.get("skipped") else "",
-        f"{v[f'{unit}_per_second']:.0f} {unit}/s, data {100 * v['data_wait']:.0f} %",
-        *_said(SPEED, v),
-        f"lr {v['lr']:.1e}",
-        # The first step may compile and fetch the first shards: it says little about the others.
-        f"first step {v['first_step']:.1f} s" if "first_step" in v else f"ETA {timedelta(seconds=round(v['eta']))}",
-    ]
-    return " | ".join(field for field in fields if field)
-
-
-def _said(formats: dict[str, str], values: dict[str, float]) -> list[str]:
-    return [text.format(values[name]) for name, text in formats.items() if name in values]
+    # The first step may compile and fetch the first shards: it says little about the others.
+    left_out = {*SILENT, "eta" if "first_step" in values else "", "" if values.get("skipped") else "skipped"}
+    v = {name: value for name, value in values.items() if name not in left_out}
+    v |= {"memory": v["memory"] / 2**30} if "memory" in v else {}
+    v |= {"eta": timedelta(seconds=round(v["eta"]))} if "eta" in v else {}
+    terms = ", ".join(f"{name} {value:.3f}" for name, value in v.items() if name not in FIELDS)
+    fields = {name: text.format(v[name]) for name, text in FIELDS.items() if name in v}
+    fields["loss"] = fields.get("loss", "every step was skipped") + f" ({terms})" * bool(terms)
+    return " | ".join([step_of(step, steps), *fields.values()])
 
 
 def composed_words(values: dict[str, float]) -> str:

@@ -85,7 +85,7 @@ def test_an_interrupted_copy_is_not_complete_and_is_made_again(run, tmp_path):
 def test_damage_in_a_copy_is_found_on_the_way_back(run, tmp_path):
     place, told, other = Copy(str(tmp_path / "copy")), [], tmp_path / "other"
     for step in (6, 8):
-        place.put(run / "checkpoints" / f"step-{step}")
+        place.put_step(step, run)
     for step in (8, 6):
         weights = tmp_path / "copy" / "checkpoints" / f"step-{step}" / WEIGHTS
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
