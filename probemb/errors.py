@@ -40,6 +40,15 @@ def raise_together(errors: Iterable[UserError]) -> None:
         raise error
 
 
+def names_of(text: str, known: Iterable[str], what: str) -> list[str]:
+    """Names separated by commas, each once. Raises UserError: one that is not `known`, or none."""
+    names = list(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if unknown := [name for name in names or [text] if name not in known]:
+        remedy = f"Choose from {', '.join(known)}."
+        raise UserError(f"There is no {what} '{unknown[0]}'.{nearest(unknown[0], known)}", remedy)
+    return names
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close. The last part of a dotted one
     must be close by itself; `--lr` is meant as the option of a group, and a + as a p (PCME++).

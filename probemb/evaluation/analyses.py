@@ -238,15 +238,6 @@ def _estimate(values: Tensor) -> dict:
 # L captions of each image from general to specific, T = N L. Captions are numbered: equal texts have equal numbers.
 
 
-class Score(NamedTuple):
-    """Means over images: the share of found captions that are the image's own, the share of its own that are found,
-    and whether there is any."""
-
-    precision: float
-    recall: float
-    any: float
-
-
 def hierarchy_walk(
     images_ND: Tensor, texts_TD: Tensor, numbers_T: Tensor, roots_ND: Tensor, steps: int = STEPS
 ) -> list[Tensor]:
@@ -275,13 +266,14 @@ def within_radius(
     return found
 
 
-def hierarchy_score(found: Sequence[Tensor], numbers_NL: Tensor) -> Score:
-    """Of the captions found for each image, against its own."""
+def hierarchy_score(found: Sequence[Tensor], numbers_NL: Tensor) -> dict[str, float]:
+    """Means over images: of the captions found for each the share that is its own ("precision"), of its own the share
+    that is found ("recall"), and "any"."""
     rows = [
         (torch.isin(seen, own).double().mean(), torch.isin(own, seen).double().mean(), torch.isin(seen, own).any())
         for seen, own in zip(found, numbers_NL)
     ]
-    return Score(*torch.tensor(rows, dtype=torch.float64).mean(0).tolist())
+    return dict(zip(("precision", "recall", "any"), torch.tensor(rows, dtype=torch.float64).mean(0).tolist()))
 
 
 def including_roots(images: Gaussian, texts: Gaussian, root_D: Tensor) -> Tensor:

@@ -20,18 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from probemb import distances
 from probemb.cross_attention import CrossAttention, attention_scores
-from probemb.distances import (
-    bhattacharyya,
-    elk,
-    inclusion,
-    kl_factors,
-    match_probability_of_samples,
-    mean_distance_of_samples,
-    near_origin,
-    order_similarity,
-)
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, names_of
 from probemb.evaluation.embedding import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.metrics.retrieval import blocks, rank_both
@@ -140,17 +131,17 @@ def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.
     x, y = at_least_float32(a.mean), at_least_float32(b.mean)
     if any(len(u) and float(u.abs().max()) > LARGE_U for u in (u_a, u_b)):
         x, y, u_a, u_b = x.double(), y.double(), u_a.double(), u_b.double()
-    return _squared_euclidean(*near_origin(x, y), u_a, u_b)
+    return _squared_euclidean(*distances.near_origin(x, y), u_a, u_b)
 
 
 def _wasserstein2(a: Gaussian, b: Gaussian) -> Scores:
     x, y = (torch.cat([g.mean, g.std], 1) for g in (a.float(), b.float()))
-    return _squared_euclidean(*near_origin(x, y))
+    return _squared_euclidean(*distances.near_origin(x, y))
 
 
 def _kl_sides(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor]:
     """Both sides of -KL(a || b) as a dot product."""
-    left, right, row, column = (x if x.ndim == 2 else x[:, None] for x in kl_factors(a.float(), b.float()))
+    left, right, row, column = (x if x.ndim == 2 else x[:, None] for x in distances.kl_factors(a.float(), b.float()))
     left = torch.cat([left, row, torch.ones_like(row)], 1)
     return -0.5 * left, torch.cat([right, torch.ones_like(column), column], 1)
 
@@ -219,7 +210,9 @@ def sampled(a: Gaussian, b: Gaussian, score: Callable[[Tensor, Tensor], Tensor],
 
 
 def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: float, n_samples: int = 8) -> Scores:
-    return sampled(a, b, partial(match_probability_of_samples, scale=float(scale), shift=float(shift)), n_samples)
+    return sampled(
+        a, b, partial(distances.match_probability_of_samples, scale=float(scale), shift=float(shift)), n_samples
+    )
 
 
 def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
@@ -300,9 +293,9 @@ RANKINGS: dict[str, Ranking] = {
     "faiss-csd": Ranking("FAISS on CSD, D + 1", "{factory} in D + 1 dimensions, which is CSD itself", "mean and u",
                          index="csd", usual=True),
     "log-likelihood": Ranking("log-likelihood", "log of the expected likelihood kernel, closed form", "both",
-                              _closed_form(lambda x, y: -elk(x, y)), variances=True),
-    "inclusion": Ranking("inclusion", "of the image in the caption, closed form", "both", _closed_form(inclusion),
-                         variances=True),
+                              _closed_form(lambda x, y: -distances.elk(x, y)), variances=True),
+    "inclusion": Ranking("inclusion", "of the image in the caption, closed form", "both",
+                         _closed_form(distances.inclusion), variances=True),
     "kl": Ranking("KL(image || caption)", "closed form, from the image to the caption", "both",
                   lambda a, b, o: dots(*_kl_sides(a, b)), variances=True),
     "reverse-kl": Ranking("KL(caption || image)", "closed form, from the caption to the image", "both",
@@ -311,28 +304,23 @@ RANKINGS: dict[str, Ranking] = {
                       lambda a, b, o: Scores(*_both_kl_sides(a, b), _larger), variances=True),
     "symmetric-kl": Ranking("symmetric KL", "closed form, the mean of both directions", "both",
                             lambda a, b, o: dots(*_both_kl_sides(a, b, 0.5)), variances=True),
-    "bhattacharyya": Ranking("Bhattacharyya", "closed form", "both", _closed_form(lambda x, y: -bhattacharyya(x, y)),
-                             variances=True),
+    "bhattacharyya": Ranking("Bhattacharyya", "closed form", "both",
+                             _closed_form(lambda x, y: -distances.bhattacharyya(x, y)), variances=True),
     "average-l2": Ranking("average L2", _SAMPLES, "samples", variances=True, scores=lambda a, b, o: sampled(
-        a, b, lambda x, y: -mean_distance_of_samples(x, y), o.samples)),
+        a, b, lambda x, y: -distances.mean_distance_of_samples(x, y), o.samples)),
     "multi-instance": Ranking(
         "closest of the embeddings", "largest cosine of any of the image's embeddings with any of the caption's",
         "mean", lambda a, b, o: _multi_instance(a, b), several=True),
     "attention": Ranking("cross attention", "tokens attend to tokens, {attention.direction}", "tokens", _attention),
     "order": Ranking("order", "what the caption exceeds the image by, squared", "mean",
-                     _closed_form(lambda x, y: order_similarity(x.mean, y.mean))),
+                     _closed_form(lambda x, y: distances.order_similarity(x.mean, y.mean))),
 }  # fmt: skip
 
 
 def ranking_names(text: str | None) -> list[str]:
     """Names separated by commas; for None the usual ones, see `fitting`. Raises UserError."""
-    if text is None:
-        return [name for name, ranking in RANKINGS.items() if ranking.usual]
-    names = list(dict.fromkeys(map(str.strip, text.strip(", ").split(","))))
-    if wrong := [name for name in names if name not in RANKINGS]:
-        what = f"There is no ranking '{wrong[0]}'.{nearest(wrong[0], RANKINGS)}"
-        raise UserError(what, f"Choose from {', '.join(RANKINGS)}.")
-    return names
+    usual = [name for name, ranking in RANKINGS.items() if ranking.usual]
+    return usual if text is None else names_of(text, RANKINGS, "ranking")
 
 
 def fitting(names: Sequence[str], model, given: bool) -> list[str]:

@@ -16,29 +16,13 @@ import torch
 from torch import Tensor
 
 from probemb.data.captions.find import CaptionDataset
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, names_of
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, embed_pairs, exact_match
-from probemb.evaluation.rankings import (
-    NUMBERS,
-    RANKINGS,
-    Ranker,
-    RankingOptions,
-    Scores,
-    Tolerance,
-    tolerance_scores,
-)
+from probemb.evaluation.rankings import NUMBERS, RANKINGS, Ranker, RankingOptions, Scores, Tolerance, tolerance_scores
 from probemb.gaussian import Gaussian
 from probemb.metrics.coco import COCO, FOLDS, coco_positives, coco_rows
 from probemb.metrics.plausible import VARIANTS, plausible_match_r_precision
-from probemb.metrics.retrieval import (
-    KS,
-    TITLES,
-    Positives,
-    mean_metrics,
-    query_metrics,
-    rsum,
-    score_metrics,
-)
+from probemb.metrics.retrieval import KS, TITLES, Positives, mean_metrics, query_metrics, rsum, score_metrics
 from probemb.progress import silent
 
 BENCHMARKS = (*COCO, "pmrp")
@@ -131,10 +115,7 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
         except UserError:
             return objects
         return [*COCO, *objects]
-    names = list(dict.fromkeys(name.strip() for name in wanted.split(",") if name.strip()))
-    if wrong := [name for name in names if name not in BENCHMARKS]:
-        what = f"There is no benchmark '{wrong[0]}'.{nearest(wrong[0], BENCHMARKS)}"
-        raise UserError(what, f"Choose from {', '.join(BENCHMARKS)}, separated by commas.")
+    names = names_of(wanted, BENCHMARKS, "benchmark")
     if set(names) & set(COCO):
         _test_split(captions, range(len(captions)))
     if "pmrp" in names and not has_objects:

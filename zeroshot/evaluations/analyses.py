@@ -75,7 +75,7 @@ def hierarchy(config: CaptionConfig) -> None:
         ),
         "radius": analyses.within_radius(images, captions, numbers, root),
     }
-    scores = {name: analyses.hierarchy_score(seen, numbers_NL)._asdict() for name, seen in found.items()}
+    scores = {name: analyses.hierarchy_score(seen, numbers_NL) for name, seen in found.items()}
     levels = {"radius": (captions - root).norm(dim=-1).view(u.shape), "certainty": -u}
     correlation = {name: analyses.level_correlation(values) for name, values in levels.items()}
     mean_u, u_image = u.double().mean(0), float(pairs.images.uncertainty().double().mean())

@@ -13,7 +13,7 @@ import yaml
 from probemb.data.compositions.dataset import KINDS, Compositions, Query
 from probemb.data.compositions.find import MAX_K, find_compositions
 from probemb.data.failures import BadSample
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, names_of
 from probemb.evaluation import composed
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.evaluation.uncertainty import evenly
@@ -51,9 +51,7 @@ class QuerySet:
 
 def evaluate(config: ComposedConfig) -> None:
     """Make the queries, load the model, embed gallery and queries, and write the results. Raises UserError."""
-    rankings = [] if config.rankings is None else list(dict.fromkeys(map(str.strip, config.rankings.split(","))))
-    if wrong := next((name for name in rankings if name not in RANKINGS), None):
-        raise UserError(f"There is no ranking '{wrong}'.{nearest(wrong, RANKINGS)}", "Choose cosine or density.")
+    rankings = [] if config.rankings is None else names_of(config.rankings, RANKINGS, "ranking")
     trained = training_of(config.model)
     config = replace(config, **{key: one for key, one in trained.items() if getattr(config, key, 0) in (None, "auto")})
     config = replace(config, k=str(config.k))

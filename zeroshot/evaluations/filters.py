@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, names_of
 from probemb.evaluation.classification import (
     accuracy,
     class_accuracy,
@@ -120,13 +120,8 @@ def filter_names(wanted: str) -> list[str]:
 
     Raises UserError: an unknown name.
     """
-    if wanted == "every":
-        return list(FILTERS)
-    for name in wanted.split(","):
-        if name not in FILTERS:
-            known = [*FILTERS, "every"]
-            raise UserError(f"There is no filter '{name}'.{nearest(name, known)}", f"Known are: {', '.join(known)}.")
-    return list(dict.fromkeys(["single", "all", *wanted.split(",")]))
+    names = names_of(wanted, [*FILTERS, "every"], "filter")
+    return list(FILTERS) if "every" in names else list(dict.fromkeys(["single", "all", *names]))
 
 
 # ------------------------------------------------------------------------------------------- images to choose on
