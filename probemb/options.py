@@ -20,6 +20,14 @@ def to_dict(config: Any) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as dotted ones."""
+    found = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
 def to_yaml(config: Any) -> str:
     """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back from any folder."""
     return yaml.safe_dump(with_absolute_paths(to_dict(config), config), sort_keys=False, allow_unicode=True)

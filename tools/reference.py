@@ -51,7 +51,8 @@ def page() -> str:
             parts.append("**loss**, of each objective\n\n" + "\n".join(_choices(OBJECTIVES, OBJECTIVES)) + "\n")
         if name == "finetune.run":
             methods = {name: cls.Options for name, cls in METHODS.items()}
-            own = {name: read_file(CONFIGS / f"{name}.yaml").get("loss", {}) for name in METHODS}
+            files = {name: read_file(CONFIGS / f"{name}.yaml").items() for name in METHODS}
+            own = {name: {k[5:]: v for k, v in keys if k.startswith("loss.")} for name, keys in files.items()}
             groups = (f"*{group}*\n\n" + "\n".join(_choices(names, methods, own)) for group, names in GROUPS.items())
             parts.append("**loss**, of each method\n\n" + "\n\n".join(groups) + "\n")
     return "\n".join(parts)

@@ -18,6 +18,7 @@ import yaml
 
 from probemb.cli.ranges import plain, takes, wrong_value
 from probemb.errors import UserError, nearest, raise_together
+from probemb.options import flat
 
 Config = TypeVar("Config")
 HELP, HELP_ALL = ("h", "help", "help_all"), "--help-all"
@@ -56,7 +57,7 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
 
     faults, values = [], {}
     for path, content in files:
-        for key, value in _flat(_of_this_class(content, chosen, path), options).items():
+        for key, value in _of_this_class(content, chosen, path).items():
             if key in options:
                 values[key] = value
             else:
@@ -91,7 +92,9 @@ def given(key: str, argv: Sequence[str], files: bool = True, options: bool = Tru
 
 
 def read_file(path: Path) -> dict:
-    """The keys of a YAML file, on top of those of the file that its `base` names, relative to it. Raises UserError."""
+    """The dotted keys of a YAML file, on top of those of the file that its `base` names, relative to it. Raises
+    UserError.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -100,12 +103,7 @@ def read_file(path: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no keys.", "Write one `key: value` a line; --help lists the keys.")
     base = content.pop("base", None)
-    return content if base is None else _merged(read_file(path.parent / base), content)
-
-
-def _merged(below: dict, top: dict) -> dict:
-    both = {k: _merged(below[k], v) for k, v in top.items() if isinstance(v, dict) and isinstance(below.get(k), dict)}
-    return {**below, **top, **both}
+    return (read_file(path.parent / base) if base else {}) | flat(content)
 
 
 def _words(argv: Sequence[str]) -> list[tuple[str, Any]]:
@@ -131,25 +129,19 @@ def _files(words: Sequence[tuple[str, Any]]) -> list[Path]:
 
 def _last(key: str, words: Sequence[tuple[str, Any]], contents: Sequence[dict]) -> Any:
     """The value of a key in the words, or else in the contents of files."""
-    for name, value in reversed(words):
-        if name == key:
-            return yaml.safe_load(value) if isinstance(value, str) else value
-    for node in reversed(contents):
-        for name in key.split("."):
-            node = node.get(name) if isinstance(node, dict) else None
-        if node is not None:
-            return node
-    return None
+    found = [content[key] for content in contents if content.get(key) is not None]
+    found += [yaml.safe_load(value) if isinstance(value, str) else value for name, value in words if name == key]
+    return found[-1] if found else None
 
 
 def _of_this_class(content: dict, chosen: Mapping[str, tuple], path: Path) -> dict:
     """The content of a file without options of a class that the file names and the run does not use, with a line."""
     for group, (by, name, _) in chosen.items():
-        if content.get(by, name) == name or not isinstance(options := content.pop(group, None), dict):
-            continue
-        if os.environ.get("RANK", "0") == "0":
-            keys = ", ".join(f"{group}.{key}" for key in options)
-            print(f"config  {by} {name} leaves out what {path} sets for {content[by]}: {keys}", file=sys.stderr)
+        left = [key for key in content if key.startswith(f"{group}.") and content.get(by, name) != name]
+        if left and os.environ.get("RANK", "0") == "0":
+            told = f"{by} {name} leaves out what {path} sets for {content[by]}: {', '.join(left)}"
+            print(f"config  {told}", file=sys.stderr)
+        content = {key: value for key, value in content.items() if key not in left}
     return content
 
 
@@ -198,15 +190,6 @@ def _keys(named: re.Match) -> str:
     source = Path(find_spec(named[1]).origin).read_text(encoding="utf-8")
     rows = re.search(rf"^{named[2]}\b.*?= {{\n(.*?)^}}", source, re.MULTILINE | re.DOTALL)[1]
     return ", ".join(re.findall(r'^    "(.+?)": ', rows, re.MULTILINE))
-
-
-def _flat(content: dict, options: Mapping[str, Option], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones."""
-    found = {}
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        found |= _flat(value, options, f"{key}.") if isinstance(value, dict) and key not in options else {key: value}
-    return found
 
 
 def _parse(values: dict[str, Any], options: Mapping[str, Option], faults: list[UserError]) -> dict[str, Any]:

@@ -5,14 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from probemb.distributed import agree, all_of, is_main, on_main
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.options import to_dict, to_yaml, with_absolute_paths
+from probemb.options import flat, to_dict, to_yaml, with_absolute_paths
 from probemb.runs.checkpoints import Snapshot, find_checkpoint, prune, remove_after, restore_replaced
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
 from probemb.runs.log import RunLog, start_wandb, step_of, train_line
@@ -80,10 +79,10 @@ def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free:
     `free`: keys of the configuration, and groups of them, that may change. Returns the changes, "KEY: BEFORE -> NOW"
     each. Raises UserError, which names them.
     """
-    before, now = (_flat(with_absolute_paths(one, config)) for one in (state["config"], to_dict(config)))
+    before, now = (flat(with_absolute_paths(one, config)) for one in (state["config"], to_dict(config)))
     keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
     changes = {key: (before.get(key), now.get(key)) for key in keys}
-    before, now = _flat(state["data"], "data."), _flat(identity, "data.")
+    before, now = flat(state["data"], "data."), flat(identity, "data.")
     changes = {key: (before.get(key), now.get(key)) for key in {**before, **now}} | changes
     found = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if old != new]
     allowed = getattr(config, "allow_changes", None)  # None: such runs have no such option
@@ -93,14 +92,6 @@ def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free:
             "Resume with the settings in the run folder's config.yaml (--config) and the same data, "
             f"{'' if allowed is None else 'pass --allow-changes, '}or start a new run with another --out.",
         )
-    return found
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones."""
-    found = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found
 
 
