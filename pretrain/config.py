@@ -274,10 +274,7 @@ class Config:
         return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
 
     def create_model(self, **more) -> DualEncoder:
-        """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`.
-
-        Raises UserError: it cannot be built, or not trained as configured.
-        """
+        """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
         # After parsing: models take seconds to import.
         from pretrain.masking import check_masks
         from probemb.models.architectures import read_architecture, reads_regions
@@ -305,15 +302,9 @@ class Config:
         return model
 
     def check(self, world_size: int) -> None:
-        """Refuse what cannot run on so many ranks, before anything is read or written.
-
-        Raises:
-            UserError: names the key and a valid value.
-        """
+        """Refuse what cannot run on so many ranks, before anything is read or written."""
         if not self.train_paths:
-            raise UserError(
-                "There is no training data.", "Pass --data.train FOLDER with a folder of webdataset shards."
-            )
+            raise UserError("There is no training data.", "Pass --data.train FOLDER with webdataset shards.")
         if self.data.weights and len(self.data.weights) != len(self.train_paths):
             what = f"There are {len(self.train_paths)} training paths and {len(self.data.weights)} weights."
             raise UserError(what, "Give data.weights one number for each path.")
@@ -325,10 +316,8 @@ class Config:
                 raise UserError(f"{key} needs {' or '.join(needed)}.", f"Set it, or leave {key} out.")
         first, last = self.profile or (0, 0)
         if not 0 <= last - first < MOST_PROFILED:
-            raise UserError(
-                f"profile is {first} {last}.",
-                f"Name a first and a last step, {MOST_PROFILED} steps at most: --profile 10 12.",
-            )
+            remedy = f"Name a first and a last step, {MOST_PROFILED} steps at most: --profile 10 12."
+            raise UserError(f"profile is {first} {last}.", remedy)
         parts, masked = world_size * self.engine.accumulation, getattr(self.loss, "masked_inclusion", 0)
         multiple = parts * (MASKED_EVERY if masked else 1)
         if self.batch_size % multiple:

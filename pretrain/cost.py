@@ -61,9 +61,6 @@ class StepCost:
         forward_flops, flops: of one part, forward, and with the backward pass, which recomputes with checkpointing.
         kept, most: bytes that the backward pass of a part needs, and most alive at one moment, without parameters'
             gradients.
-
-    Raises:
-        UserError: the configuration names no model that can be built, or its cost depends on the data.
     """
 
     def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0):
@@ -160,10 +157,8 @@ class _Storages(TorchDispatchMode):
 
 
 def images_at_peak(config: Config, precision: str, world: int, device: torch.device) -> Callable[[float], float] | None:
-    """Images/s of all ranks at the devices' peak, for a mean length of the texts in tokens, without recomputation.
-
-    None where the peak is unknown, as a CPU's, or the model's FLOPs are.
-    """
+    """Images/s of all ranks at the devices' peak, for a mean length of the texts in tokens, without recomputation; None
+    where the peak is unknown, as a CPU's, or the model's FLOPs are."""
     known = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:
         return None

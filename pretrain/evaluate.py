@@ -43,11 +43,7 @@ def make_evaluators(
 ) -> list[Evaluator]:
     """Those of `config.evaluate`, in the order in which they are called; the ranks need not have met yet.
 
-    Args:
-        transform: PIL image -> (3, H, W); tokenizer: n texts -> (n, L).
-
-    Raises:
-        UserError: data is missing or unfit, or the best is by something that is not measured.
+    `transform`: PIL image -> (3, H, W); `tokenizer`: n texts -> (n, L).
     """
     pairs, splits = named_paths(config.evaluate.pairs, "evaluate.pairs"), config.evaluate.pairs_split
     splits = splits if isinstance(splits, list) else [splits] * len(pairs)

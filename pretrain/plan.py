@@ -75,11 +75,7 @@ def main() -> None:
 
 
 def make_plan(o: Plan) -> dict[str, Any]:
-    """The whole plan, ready for JSON; bytes, seconds and counts are plain numbers.
-
-    Raises:
-        UserError: what `pretrain.run` would refuse on so many ranks, or neither the data nor `samples_per_epoch`.
-    """
+    """The whole plan, ready for JSON; bytes, seconds and counts are plain numbers."""
     from pretrain.cost import StepCost
 
     o.check(o.world_size)
@@ -140,11 +136,7 @@ def count_data(o: Plan) -> dict[str, Any]:
 
 
 def time_needed(o: Plan, flops: float, data: dict[str, Any], half: bool) -> dict[str, Any]:
-    """Time of a run whose steps have so many FLOPs over all ranks, and the data rates at which no step waits.
-
-    Raises:
-        UserError: an unknown GPU.
-    """
+    """Time of a run whose steps have so many FLOPs over all ranks, and the data rates at which no step waits."""
     from pretrain.cost import PEAKS, find_gpu
 
     gpu, peak, speed, how = o.gpu, o.peak_tflops, o.images_per_second, "measured"

@@ -118,20 +118,16 @@ class RunFolder(RunOutput):
 
     def nonfinite(self, step: int, reports: list[dict]) -> Path:
         """Write every rank's report of a step with NaN or Inf; returns the file's name."""
-        path = self.path / "nonfinite.jsonl"
         if self.is_main:
-            # As text: JSON has no NaN.
-            rows = [{**r, "terms": {name: str(value) for name, value in r["terms"].items()}} for r in reports]
-            append_line(path, {"step": step, "ranks": rows})
-        return path
+            append_line(self.path / "nonfinite.jsonl", {"step": step, "ranks": reports})
+        return self.path / "nonfinite.jsonl"
 
     def save(
         self, engine, position: Position, average: Average | None, then: Callable[[], None] = lambda: None
     ) -> None:
         """Start to write a checkpoint, unless this step has one, and the weights alone in model/; collective.
 
-        `then` is called in the writing thread afterwards. Raises UserError on all ranks: the one before could not be
-        written.
+        `then` is called in the writing thread afterwards.
         """
         if position.step == self.saved:
             return self.start(then) if self.is_main else None
@@ -153,10 +149,7 @@ class RunFolder(RunOutput):
         return f" and {self.path / MODEL}"
 
     def keep_best(self, engine, position: Position, average: Average | None) -> None:
-        """Save the step that was evaluated, if it is the best so far, and mark it as such; collective.
-
-        Raises UserError: as `save`.
-        """
+        """Save the step that was evaluated, if it is the best so far, and mark it as such; collective."""
         if self.best and self.best.step == position.step and position.step not in self.protected:
             self.protected |= {position.step}  # beside the one before, as long as that is marked
             best = replace(self.best, values=dict(self.best.values))
@@ -186,11 +179,7 @@ class RunFolder(RunOutput):
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
-        """Inside, a step is computed; those of `config.profile` are traced on rank 0 by torch's profiler.
-
-        The trace, profile/steps-FIRST-LAST.json.gz, has operators, kernels and copies; one that cannot be written costs
-        nothing else.
-        """
+        """Inside, a step is computed; those of `config.profile` are traced on rank 0 by torch's profiler."""
         first, last = self.config.profile or (0, 0)
         if self.is_main and first <= step <= last and not self.profiler:
             if not torch.cuda.is_available():

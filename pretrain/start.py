@@ -19,7 +19,7 @@ from pretrain.config import Config, whole_steps
 from pretrain.cost import images_at_peak
 from pretrain.engine.checkpoint import load_checkpoint
 from pretrain.engine.engine import make_engine, start_deepspeed
-from pretrain.engine.state import Average, EngineState
+from pretrain.engine.state import Average
 from pretrain.evaluate import Evaluator, make_evaluators
 from pretrain.run_folder import RunFolder
 from pretrain.schedules import check_schedule
@@ -80,7 +80,7 @@ def train(config: Config, preemption: Preemption) -> int:
             print(line, flush=True)
 
     run = prepare(config, rank, world, say)
-    stream, start = run.stream, run.position.step
+    stream, start, summary = run.stream, run.position.step, describe(config, run, world)
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     start_deepspeed(config.engine.timeout, run.device)
     progress = Progress(start)
@@ -95,12 +95,10 @@ def train(config: Config, preemption: Preemption) -> int:
             progress.doing("loading the checkpoint")
             load_checkpoint(engine, run.earlier, average)
         folder = RunFolder(config, run.model.config, run.identity, start, run.steps, lock)
-        say(describe(config, engine, run, world))
+        say(summary)
         peak = images_at_peak(config, run.precision, world, run.device)
-        trainer = Trainer(
-            config, engine, stream, folder, run.steps, run.position, average, run.evaluators, preemption.asked,
-            progress, peak,
-        )  # fmt: skip
+        given = run.steps, run.position, average, run.evaluators, preemption.asked, progress, peak
+        trainer = Trainer(config, engine, stream, folder, *given)
         try:
             stopped = trainer.fit()
             folder.finish()
@@ -127,11 +125,7 @@ def train(config: Config, preemption: Preemption) -> int:
 
 
 def prepare(config: Config, rank: int, world: int, say: Callable[[str], object]) -> Prepared:
-    """Make the model and open the data, of a new run or from its newest checkpoint.
-
-    Raises:
-        UserError: what was asked for cannot run.
-    """
+    """Make the model and open the data, of a new run or from its newest checkpoint."""
     out, copy = Path(config.out), Copy(config.remote_copy) if config.remote_copy else None
 
     def tell(line: str) -> None:
@@ -200,24 +194,20 @@ def pick_device(config: Config) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def describe(config: Config, engine, run: Prepared, world: int) -> str:
+def describe(config: Config, run: Prepared, world: int) -> str:
     """The summary printed before the first step."""
-    stream, order, parts, chosen = run.stream, run.stream.order, config.engine.accumulation, run.stream.selection
-    every, trained = (f"{n / 1e6:.1f} M" for n in EngineState(engine).sizes())
-    samples = f"{sum(shard.samples for shard in stream.shards):,} samples in {len(stream.shards)} shards"
-    average = {}
+    order, e, batch, selection = run.stream.order, config.engine, config.batch_size, run.stream.selection
+    sizes = [(p.numel() / 1e6, p.requires_grad) for p in run.model.parameters()]
+    every, trained = (f"{sum(n for n, is_trained in sizes if is_trained or all_):.1f} M" for all_ in (True, False))
+    shards = f"{sum(shard.samples for shard in run.stream.shards):,} samples in {len(run.stream.shards)} shards"
+    lines = {
+        "model": f"{config.model.name}, {every} parameters, {trained} trained, head {config.model.head}",
+        "data": f"{shards}, {order.lanes} lanes, {order.steps} steps an epoch",
+    }
+    if selection:
+        lines["filter"] = selection.describe()
+    lines["engine"] = f"{world} x {run.device.type}, DeepSpeed ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "
+    lines["engine"] += f"{world} ranks x {e.accumulation} parts x {batch // world // e.accumulation}"
     if half_life := config.ema.half_life_samples:
-        average["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"
-    return headline(
-        config.out,
-        f"{run.steps} steps",
-        run.position.step,
-        run.earlier,
-        model=f"{config.model.name}, {every} parameters{f' ({trained} trained)' * (trained != every)}, head "
-        f"{config.model.head}",
-        data=f"{samples}, {order.lanes} lanes, {order.steps} steps an epoch"
-        + (f"; filter: {chosen.describe()}" if chosen else ""),
-        engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {run.precision}, "
-        f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
-        **average,
-    )
+        lines["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"
+    return headline(config.out, f"{run.steps} steps", run.position.step, run.earlier, **lines)

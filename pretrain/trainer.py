@@ -57,15 +57,11 @@ class _Stopped(Exception):
 
 
 class Trainer:
-    """Trains an engine (`engine.engine.make_engine`) on the stream of this rank's batches.
+    """Trains an engine (`engine.engine.make_engine`) on the stream of this rank's batches, up to step `steps`.
 
     Args:
-        folder: writes results; every rank has one.
-        steps: length of the whole run.
-        position: where it starts, when resumed.
         average: of the engine's weights; follows them, and takes their place in evaluations.
         stop: whether this process was asked to stop; checked in every step and while waiting for data.
-        progress: gets what is being done, for a `Watchdog`.
         images_at_peak: images/s at the devices' peak for a mean length of texts, for the MFU; None if unknown.
     """
 
@@ -94,15 +90,8 @@ class Trainer:
         self.window, self.began = Window("images", lambda: stream.wait_seconds, engine.device), time.perf_counter()
 
     def fit(self) -> bool:
-        """Train to the last step, to `stop_at_step`, or until `stop`; saves at the end.
-
-        Evaluations of the step that the run resumes from come first, if they were due and are not in the log.
-
-        Returns:
-            whether it was stopped before the last step and its evaluation; the same on all ranks.
-
-        Raises:
-            UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
+        """Train to the last step, to `stop_at_step`, or until `stop`; returns whether it was stopped before the last
+        step and its evaluation. Evaluations that the run that it resumes has not made come first.
         """
         going = True
         if self.step and self._evaluation_is_due():
@@ -186,8 +175,7 @@ class Trainer:
 
         A rank that waited alone for data would not learn of a stop on another rank. So all ranks meet in rounds and
         share whether they still wait, every half second while waiting and at once with a batch. All leave in the same
-        round, either with a batch each or with none; batches loaded by then are dropped, and the position stays. The
-        wait has no limit but the watchdog's.
+        round, either with a batch each or with none; batches loaded by then are dropped, and the position stays.
         """
         try:
             self.progress.doing("waiting for data", self.stream.waiting_for)
@@ -200,10 +188,7 @@ class Trainer:
         return batch
 
     def _meet(self, waiting: bool = False) -> bool:
-        """One round of `load`: whether any rank waits; collective.
-
-        Raises _Stopped on all ranks, and UserError: too many of the samples of all ranks cannot be used.
-        """
+        """One round of `load`: whether any rank waits; raises _Stopped on all ranks if any was asked to stop."""
         tally = self.stream.tally
         waiting, stops, *counts = distributed.sum_host([waiting, self.stop(), tally.read, tally.failed])
         self.stopping = stops > 0
@@ -271,14 +256,14 @@ class Trainer:
     def _skip(self, report: dict) -> None:
         """Report a step with NaN or Inf of all ranks; collective. Raises UserError: the run is to stop there."""
         reports = all_of(report)
+        where = self.folder.nonfinite(self.step, reports)
         stage = next(stage for stage in STAGES if any(other["stage"] == stage for other in reports))
         first = [other for other in reports if other["stage"] == stage]  # the ranks that are affected first
         keys = [key for other in first for key in other["keys"]]
         ranks = ", ".join(str(other["rank"]) for other in first)
         samples = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
-        where = self.folder.nonfinite(self.step, reports)
         if self.config.on_nonfinite == "stop" or self.skipped_in_a_row > MAX_SKIPPED:
-            terms = ", ".join(f"{name} {value:.4g}" for name, value in first[0]["terms"].items())
+            terms = ", ".join(f"{name} {value}" for name, value in first[0]["terms"].items())
             raise UserError(
                 f"At step {self.step} the {stage} is NaN or Inf on rank {ranks} ({terms}), for the samples {samples}; "
                 "the step was skipped.",
@@ -323,7 +308,7 @@ def nonfinite_report(
 
     rows = (bad_rows(embeddings), every_row(loss), bad_rows(gradients), every_row(norm))
     stage, bad = next((pair for pair in zip(STAGES, rows) if pair[1]), ("", []))
-    told = {name: float(value) for name, value in terms.items()}
+    told = {name: f"{float(value):.4g}" for name, value in terms.items()}  # as text: JSON has no NaN
     return {"rank": distributed.rank(), "stage": stage, "keys": [keys[row] for row in bad], "terms": told}
 
 

@@ -48,16 +48,13 @@ class Piece(NamedTuple):
 class EngineState:
     """Access by name to the weights and the Adam state of an engine with float32 parameters.
 
-    Attributes:
-        parameters, buffers: the module's, under their uncompiled names; persistent buffers alone.
-        stepped: the tensor that the optimizer steps for each trained parameter.
-        pieces: this rank's piece of each, or None.
+    `stepped` is the tensor that the optimizer steps for each trained parameter, and `pieces` this rank's piece of it.
     """
 
     def __init__(self, engine):
         self.engine, self.stage, self.adam = engine, engine.zero_optimization_stage(), _adam(engine)
         self.parameters = {_plain(name): p for name, p in engine.module.named_parameters()}
-        entries = {_plain(name): t for name, t in engine.module.state_dict(keep_vars=True).items()}
+        entries = {_plain(name): t for name, t in engine.module.state_dict(keep_vars=True).items()}  # persistent ones
         self.buffers = {n: t for n, t in entries.items() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
         names = {id(p): name for name, p in self.parameters.items()}
         cut = [(names[id(p)], flat, piece) for p, flat, piece in self._cut()]
@@ -84,11 +81,6 @@ class EngineState:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters and buffers before ZeRO cuts them."""
         return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in (self.parameters | self.buffers).items()}
-
-    def sizes(self) -> tuple[int, int]:
-        """Elements of all parameters, and of those that are trained."""
-        numbers = {name: getattr(p, "ds_numel", p.numel()) for name, p in self.parameters.items()}
-        return sum(numbers.values()), sum(numbers[name] for name in self.stepped)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the state dict of `engine.module` on rank 0, {name: whole float32 CPU tensor} (buffers in their own
@@ -140,13 +132,7 @@ class EngineState:
 
     @torch.no_grad()
     def load(self, weight: Callable[[str], Tensor], moment: Callable[[str], Tensor], steps: Mapping[str, int]) -> None:
-        """Write weights, buffers, moments and step counts into the engine, in place; every rank reads.
-
-        Args:
-            weight: name of a parameter or buffer -> the whole tensor.
-            moment: "exp_avg.NAME" or "exp_avg_sq.NAME" -> the whole tensor.
-            steps: as returned by `steps()`.
-        """
+        """Write into the engine, in place, what `weights`, `moments` and `steps` return; every rank reads it."""
         for name, buffer in self.buffers.items():
             buffer.copy_(weight(name))
         counts: dict[Tensor, int] = {}
