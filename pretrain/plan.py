@@ -18,7 +18,6 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config, whole_steps
 from pretrain.stream.filter import select
-from pretrain.stream.order import default_lanes
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
@@ -79,10 +78,7 @@ def make_plan(o: Plan) -> dict[str, Any]:
     from pretrain.cost import StepCost
 
     o.check(o.world_size)
-    lanes, e = o.data.lanes or default_lanes(o.batch_size), o.engine
-    if o.batch_size % lanes:
-        raise UserError(f"{lanes} lanes do not divide a batch of {o.batch_size}.", "Set data.lanes to a divisor.")
-    half, data = e.precision != "fp32", count_data(o)
+    e, half, data = o.engine, o.engine.precision != "fp32", count_data(o)
     cost = StepCost(o, o.world_size, half)
     by_stage, warnings = {f"ZeRO {stage}": cost.memory(stage) for stage in range(4)}, []
     limit, needed = o.gpu_memory_gib * 2**30, by_stage[f"ZeRO {e.zero_stage}"]["peak"]

@@ -121,13 +121,8 @@ def test_samples_come_from_the_index_where_it_is(tmp_path):
 
 
 def test_what_would_fail_is_told():
-    for change, words in (
-        ({"batch_size": 66}, "Set batch_size to 64 or 68"),
-        ({"data": replace(OPTIONS.data, lanes=7)}, "7 lanes do not divide a batch"),
-    ):
-        with pytest.raises(UserError) as error:
-            plan.make_plan(replace(OPTIONS, **change))
-        assert words in f"{error.value}"
+    with pytest.raises(UserError, match="Set batch_size to 64 or 68"):
+        plan.make_plan(replace(OPTIONS, batch_size=66))
     assert plan.make_plan(OPTIONS)["warnings"] == []
     (warning,) = plan.make_plan(replace(OPTIONS, gpu_memory_gib=0.3))["warnings"]
     assert "more than the 307.2 MiB of a GPU. It would fit with ZeRO 0" in warning
