@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from probemb.errors import UserError
 from probemb.files import flush
 from probemb.runs.checkpoints import STATE, Damaged, complete_steps, read_best, read_content, superfluous
 
+PATIENCE = 120.0  # seconds
 SMALL = ("config.yaml", "metrics.jsonl", "best.json")
 
 
@@ -40,7 +42,8 @@ class Copy:
 
     def reason(self, error: Exception) -> str:
         """An error of the file system in a few words, without secrets."""
-        return f"{type(error).__name__}: {' '.join(str(error).split()).replace(self.address, str(self))[:300]}"
+        text = " ".join(str(error).split()).replace(self.address, str(self))[:300]
+        return f"{type(error).__name__}: {text or 'no answer'}"
 
     def unusable(self, error: Exception) -> UserError:
         return UserError(
@@ -54,10 +57,19 @@ class Copy:
         return DirFileSystem(root, files)
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, newest first."""
-        names = []
-        with suppress(FileNotFoundError):
-            names = self.files.find("checkpoints")
+        """Steps of the complete checkpoints, newest first. Raises TimeoutError: a server that does not answer."""
+        listed: Future[list[str]] = Future()
+
+        def find() -> None:
+            try:
+                listed.set_result(self.files.find("checkpoints"))
+            except FileNotFoundError:
+                listed.set_result([])
+            except Exception as error:  # any, of any package
+                listed.set_exception(error)
+
+        threading.Thread(target=find, daemon=True).start()
+        names = listed.result(PATIENCE)
         found = re.findall(rf"^checkpoints/step-(\d+)/{STATE}$", "\n".join(names), re.MULTILINE)
         return sorted(map(int, found), reverse=True)
 
@@ -156,10 +168,10 @@ def check_copy(copy: Copy, out: str | Path, step: int | None, tell: Callable[[st
     if Path(copy.address.removeprefix("file://")).absolute() == Path(out).absolute():
         raise UserError(f"The remote copy {copy} is the run folder.", "Name another place.")
     try:
+        there = copy.steps()
         copy.files.makedirs("", exist_ok=True)
         copy.files.touch(".writable")
         copy.files.rm_file(".writable")
-        there = copy.steps()
     except Exception as error:  # any, of any package
         if step is None:
             raise copy.unusable(error) from None

@@ -117,17 +117,25 @@ class Hanging(LocalFileSystem):
 
     protocol, answers = "hanging", threading.Event()
 
+    def find(self, *args, **more):
+        self.answers.wait(1.0)
+        return super().find(*args, **more)
+
     def put_file(self, *args, **more):
         self.answers.wait()
         super().put_file(*args, **more)
 
 
-def test_a_server_that_hangs_holds_nobody_up(run, tmp_path, capfd):
+def test_a_server_that_hangs_holds_nobody_up(run, tmp_path, capfd, monkeypatch):
     fsspec.register_implementation("hanging", Hanging, clobber=True)
     place, began = Copy(f"hanging://{tmp_path}/copy"), time.monotonic()
     copier = Copier(run, place, 0, 2, 0, frozenset)
     copier.close(0.1)
     assert time.monotonic() - began < 5
+    with monkeypatch.context() as patch:
+        patch.setattr("probemb.runs.copy.PATIENCE", 0.1)
+        with pytest.raises(UserError, match=r"cannot be reached or written \(TimeoutError: no answer\)"):
+            check_copy(place, run, None, print)
     assert "not up to date after 0 s; --resume completes it" in capfd.readouterr().out
     Hanging.answers.set()
     assert copied(run, place) == [8]
