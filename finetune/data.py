@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing.util import Finalize
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
 from probemb.data.pixels import stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
-from probemb.data.workers import end_workers, make_loader, name_workers, next_batch, start_workers
+from probemb.data.workers import make_loader, name_workers, next_batch, start_workers
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # rows
@@ -260,7 +259,6 @@ class Loader:
         self._tally = Tally(failure_share, min(JUDGED_FROM, rows.steps * len(rows.share)))
         self._places: list[tuple[int, int]] = []  # (epoch, step) of the batches to read
         self._batches: Iterator | None = None
-        self._end: Finalize | None = None  # of the workers
         options = {"persistent_workers": True, "multiprocessing_context": "fork"}  # once, before a thread writes
         # A generator of its own: otherwise each epoch would draw from the global random numbers.
         self._loader = make_loader(
@@ -271,9 +269,7 @@ class Loader:
     def epoch(self, n: int, start_step: int = 0) -> Iterator[NamedTuple]:
         """The batches of epoch n from a step on; nothing before it is read. One epoch is read at a time."""
         self._places[:] = [(n, step) for step in range(start_step, self.steps)]
-        self._batches = start_workers(self._loader)
-        if self._loader.num_workers and self._end is None:  # at exit before multiprocessing joins its children
-            self._end = Finalize(self, end_workers, args=(self._batches,), exitpriority=10)
+        self._batches = start_workers(self._loader, self)
         while True:
             began = time.perf_counter()
             try:
@@ -304,8 +300,8 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; dropping the loader or ending the interpreter does the same."""
-        if self._end is not None:
-            self._end()
+        if self._batches is not None:
+            self._batches.end()
 
 
 def refuse_unusable(data: CaptionDataset | Compositions, share: float) -> None:

@@ -13,10 +13,10 @@ import hashlib
 import itertools
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from itertools import chain, islice
-from multiprocessing.util import Finalize
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from probemb.data.pixels import empty_stack
 from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.data.remote import DEFAULT_POLICY, FetchPolicy, Remote, ShardCache
 from probemb.data.shards.index import Shard
-from probemb.data.workers import LOOK_UP_SECONDS, end_workers, make_loader, name_workers, next_batch, start_workers
+from probemb.data.workers import LOOK_UP_SECONDS, make_loader, name_workers, next_batch, start_workers
 from probemb.errors import UserError
 
 JUDGED_FROM = 1000  # samples of all ranks, or a whole epoch, from which on data.failure_share counts
@@ -161,7 +161,7 @@ class Batch(NamedTuple):
     samples_seen: int  # the position after this batch, over all ranks: where to resume
 
 
-class Stream:
+class Stream(AbstractContextManager, Iterator):
     """Endless batches for one rank, as an iterator and a context manager.
 
     Args:
@@ -237,7 +237,6 @@ class Stream:
             generator=torch.Generator(),  # otherwise it would draw from the global random numbers
         )
         self._batches = None
-        self._end_workers: Callable[[], object] = lambda: None
 
     @property
     def identity(self) -> dict[str, int | str]:
@@ -257,25 +256,19 @@ class Stream:
     def start(self) -> None:
         """Start the workers now, not with the first batch: forking is safest before a GPU or network is in use."""
         if self._batches is None and not self._closed:
-            self._batches = start_workers(self._loader)
-            self._end_workers = Finalize(self, end_workers, args=(self._batches,), exitpriority=10)
+            self._batches = start_workers(self._loader, self)
 
     def close(self) -> None:
         """End the workers and close the shards; dropping the stream does the same."""
         self._closed = True
-        self._end_workers()
+        if self._batches is not None:
+            self._batches.end()
         self._parts.samples.close()
         if self._cache:
             self._cache.close()
 
-    def __enter__(self) -> "Stream":
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
-
-    def __iter__(self) -> "Stream":
-        return self
 
     def __next__(self) -> Batch:
         return self.load()

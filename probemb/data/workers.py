@@ -35,28 +35,28 @@ def make_loader(dataset, workers: int, **options) -> DataLoader:
     return DataLoader(dataset, num_workers=workers, worker_init_fn=_begin, **options)
 
 
-def start_workers(loader: DataLoader) -> Iterator:
-    """The loader's iterator, for `next_batch` and `end_workers`."""
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, SIGNALS
-    )  # which would kill a worker that does not ignore them yet
+def start_workers(loader: DataLoader, owner: object = None) -> Iterator:
+    """The loader's iterator, for `next_batch`; its `end()` kills the workers, as does the owner's end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # they would kill a worker that does not ignore them
     try:
-        return iter(loader)
+        batches = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if not hasattr(batches, "end"):  # persistent workers have it; called before multiprocessing joins its children
+        batches.end = Finalize(owner, _kill, args=(batches,), exitpriority=10)
+    return batches
 
 
 def read(loader: DataLoader) -> Iterator:
     """All batches, once; the workers end with the iteration. Raises UserError."""
     batches = start_workers(loader)
-    end = Finalize(None, end_workers, args=(batches,), exitpriority=10)  # before multiprocessing joins its children
     try:
         while True:
             yield next_batch(batches)
     except StopIteration:
         return
     finally:
-        end()
+        batches.end()
 
 
 def next_batch(batches: Iterator, while_waiting: Callable[[], object] | None = None) -> Any:
@@ -76,7 +76,7 @@ def next_batch(batches: Iterator, while_waiting: Callable[[], object] | None = N
         while_waiting()
 
 
-def end_workers(batches: Iterator) -> None:
+def _kill(batches: Iterator) -> None:
     """Kill the workers of a DataLoader's iterator, any of which may wait for a disk or a server for minutes."""
     from torch.utils.data._utils.signal_handling import _remove_worker_pids
 

@@ -157,9 +157,7 @@ def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
     """Write `folder/index.json`, atomically. Returns its path. Raises OSError."""
     path = Path(folder) / INDEX_NAME
     rows = [
-        {"name": shard.name, "samples": shard.samples, "bytes": shard.bytes}
-        | ({"sha256": shard.sha256} if shard.sha256 else {})
-        for shard in shards
+        {name: value for name, value in vars(one).items() if name != "path" and value is not None} for one in shards
     ]
     # One shard a line, for readers and diffs.
     replace_text(path, '{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
