@@ -109,17 +109,12 @@ class Plane(NamedTuple):
     share: float
 
 
-@dataclass(frozen=True)
-class Ellipses:
+class Ellipses(NamedTuple):
     """N ellipses: centre (N, 2); radii (N, 2), half axes, the longer one first; its angle (N,) in radians."""
 
     centre: Tensor
     radii: Tensor
     angle: Tensor
-
-    def __getitem__(self, rows) -> Ellipses:
-        """These rows."""
-        return Ellipses(self.centre[rows], self.radii[rows], self.angle[rows])
 
 
 def plane_of(mean_ND: Tensor) -> Plane:

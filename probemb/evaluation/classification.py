@@ -6,8 +6,12 @@ Source: PCME++ §3.5 and §C.6; class vectors are means of the prompts' means, a
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
+
+from probemb.metrics.retrieval import blocks
 
 
 def normalise(vectors: Tensor) -> Tensor:
@@ -43,24 +47,18 @@ def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int 
     """
     stacked = vectors if vectors.dim() == 3 else vectors.unsqueeze(0)
     n_stacked, n_classes, dim = stacked.shape
-    images, labels = images.to(stacked.device), labels.to(stacked.device)
-    stack_step = max(1, min(n_stacked, max_scores // n_classes))
-    image_step = max(1, max_scores // (stack_step * n_classes))
+    images, labels = images.to(stacked.device), labels.to(stacked.device).view(-1, 1, 1)
     before = torch.arange(n_classes, device=stacked.device)
     out = torch.empty(len(images), n_stacked, dtype=torch.int32, device=stacked.device)
+    stacks = blocks(n_stacked, n_classes, max_scores)
     with torch.autocast(stacked.device.type, enabled=False):
-        for k in range(0, n_stacked, stack_step):
-            block = stacked[k : k + stack_step]
-            for n in range(0, len(images), image_step):
-                label = labels[n : n + image_step]
-                scores = (images[n : n + image_step] @ block.reshape(-1, dim).T).view(len(label), len(block), n_classes)
-                own = scores.take_along_dim(label.view(-1, 1, 1), dim=2)  # (n, k, 1)
-                above = (~(scores <= own)).sum(dim=2, dtype=torch.int32)  # NaN counts as above
-                tied = scores == own
-                if int(tied.sum(dtype=torch.int32)) > tied.shape[0] * tied.shape[1]:
-                    tied &= before < label.view(-1, 1, 1)
-                    above += tied.sum(dim=2, dtype=torch.int32)
-                out[n : n + image_step, k : k + stack_step] = above
+        for k, n in product(stacks, blocks(len(images), stacks[0].stop * n_classes, max_scores)):
+            scores = (images[n] @ stacked[k].reshape(-1, dim).T).view(n.stop - n.start, -1, n_classes)
+            own = scores.take_along_dim(labels[n], dim=2)  # (n, k, 1)
+            above, tied = (~(scores <= own)).sum(dim=2, dtype=torch.int32), scores == own  # NaN counts as above
+            if int(tied.sum(dtype=torch.int32)) > own.numel():
+                above += (tied & (before < labels[n])).sum(dim=2, dtype=torch.int32)
+            out[n, k] = above
     return out if vectors.dim() == 3 else out[:, 0]
 
 

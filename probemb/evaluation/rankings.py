@@ -26,7 +26,7 @@ from probemb.errors import UserError, names_of
 from probemb.evaluation.embedding import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.metrics.retrieval import blocks, rank_both
-from probemb.search import build_index, rerank, search
+from probemb.search import Index, build_index, rerank, search
 from probemb.search.index import new_index, width_of
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
@@ -383,23 +383,20 @@ class Ranker:
             part = self.scores if rows is None else self.scores.only(*rows)
             lists, n = rank_both(part, *part.shape, depth), sum(part.shape)
         else:
-            left, right = self.sides if rows is None else (side[some] for side, some in zip(self.sides, rows))
-            n = len(left) + len(right)
-            (i2t, first), (t2i, second) = self._search(left, right, depth[0]), self._search(right, left, depth[1])
-            lists, build = (i2t, t2i), first + second
+            sides = self.sides if rows is None else [side[some] for side, some in zip(self.sides, rows)]
+            n, form = sum(map(len, sides)), RANKINGS[self.name].index
+            indexes = [build_index(gallery, self.options.factory, form) for gallery in sides[::-1]]
+            build = time.perf_counter() - start
+            lists = [self._search(*one) for one in zip(indexes, sides, depth)]
         return Ranked(*lists, 1000 * (time.perf_counter() - start - (build or 0)) / n, build)
 
-    def _search(self, queries: Gaussian, gallery: Gaussian, depth: int) -> tuple[Tensor, float]:
-        """(Q, depth) and the seconds to build the index."""
-        depth, start = min(depth, len(gallery)), time.perf_counter()
-        index = build_index(gallery, self.options.factory, RANKINGS[self.name].index)
-        seconds, candidates = time.perf_counter() - start, min(self.options.candidates, len(gallery))
+    def _search(self, index: Index, queries: Gaussian, depth: int) -> Tensor:
+        depth, candidates = min(depth, len(index)), min(self.options.candidates, len(index))
         if self.name != "faiss-rerank":
-            return search(index, queries, depth)[1], seconds
+            return search(index, queries, depth)[1]
         top = rerank(index, queries, min(depth, candidates), candidates)[1]
-        if depth > candidates:  # keep the order of the means
-            top = torch.cat([top, search(index, queries, depth)[1][:, candidates:]], 1)
-        return top, seconds
+        # Beyond the candidates, the order of the means.
+        return top if depth <= candidates else torch.cat([top, search(index, queries, depth)[1][:, candidates:]], 1)
 
 
 @torch.no_grad()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -46,15 +45,7 @@ _STYLE = {
 }
 
 
-def _styled(method: Callable) -> Callable:
-    """Run with this module's style over matplotlib's defaults."""
-
-    @wraps(method)
-    def inside(*args, **kwargs):
-        with context(["default", _STYLE]):
-            return method(*args, **kwargs)
-
-    return inside
+_styled = context(["default", _STYLE])  # run with this module's style over matplotlib's defaults
 
 
 class Chart:

@@ -283,12 +283,12 @@ def ellipses(config: EllipsesConfig) -> None:
     figures, lines = [], [f"{percent(plane.share)} % of the variance of the means lies in the plane"]
     for side, (gaussian, labels, names) in sides.items():
         shapes, sigma = analyses.ellipses(gaussian, plane, LEVEL), geometric_sigma(gaussian)
-        results[side] = {"labels": labels, "groups": names, "sigma": sigma, **vars(shapes)}
+        results[side] = {"labels": labels, "groups": names, "sigma": sigma, **shapes._asdict()}
         chart = Chart(f"ellipses-of-{side}", x_label="first direction", y_label="second direction")
         for name, colour in zip(groups, PALETTE):
             if members := [i for i, group in enumerate(names) if group == name]:
                 notes = [f"{name}: {labels[i][:120]}" for i in members]
-                chart.ellipses(ellipse_rows(shapes[members], notes), name[:24], colour)
+                chart.ellipses(ellipse_rows(shapes, members, notes), name[:24], colour)
         figures.append(Figure(chart, side.capitalize()))
         lines.append(f"{side}: mean σ {number(float(sigma.mean()))}")
     results["generic"] = None
@@ -296,9 +296,9 @@ def ellipses(config: EllipsesConfig) -> None:
         generic = embedder.tokens(embedder.tokenizer([config.generic]))
         shape, sigma = analyses.ellipses(generic, plane, GENERIC_LEVEL), float(geometric_sigma(generic)[0])
         wider = float((geometric_sigma(pairs.texts) < sigma).double().mean())
-        results["generic"] = {"text": config.generic, "sigma": sigma, "wider_than_captions": wider, **vars(shape)}
+        results["generic"] = {"text": config.generic, "sigma": sigma, "wider_than_captions": wider, **shape._asdict()}
         for figure in figures:
-            figure.chart.ellipses(ellipse_rows(shape, [config.generic]), "generic caption, 99 %", RED)
+            figure.chart.ellipses(ellipse_rows(shape, [0], [config.generic]), "generic caption, 99 %", RED)
         lines.append(f"generic caption: σ {number(sigma)}, larger than {wider:.0%} of the captions have")
     page = Page(
         "Embeddings in a plane",
@@ -320,9 +320,9 @@ def choose_groups(config: EllipsesConfig, captions: CaptionDataset) -> dict[str,
     return {name: draw.sample(of[name], min(config.per_group, len(of[name]))) for name in sorted(chosen)}
 
 
-def ellipse_rows(found: analyses.Ellipses, notes: Sequence[str]) -> list[tuple]:
-    """Arguments of `Chart.ellipses`."""
-    columns = found.centre.tolist(), found.radii.tolist(), found.angle.tolist()
+def ellipse_rows(found: analyses.Ellipses, rows: Sequence[int], notes: Sequence[str]) -> list[tuple]:
+    """Arguments of `Chart.ellipses` for some of the ellipses."""
+    columns = (column[rows].tolist() for column in found)
     return [(*centre, *radii, angle, note) for centre, radii, angle, note in zip(*columns, notes)]
 
 
