@@ -22,13 +22,30 @@ from probemb.models.towers.branch import last_blocks, run_both
 STAGES = [f"layer{i}" for i in (1, 2, 3, 4)]  # of a ResNet
 
 
-def run_stages(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
+class CNN(Encoder):
+    """A stem and stages, which `blocks` names; pooled by the average, or for the mean by attention if there is any."""
+
+    def features(self, pixels: Tensor) -> BothFeatures:
+        stages, own = ([self.get_submodule(name) for name in names] for names in (self.blocks, self.branch_blocks))
+        x = self.stem(self.normalized(pixels, next(self.parameters()).dtype))
+        x, unc = run_both(_run, stages, own if self.options.probabilistic else None, x)
+        mean, attention = _pooled(x), getattr(self, "attnpool", None)
+        mean = mean if attention is None else mean._replace(pooled=attention(x))
+        return mean, None if unc is None else _pooled(unc)
+
+
+def _run(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
     for stage in stages:
         x = stage(x)
     return x
 
 
-class SmallCNN(Encoder):
+def _pooled(x: Tensor) -> Features:
+    tokens = x.flatten(2).transpose(1, 2)  # (B, T, W)
+    return Features(tokens, tokens.mean(1))
+
+
+class SmallCNN(CNN):
     """A stem with stride 2, then stages of 3 x 3 convolutions, of which the first halves the map.
 
     `widths` are the channels of the stem and of every stage, multiples of `groups`; `convolutions` are those of a
@@ -57,11 +74,6 @@ class SmallCNN(Encoder):
         self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
         self.add_heads(o, widths[-1], widths[-1])
 
-    def features(self, pixels: Tensor) -> BothFeatures:
-        x = self.stem(self.normalized(pixels, self.stem[0].weight.dtype))
-        maps = run_both(run_stages, self.stages, self.branch, x)
-        return tuple(x if x is None else Features(tokens := _places(x), tokens.mean(1)) for x in maps)
-
 
 def _stage(channels: int, width: int, convolutions: int, groups: int) -> nn.Sequential:
     """Convolutions from `channels` to `width`, the first with stride 2."""
@@ -72,12 +84,7 @@ def _stage(channels: int, width: int, convolutions: int, groups: int) -> nn.Sequ
     return nn.Sequential(*layers)
 
 
-def _places(x: Tensor) -> Tensor:
-    """(B, W, H', W') -> (B, T, W)."""
-    return x.flatten(2).transpose(1, 2)
-
-
-class ImageResNet(Encoder, ModifiedResNet):
+class ImageResNet(CNN, ModifiedResNet):
     """An open_clip ResNet (RN50 to RN50x64); the mean is pooled by attention, the log-variance by the average."""
 
     blocks = STAGES
@@ -96,17 +103,6 @@ class ImageResNet(Encoder, ModifiedResNet):
             self.attnpool = None
             self.add_heads(o, width, width)
         self.train(self.training)
-
-    def features(self, pixels: Tensor) -> BothFeatures:
-        stages = [getattr(self, name) for name in STAGES]
-        x = self.stem(self.normalized(pixels, self.conv1.weight.dtype))
-        x, unc = run_both(run_stages, stages, self.uncertainty_stages, x)
-        tokens, unc = _places(x), _places(unc)
-        mean = Features(tokens, tokens.mean(1) if self.attnpool is None else self.attnpool(x))
-        return mean, Features(unc, unc.mean(1)) if self.options.probabilistic else None
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Nothing: open_clip's ResNets keep their activations."""
 
     def in_stem(self, name: str) -> bool:
         """True for what is neither in a stage nor in the attention pooling."""
