@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
@@ -328,15 +328,12 @@ def refuse_too_many(bad: list[tuple[str, str]], total: int, source: str, max_bad
     """Refuse images of which more than the share `max_bad` are `bad`: names and reasons. Raises UserError."""
     if len(bad) > max_bad * total:
         shown = "; ".join(f"{name}: {why}" for name, why in bad[:3])
-        raise UserError(
-            f"{len(bad)} of {total} images of {source} cannot be used ({shown}).",
-            f"Repair the data, or allow more than {max_bad:.0%} with {option}.",
-        )
+        remedy = f"Repair the data, or allow more than {max_bad:.0%} with {option}."
+        raise UserError(f"{len(bad)} of {total} images of {source} cannot be used ({shown}).", remedy)
 
 
-def describe_bad(bad: Iterable[tuple[str, str]], limit: int = 10) -> str:
+def describe_bad(bad: Sequence[tuple[str, str]], limit: int = 10) -> str:
     """A sentence about skipped images, or ""."""
-    bad = list(bad)
     if not bad:
         return ""
     shown = "; ".join(f"{json.dumps(name, ensure_ascii=False)[1:-1]} ({why})" for name, why in bad[:limit])

@@ -56,13 +56,6 @@ class Classes:
     def __len__(self) -> int:
         return len(self.names)
 
-    def only(self, keys: Sequence[str]) -> Classes:
-        """Those with one of these keys, in the same order."""
-        kept = [(name, key) for name, key in zip(self.names, self.keys, strict=True) if key in set(keys)]
-        if len(kept) == len(self):
-            return self
-        return Classes(*map(tuple, zip(*kept)), f"{self.source}, {len(kept)} of them")
-
 
 @dataclass(kw_only=True)
 class LabelledImages(Images):
@@ -335,7 +328,9 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
     elif images.classes is not None:
         classes = images.classes
     elif variant is not None:
-        classes = imagenet_classes(variant).only(folders)
+        kept = [item for item in zip(IMAGENET_CLASSNAMES, variant) if item[1] in set(folders)]
+        source = BUILT_IN if len(kept) == len(variant) else f"{BUILT_IN}, {len(kept)} of them"
+        classes = Classes(*map(tuple, zip(*kept)), source)
     elif folders is None and n_marks == 1000:
         classes = imagenet_classes()
     elif folders is not None and not any(map(WNID.fullmatch, folders)):

@@ -1,12 +1,4 @@
-"""Finds images with their captions in any of the published formats.
-
-find_captions("data/flickr8k", split="val")                              webdataset shards
-find_captions("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
-find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
-find_captions("data/f30k_precomp", split="train")                        the same with SCAN's regions, *_ims.npy
-find_captions("data/cub", split="train")                                 CUB-200-2011 with ten captions an image
-find_captions("hierarcaps_test.csv", images="data/coco/val2014")         captions from general to specific, HierarCaps
-"""
+"""Images with their captions, from any of the FORMATS."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ from probemb.data.image_loader import REGIONS, Images, locate, read_regions
 from probemb.data.reading import (
     as_id,
     as_inside,
-    as_list,
-    as_text,
     check_unique,
     checked,
     choose_split,
@@ -75,7 +73,7 @@ def read_karpathy(path: Path, split: str | None, images: Path | None) -> Listing
         path = only_file(sorted(path.glob("dataset*.json*")), path, KARPATHY)
     content = read_json(path)
     with checked(path, KARPATHY, "Name dataset_coco.json, dataset_flickr30k.json or one like them."):
-        rows = as_list(content["images"], "the images")
+        rows = content["images"]
     parsed = parse_all(path, KARPATHY, rows, _karpathy_image, "image")
     split, parts = choose_split(split, (part for part, _, _ in parsed), path)
     check_unique((entry.id for _, _, entry in parsed), "image id", path)
@@ -86,15 +84,16 @@ def read_karpathy(path: Path, split: str | None, images: Path | None) -> Listing
 
 def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
     """Split, file name and captions of an image."""
-    name, is_coco = as_text(row["filename"], "the filename"), row.get("cocoid") is not None
-    name = as_inside(f"{as_text(row['filepath'], 'the filepath')}/{name}" if row.get("filepath") else name)
-    texts, ids = [], []
-    for sentence in as_list(row["sentences"], "the sentences"):
-        if text := as_text(sentence["raw"], "the caption").strip()[:MAX_CAPTION_CHARS]:
-            texts.append(text)
-            ids.append(as_id(sentence["sentid"], "the sentid") if is_coco else None)
-    number = as_id(row["cocoid"], "the cocoid") if is_coco else str(PurePosixPath(name).with_suffix(""))
-    return split_name(as_text(row["split"], "the split")), name, Entry(number, texts, ids if is_coco else None)
+    name = as_inside(f"{row['filepath']}/{row['filename']}" if row.get("filepath") else row["filename"])
+    sentences = [sentence for sentence in row["sentences"] if sentence["raw"].strip()]
+    texts, split = (
+        [sentence["raw"].strip()[:MAX_CAPTION_CHARS] for sentence in sentences],
+        split_name(str(row["split"])),
+    )
+    if row.get("cocoid") is None:
+        return split, name, Entry(str(PurePosixPath(name).with_suffix("")), texts)
+    ids = [as_id(sentence["sentid"], "the sentid") for sentence in sentences]
+    return split, name, Entry(as_id(row["cocoid"], "the cocoid"), texts, ids)
 
 
 def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> Listing:
