@@ -64,7 +64,7 @@ class RunFolder(RunOutput):
         self.protected = frozenset([best.step] if best else [])
         self.best = best if best and best.metric == metric else Best(metric) if metric else None
         distributed.on_main(lambda: self._restore(step, best), self.path / MODEL, "Make room for it, and start again.")
-        if self.best and metric in self.logged and step not in self.best.values:
+        if self.best and metric in self.logged:
             self.best.add(step, self.logged[metric])
 
     def _restore(self, step: int, best: Best | None) -> None:
@@ -152,7 +152,7 @@ class RunFolder(RunOutput):
         """Save the step that was evaluated, if it is the best so far, and mark it as such; collective."""
         if self.best and self.best.step == position.step and position.step not in self.protected:
             self.protected |= {position.step}  # beside the one before, as long as that is marked
-            best = replace(self.best, values=dict(self.best.values))
+            best = replace(self.best)
             self.save(engine, position, average, then=lambda: self._mark(best))
 
     def _mark(self, best: Best) -> None:
@@ -169,8 +169,8 @@ class RunFolder(RunOutput):
         """A line on the best checkpoint, if there is one."""
         if not self.best or self.best.step is None:
             return ""
-        where, value = self.path / "checkpoints" / f"step-{self.best.step}", self.best.values[self.best.step]
-        return f"best    step {self.best.step}, {self.best.metric} {value:.4g}: {where} and {self.path / BEST_MODEL}"
+        best, where = self.best, self.path / "checkpoints" / f"step-{self.best.step}"
+        return f"best    step {best.step}, {best.metric} {best.value:.4g}: {where} and {self.path / BEST_MODEL}"
 
     def finish_copy(self, seconds: float) -> None:
         """Wait up to `seconds` until the remote copy is up to date or has failed; not collective, never raises."""

@@ -7,10 +7,11 @@ continues during a write in a thread.
 import hashlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,45 +196,34 @@ def _finished(run_dir: Path | str) -> dict[int, Path]:
 
 @dataclass
 class Best:
-    """The steps that were the best of the run when they were evaluated, by a metric's name in the log.
-
-    `values`, by step, are each better than the one before: lower for a loss, else higher. The last is the best.
-    """
+    """The best step of a run by a metric's name in the log: the lowest loss, else the highest value."""
 
     metric: str
-    values: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def step(self) -> int | None:
-        """The best step so far."""
-        return next(reversed(self.values), None)
+    step: int | None = None
+    value: float = math.nan
 
     def add(self, step: int, value: float) -> bool:
         """Note the value of a later step, if it is the best so far; returns whether it is. NaN never is."""
-        sign = -1 if self.metric.endswith("loss") else 1
-        is_best = sign * value > (sign * self.values[self.step] if self.values else float("-inf"))
-        if is_best:
-            self.values[step] = value
+        better = value < self.value if self.metric.endswith("loss") else value > self.value
+        if is_best := better or (self.step is None and not math.isnan(value)):
+            self.step, self.value = step, value
         return is_best
 
     def write(self, run: Path) -> None:
         """Write best.json. Raises OSError."""
-        steps = [{"step": step, "value": value} for step, value in self.values.items()]
-        replace_text(run / BEST, json.dumps({"metric": self.metric, "steps": steps}, indent=1) + "\n")
+        replace_text(run / BEST, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_best(run: Path) -> Best | None:
-    """The best of a run; None without best.json, or if it is damaged."""
+    """The best step that a run has marked; None without best.json, or if it is damaged."""
     try:
         content = json.loads((run / BEST).read_text(encoding="utf-8"))
-        return Best(str(content["metric"]), {int(one["step"]): float(one["value"]) for one in content["steps"]})
+        return Best(str(content["metric"]), int(content["step"]), float(content["value"]))
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def best_until(run: Path, step: int) -> Best | None:
-    """The best of a run that resumes from `step`, without later steps and those that have no whole checkpoint."""
-    if best := read_best(run):
-        complete = complete_steps(run)
-        best.values = {s: value for s, value in best.values.items() if s <= step and s in complete}
-    return best if best and best.values else None
+    """The best of a run that resumes from `step`, unless it is later or has no whole checkpoint."""
+    best = read_best(run)
+    return best if best and best.step <= step and best.step in complete_steps(run) else None

@@ -167,7 +167,7 @@ def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path):
         best = min(values, key=lambda step: (-values[step], step))
         so_far = [step for step in values if values[step] > max([-1.0, *(values[s] for s in range(1, step))])]
         assert [line["step"] for line in metrics(run) if line.get("is_best")] == so_far
-        assert [one["step"] for one in json.loads((run / "best.json").read_text())["steps"]][-1] == best == so_far[-1]
+        assert json.loads((run / "best.json").read_text())["step"] == best == so_far[-1]
         kept = {path.name for path in (run / "checkpoints").iterdir()}
         assert kept == {"step-6", f"step-{best}"}
         weights = load_file(run / "checkpoints" / f"step-{best}" / "weights.safetensors")
@@ -188,7 +188,7 @@ def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):
         done = start(options, "--resume")
         assert done.returncode == 0, done.stderr
         assert [len([line for line in metrics(run) if f"{name}/rsum" in line]) for name in "ab"] == [1, 1]
-        assert json.loads((run / BEST).read_text())["steps"][-1]["step"] == 2
+        assert json.loads((run / BEST).read_text())["step"] == 2
         assert (run / "model-best" / "model.safetensors").exists()
     assert "is finished: 2 of 2 steps" in done.stdout
 

@@ -21,7 +21,7 @@ def run(tmp_path):
         save(tmp_path / "run", step)
     (tmp_path / "run" / "config.yaml").write_text("out: x\n")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 8}\n')
-    Best("rsum", values={2: 1.0, 4: 2.0}).write(tmp_path / "run")
+    Best("rsum", 4, 2.0).write(tmp_path / "run")
     return tmp_path / "run"
 
 
