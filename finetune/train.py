@@ -192,7 +192,7 @@ def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps
         earlier,
         method=config.method + (f" ({distance})" if distance else ""),
         model=f"{config.model.name}, {'2 networks of together ' if two else ''}{millions:.1f} M parameters, "
-        f"head {config.model.head}, from {config.model.origin}",
+        f"head {config.model.head}, from {config.model.image_weights or config.model.pretrained or 'random weights'}",
         data=f"{rows.number:,} {rows.what} of {config.data.path} ({config.data.train or 'all'}), {rows.steps} steps an "
         f"epoch{' of each network' if two else ''}{f', {noise:.0%} of the captions at wrong images' if noise else ''}",
         engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "

@@ -26,7 +26,7 @@ SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "i18n": "timm/ViT-B-16-SigLIP-i18n-256
 def architecture(name: str, image_size: int | None = None) -> dict:
     """The configuration of a name, a fresh copy; `image_size` replaces its own.
 
-    Raises UserError: an unknown name, an architecture that cannot be made probabilistic, or an impossible size.
+    Raises UserError: an unknown name, or an architecture that cannot be made probabilistic.
     """
     config = read_architecture(name)
     if config is None or (why := obstacle(config)):
@@ -36,10 +36,6 @@ def architecture(name: str, image_size: int | None = None) -> dict:
             f"Name one of open_clip's models (open_clip.list_models() prints them) or {', '.join(OWN)}.",
         )
     if image_size is not None:
-        patch_size = config["vision_cfg"].get("patch_size") or 1  # a ResNet has null
-        if reads_regions(config) or image_size < patch_size:
-            remedy = f"Leave image_size out, or try {14 * patch_size}."
-            raise UserError(f"{name} does not read images of {image_size} pixels.", remedy)
         config["vision_cfg"]["image_size"] = image_size
     return config
 

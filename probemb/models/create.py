@@ -26,6 +26,7 @@ from probemb.models.heads import GPO_SIZES
 from probemb.models.hub import ModelFiles, build_saved, read_config, saved_files
 from probemb.models.options import SAVED, ModelOptions
 from probemb.models.towers.trunks import pretrained_trunk
+from probemb.models.towers.words import FIRST_WORD
 from probemb.models.weights import fill_stock, find_pretrained, load_strictly, read_state_dict
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
@@ -189,11 +190,22 @@ def fill_word_vectors(model: DualEncoder, path: str | Path) -> str:
     Raises UserError: the model reads no words, or the vectors are malformed, of another width, or of no word of it.
     """
     words = model.config["architecture"]["text_cfg"].get("vocabulary", ())
-    found = model.text.fill_embedding(read_vectors(path, words)) if words else 0
-    if not found:
+    vectors = read_vectors(path, words)
+    if not vectors:
         raise UserError(
             f"{path} has a vector of none of the {len(words):,} words of the model's vocabulary.",
             "Name vectors of the captions' language, with lower-case words, or leave word_vectors out.",
         )
+    given, width = len(next(iter(vectors.values()))), model.text.table.shape[1]
+    if given != width:
+        raise UserError(
+            f"The word vectors have {given} numbers, the model's {width}.",
+            f"Name vectors of {width} numbers, or an architecture whose text width is {given}.",
+        )
+    with torch.no_grad():
+        for row, word in enumerate(words, FIRST_WORD):
+            if word in vectors:
+                model.text.table[row] = torch.from_numpy(vectors[word])
+    found = len(vectors)
     few = ", fewer than half: the others are random" if found < len(words) / 2 else ""
     return f"{found:,} of {len(words):,} words start from a vector in {path}{few}"

@@ -192,12 +192,6 @@ class TrainedTowers(Towers):
     word_vectors: str | None = None
     lock_image: bool = False
 
-    @property
-    def origin(self) -> str:
-        """Description of the weights that the towers start from."""
-        images = self.image_weights and f"image weights {self.image_weights}, texts from random weights"
-        return images or self.pretrained or "random weights"
-
     def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank. Its words have no vectors yet, and nothing is locked.
 

@@ -28,7 +28,7 @@ from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
 from probemb.models.towers.branch import Branch, last_blocks, run_with
 from probemb.models.towers.parts import used_columns
-from probemb.models.weights import first_line, load_strictly, read_state_dict, refused
+from probemb.models.weights import load_strictly, read_state_dict, refused
 
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
 STAGES = (("layer1", "layer2", "layer3", "layer4"), ("s1", "s2", "s3", "s4"))  # ResNets, RegNets
@@ -149,14 +149,11 @@ def timm_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn
 
 
 def build_trunk(vision: dict, pretrained: bool = False) -> nn.Module:
-    """timm's model of a "vision_cfg". Raises UserError: there is none, or it would open files."""
-    name = vision["timm_model_name"]
-    if not timm.is_model(name):
-        raise UserError(f"timm has no model '{name}'.", "timm.list_models() prints the names that it has.")
+    """timm's model of a "vision_cfg". Raises UserError: it would open files."""
     options = vision.get("timm_model_kwargs", {})
     if files := sorted(FILES & options.keys()):  # an untrusted configuration could name files of this machine
         raise UserError(f"timm_model_kwargs has {', '.join(files)}.", "Name weights as model.pretrained instead.")
-    return timm.create_model(name, pretrained, num_classes=0, **options)
+    return timm.create_model(vision["timm_model_name"], pretrained, num_classes=0, **options)
 
 
 def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
@@ -196,21 +193,21 @@ def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
     return list(next((x for x in containers if isinstance(x, nn.Sequential | nn.ModuleList)), ()))
 
 
-def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> nn.Module:
+def fit_image_size(trunk: nn.Module, name: str, size: int) -> nn.Module:
     """The trunk, made to take images of a size. Raises UserError: it cannot be."""
-    failures = []
-    for fit in (lambda: None, lambda: trunk.set_input_size((image_size, image_size))):
-        try:
-            fit()
-            with torch.no_grad():
-                meta_twin(trunk).eval()(_blank(image_size))
-            return trunk
-        except Exception as error:  # whatever a model's layers raise about shapes, or timm as it cannot resize this one
-            failures.append(first_line(error))
-    raise UserError(
-        f"timm's {name} does not take images of {image_size} pixels ({failures[0]}).",
-        "Set image_size to the model's own, or to a multiple of its patches.",
-    )
+
+    @torch.no_grad()
+    def run() -> None:
+        meta_twin(trunk).eval()(_blank(size))
+
+    try:
+        run()
+    except Exception:  # whatever a model's layers raise about shapes
+        remedy = "Set image_size to the model's own, or to a multiple of its patches."
+        with refused(f"timm's {name} does not take images of {size} pixels", remedy):
+            trunk.set_input_size((size, size))
+            run()
+    return trunk
 
 
 def _blank(image_size: int) -> Tensor:

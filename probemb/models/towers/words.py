@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb.data.words import split_words
-from probemb.errors import UserError
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
@@ -54,25 +52,8 @@ class WordTokenizer:
 class WordTower(Encoder):
     """Base of towers of words, whose vectors are `table`, (FIRST_WORD + words, E)."""
 
-    def __init__(self, vocabulary: Sequence[str], context_length: int):
-        super().__init__()
-        self.vocabulary, self.context_length = list(vocabulary), context_length
-
     def trim(self, tokens: Tensor) -> Tensor:
         return used_columns(tokens, tokens != PADDING)
-
-    @torch.no_grad()
-    def fill_embedding(self, vectors: Mapping[str, np.ndarray]) -> int:
-        """Start words from vectors (E,), others stay; returns how many had one. Raises UserError: another width."""
-        rows = {row: vectors[word] for row, word in enumerate(self.vocabulary, FIRST_WORD) if word in vectors}
-        for row, vector in rows.items():
-            if len(vector) != (width := self.table.shape[1]):
-                raise UserError(
-                    f"The word vectors have {len(vector)} numbers, the model's {width}.",
-                    f"Name vectors of {width} numbers, or an architecture whose text width is {len(vector)}.",
-                )
-            self.table[row] = torch.from_numpy(vector)
-        return len(rows)
 
 
 def random_vectors(n_words: int, width: int) -> Tensor:
@@ -99,7 +80,8 @@ class WordMean(WordTower):
     def __init__(
         self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, width: int = 300, context_length: int = 64
     ):
-        super().__init__(vocabulary, context_length)
+        super().__init__()
+        self.context_length = context_length
         last_blocks((), n_unc_layers)  # it has none
         self.register_buffer("vectors", random_vectors(len(vocabulary), width))
         self.add_heads(o, width, width)
@@ -147,8 +129,9 @@ class WordGRU(WordTower):
         projection: bool = True,
         head_options: Mapping[str, dict] | None = None,
     ):
-        super().__init__(vocabulary, context_length)
-        self.hidden, self.pooling, self.words_are_tokens = hidden, pooling, tokens == "words"
+        super().__init__()
+        self.context_length, self.hidden, self.pooling = context_length, hidden, pooling
+        self.words_are_tokens = tokens == "words"
         self.averaged = bidirectional and directions == "averaged"
         self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
         with torch.no_grad():  # unknown words may never be taught
