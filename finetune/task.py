@@ -185,7 +185,7 @@ class PairTask(Task):
             every = [side[order] for side in every]
             words = None if words is None else words[order]
             images, texts = (side[: n * world] for side in every)
-        numbers = distributed.gather_host(torch.stack([pairs.image_index, pairs.pair_index], 1))
+        numbers = torch.cat(distributed.all_of(torch.stack([pairs.image_index, pairs.pair_index], 1)))
         image, pair = numbers.T.contiguous()
         group = self.groups[image.to(self.device)]
         match = same_image(group, group)
@@ -270,7 +270,8 @@ class ComposedTask(Task):
             # A text tower whose only text is no part takes part in the backward pass, as DDP expects.
             both.append(torch.cat([image[:b, None], part + 0 * (text * unused[:, None]).sum()], 1))
         mean, log_var = distributed.gather_together(both)
-        numbers = distributed.gather_host(torch.cat([batch.target_index[:, None], batch.concepts], 1)).numpy()
+        numbers = distributed.all_of(torch.cat([batch.target_index[:, None], batch.concepts], 1))
+        numbers = torch.cat(numbers).numpy()
         match = torch.from_numpy(self.train.matches(numbers[:, 1:], numbers[:, 0])).to(self.device).to(mean.dtype)
         targets, parts = Gaussian(mean[:, 0], log_var[:, 0]), Gaussian(mean[:, 1:], log_var[:, 1:])
         generator = self.generator(step, self.LOSS, self.device)

@@ -278,7 +278,7 @@ class Config:
         # After parsing: models take seconds to import.
         from pretrain.masking import check_masks
         from probemb.models.architectures import read_architecture, reads_regions
-        from probemb.models.dual_encoder import check_frozen, freeze_backbones
+        from probemb.models.dual_encoder import freeze_backbones
 
         m, loss = self.model, self.loss
         if reads_regions(read_architecture(m.name)):
@@ -292,7 +292,6 @@ class Config:
         model = m.create(self.train_paths, loss, **about, **more)
         locks = m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups
         freeze_backbones(model, *locks)
-        check_frozen(model, *locks)
         check_masks(self, model)
         if model.batch_statistics and (self.engine.accumulation > 1 or self.ema.half_life_samples):
             raise UserError(

@@ -226,11 +226,6 @@ def sum_host(numbers: list[int]) -> list[int]:
     return packed.tolist()
 
 
-def gather_host(x: Tensor) -> Tensor:
-    """(n, ...) on the CPU of each of W ranks to (W n, ...) in rank order; collective."""
-    return torch.cat(all_of(x))
-
-
 def all_of(own: Any) -> list[Any]:
     """Every rank's object, in rank order; collective."""
     if world_size() == 1:

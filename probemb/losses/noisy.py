@@ -18,7 +18,7 @@ from torch import Tensor
 from probemb.distances import sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks
-from probemb.losses.triplet import hardest_of_scores, hinges, triplet_loss
+from probemb.losses.triplet import hardest_of_scores, hinges, sum_of_hardest, triplet_loss
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -53,10 +53,7 @@ def ncr_loss(
         if not published_margins:
             row_margin, column_margin = row_margin[:, None], row_margin[None, :]
     row_NN, column_NN = hinges(similarity_NN, match_NN, row_margin, column_margin)
-    if hardest:
-        loss = row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
-    else:
-        loss = row_NN.mean(1).sum() + column_NN.mean(0).sum()
+    loss = sum_of_hardest(row_NN, column_NN) if hardest else row_NN.mean(1).sum() + column_NN.mean(0).sum()
     return LossOutput(loss, {"triplet": loss})
 
 

@@ -37,10 +37,7 @@ def triplet_loss(
             which positives count as 0.
     """
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
-    if hardest:
-        loss = row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
-    else:
-        loss = row_NN.sum() + column_NN.sum()
+    loss = sum_of_hardest(row_NN, column_NN) if hardest else row_NN.sum() + column_NN.sum()
     if reduce == "mean":
         loss = loss / (len(row_NN) if hardest else row_NN.numel())
     return LossOutput(loss, {"triplet": loss})
@@ -63,6 +60,10 @@ def hinges(
     row = (similarity_NN + margin - own_N[:, None]).clamp(min=0).masked_fill(positive, 0)
     column = (similarity_NN + column_margin - own_N[None, :]).clamp(min=0).masked_fill(positive, 0)
     return row, column
+
+
+def sum_of_hardest(row_NN: Tensor, column_NN: Tensor) -> Tensor:
+    return row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
 
 
 def hardest_of_scores(

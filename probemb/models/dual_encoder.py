@@ -87,32 +87,15 @@ class DualEncoder(nn.Module):
     def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, 3, H, W) uint8, or float that is normalised -> Gaussian (B, D) in at least float32, mean l2-normalised.
 
-        Args:
-            token_mask: (B, T) bool, tokens that take part in pooling (SizeAugment; heads that read tokens).
-            kept: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
-
-        Raises:
-            UserError: an image in place of its pixels, or pixels without a batch.
+        `token_mask`: (B, T) bool, tokens that take part in pooling (SizeAugment; heads that read tokens).
+        `kept`: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
         """
-        if not isinstance(pixels, Tensor) or (pixels.dtype == torch.uint8 and pixels.ndim == 3):
-            given = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
-            raise UserError(
-                f"encode_image takes pixels (B, 3, H, W), not {given}.",
-                "Call model.encode_image(transforms.evaluate(image)[None]), with model, tokenizer, transforms = "
-                "load_model(...).",
-            )
+        _check_tensor(pixels, "pixels (B, 3, H, W)", "transforms.evaluate(image)[None]")
         return self.visual.encode(pixels, token_mask, kept=kept).gaussian
 
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
-        """(B, L) int64 -> Gaussian (B, D), as `encode_image`; `kept` is of tokens.
-
-        L may be shorter than the context length, see `cut_padding`. Raises UserError: words in place of tokens.
-        """
-        if not isinstance(tokens, Tensor):
-            raise UserError(
-                f"encode_text takes tokens (B, L), not {type(tokens).__name__}.",
-                'Call model.encode_text(tokenizer(["a dog"])), with model, tokenizer, transforms = load_model(...).',
-            )
+        """(B, L) int64, L at most the context length -> Gaussian (B, D), as `encode_image`; `kept` is of tokens."""
+        _check_tensor(tokens, "tokens (B, L)", 'tokenizer(["a dog"])')
         return self.text.encode(tokens, token_mask, kept=kept).gaussian
 
     def cut_padding(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
@@ -225,6 +208,12 @@ class DualEncoder(nn.Module):
         return Position(which, *tower.place(rest), tower.in_stem(rest), tower.is_pretrained(rest))
 
 
+def _check_tensor(x: Tensor, wanted: str, made_by: str) -> None:
+    if not isinstance(x, Tensor):
+        what = f"The model takes {wanted}, not {type(x).__name__}."
+        raise UserError(what, f"Give it {made_by}, with model, tokenizer, transforms = load_model(...).")
+
+
 def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in open_clip's PreprocessCfg. Raises ValueError: they are none."""
     wanted = PreprocessCfg(**{key: value for key, value in preprocess.items() if key != "crop_pct"})
@@ -287,12 +276,9 @@ def freeze_backbones(
 ) -> bool:
     """Freeze or thaw each tower's pretrained part (`Encoder.is_pretrained`); frozen batch norms keep their statistics.
 
-    Args:
-        image_groups, text_groups: last groups that are trained nevertheless: what lies behind the blocks (the last
-            norm, the projection), then the last block, the one before it, and so on.
-
-    Returns:
-        whether anything has changed; then DDP must wrap the model again, as it reads `requires_grad` once.
+    The last groups are trained nevertheless: what lies behind the blocks (the last norm, the projection), then the last
+    block, the one before it, and so on. True if anything has changed; then DDP must wrap the model again, as it reads
+    `requires_grad` once.
     """
     changed, locks = False, {"image": (image, image_groups), "text": (text, text_groups)}
     for name, parameter in model.named_parameters():
@@ -306,23 +292,3 @@ def freeze_backbones(
             parameter.grad = None
             changed = True
     return changed
-
-
-def check_frozen(
-    model: DualEncoder, image: bool, text: bool = False, image_groups: int = 0, text_groups: int = 0
-) -> None:
-    """Raise UserError for locks, as given to `freeze_backbones`, that leave a tower as it is, or nothing to train."""
-    places = [(model.place(name), parameter.requires_grad) for name, parameter in model.named_parameters()]
-    for tower, locked, groups in (("image", image, image_groups), ("text", text, text_groups)):
-        own = [(place.depth, trains) for place, trains in places if place.pretrained and place.tower == tower]
-        if locked and all(trains for _, trains in own):
-            raise UserError(
-                f"model.lock_{tower} with model.unlocked_{tower}_groups {groups} locks nothing: the pretrained weights "
-                f"of the {tower} tower have {1 + max((depth for depth, _ in own), default=-1)} groups.",
-                f"Lower model.unlocked_{tower}_groups, or leave lock_{tower} out.",
-            )
-    if not any(trains for place, trains in places if place.tower != "neither"):
-        raise UserError(
-            "Both towers are locked, and nothing of them would be trained.",
-            "Unlock one of them, or set model.unlocked_image_groups or model.unlocked_text_groups.",
-        )

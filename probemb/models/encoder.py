@@ -120,26 +120,17 @@ class Encoder(nn.Module):
     runs inside `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters when its forward
     starts, and compute wrongly or not at all where a parameter is used from outside.
 
-    Image towers also have `image_size` (height, width) and `n_tokens` (T), text towers `context_length`.
-
-    Attributes:
-        mean_head, log_var_head: modules of `heads`. The first is None where the tower projects its own pooling
-            (`project`), the second in a point model.
-        blocks, branch_blocks: names of the modules that are the trunk's and the uncertainty branch's blocks, in order.
-        stem_prefixes: beginnings of the names of parameters before all blocks: embeddings, the first convolution.
-        normalization: (mean, std) of each channel for uint8 pixels, set by the model.
-        feature_layout: set where features that were computed before come in place of inputs.
-        required_parts: at most so many of an input's parts may not be dropped; see `parts.py`.
-        batch_statistics: whether batch norms use the batch's statistics in training, see `use_batch_statistics`.
+    Image towers also have `image_size` (height, width) and `n_tokens` (T), text towers `context_length`. `mean_head` is
+    None where the tower projects its own pooling (`project`), `log_var_head` in a point model.
     """
 
-    blocks: Sequence[str] = ()
-    branch_blocks: Sequence[str] = ()
-    stem_prefixes: tuple[str, ...] = ()
-    normalization: tuple[Sequence[float], Sequence[float]] | None = None
-    feature_layout: FeatureLayout | None = None
-    required_parts: int = 0
-    batch_statistics: bool = False
+    blocks: Sequence[str] = ()  # names of the modules that are the trunk's blocks, in order
+    branch_blocks: Sequence[str] = ()  # and the uncertainty branch's
+    stem_prefixes: tuple[str, ...] = ()  # of names of parameters before all blocks: embeddings, the first convolution
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of uint8 pixels' channels
+    feature_layout: FeatureLayout | None = None  # set where features that were computed before come in place of inputs
+    required_parts: int = 0  # at most so many of an input's parts may not be dropped, see `parts.py`
+    batch_statistics: bool = False  # batch norms use the batch's in training
     _updating: bool = False
 
     def add_heads(

@@ -129,8 +129,7 @@ class GPOHead(nn.Module):
     def forward(self, features: Features) -> Tensor:
         return self.pool(self.linear(features.tokens), features.mask)
 
-    def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        return self.linear(tokens_BTW)
+    embed_tokens = property(lambda self: self.linear)
 
 
 class PIEHead(nn.Module):
@@ -169,8 +168,7 @@ class PIEHead(nn.Module):
             out = self.norm(pooled_B1D + residual_BKD)
             return (out.squeeze(1) if out.shape[1] == 1 else out), residual_BKD
 
-    def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        return self.fc(tokens_BTW)
+    embed_tokens = property(lambda self: self.fc)
 
 
 class MLPHead(nn.Module):
@@ -226,9 +224,8 @@ HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "aver
 class GPO(nn.Module):
     """Pools (B, T, D) to (B, D): each channel sorted in descending order, then averaged with learned weights.
 
-    The weights come from a bidirectional GRU over positional codes, so they depend on the number of valid tokens and on
-    nothing else; they are computed once per length. They sum to 1. Source: VSE∞ (Chen et al., "Learning the Best
-    Pooling Strategy for Visual Semantic Embedding"); PCME++ §3.3.
+    These sum to 1 and come from a bidirectional GRU over positional codes, so they depend on the number of valid tokens
+    alone. Source: VSE∞ (Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding"); PCME++ §3.3.
     """
 
     def __init__(self, code_dim: int = 32, hidden_dim: int = 32):
@@ -250,8 +247,8 @@ class GPO(nn.Module):
             weights_BT = table_LT[n_tokens - lengths_B.clamp(min=1)]
             lowest = torch.finfo(features_BTD.dtype).min  # sorts tokens that take no part behind all others
             sorted_BDT = _sort_tokens(features_BTD.masked_fill(~mask_BT[..., None], lowest))
-            padding_BT = length_mask(lengths_B, n_tokens).logical_not()
-            return torch.einsum("bdt,bt->bd", sorted_BDT.masked_fill(padding_BT[:, None], 0), weights_BT)
+            sorted_BDT = sorted_BDT.masked_fill(~length_mask(lengths_B, n_tokens)[:, None], 0)
+            return torch.einsum("bdt,bt->bd", sorted_BDT, weights_BT)
 
     @torch.compiler.disable  # a compiler unrolls or rejects the GRU, which costs next to nothing
     def weights(self, lengths: list[int]) -> Tensor:
@@ -311,10 +308,8 @@ def length_mask(lengths_B: Tensor, n_tokens: int) -> Tensor:
 def size_augment_mask(
     batch: int, n_tokens: int, ratio: float = 0.2, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Mask of the image tokens that SizeAugment keeps, (batch, n_tokens) bool: the `token_mask` of `encode_image`.
-
-    Each image draws p ~ U(0, 1). If p > ratio, each of its tokens (the class token too) is dropped with probability
-    ratio·p; otherwise all stay. Source: VSE∞; PCME++ §B.2 (ratio 0.2).
+    """The image tokens that SizeAugment keeps, (batch, n_tokens) bool: of an image with p ~ U(0, 1) above the ratio,
+    each (the class token too) is dropped with probability ratio·p; else all stay. Source: VSE∞; PCME++ §B.2 (0.2).
     """
     p_B1 = torch.rand(batch, 1, generator=generator)
     keep_BT = torch.rand(batch, n_tokens, generator=generator) > ratio * p_B1
