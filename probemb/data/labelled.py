@@ -328,7 +328,8 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
     elif images.classes is not None:
         classes = images.classes
     elif variant is not None:
-        kept = [item for item in zip(IMAGENET_CLASSNAMES, variant) if item[1] in set(folders)]
+        present = set(folders)
+        kept = [item for item in zip(IMAGENET_CLASSNAMES, variant) if item[1] in present]
         source = BUILT_IN if len(kept) == len(variant) else f"{BUILT_IN}, {len(kept)} of them"
         classes = Classes(*map(tuple, zip(*kept)), source)
     elif folders is None and n_marks == 1000:

@@ -23,7 +23,10 @@ from probemb.errors import UserError, nearest
 MAX_FILE = 1 << 30  # bytes of an annotation file, unpacked
 MAX_ARRAYS = 4 << 30  # bytes of an .npz, unpacked
 MAX_ID = 2**63 - 1
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, OSError, csv.Error)
+MALFORMED = (
+    *(ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, csv.Error),
+    *(OSError, EOFError, zlib.error),
+)
 REMEDY = "Correct the file, or fetch it again."
 AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it
 USUAL_SPLITS = ("train", "restval", "val", "test")

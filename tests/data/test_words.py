@@ -3,8 +3,10 @@
 import gzip
 
 import numpy as np
+import pytest
 
 from probemb.data.words import count_words, frequent_words, read_vectors, split_words
+from probemb.errors import UserError
 
 
 def test_words_of_a_text():
@@ -29,3 +31,6 @@ def test_vectors(tmp_path):
     assert sorted(found) == ["cat", "dog"]
     np.testing.assert_array_equal(found["dog"], np.float32([1, -2.5]))
     np.testing.assert_array_equal(found["cat"], np.float32([0.5, 6]))
+    path.write_bytes(gzip.compress(text)[:-9])
+    with pytest.raises(UserError, match="is not a file in GloVe's text format"):
+        read_vectors(path, ["cat"])

@@ -86,10 +86,8 @@ def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
     """Split, file name and captions of an image."""
     name = as_inside(f"{row['filepath']}/{row['filename']}" if row.get("filepath") else row["filename"])
     sentences = [sentence for sentence in row["sentences"] if sentence["raw"].strip()]
-    texts, split = (
-        [sentence["raw"].strip()[:MAX_CAPTION_CHARS] for sentence in sentences],
-        split_name(str(row["split"])),
-    )
+    texts = [sentence["raw"].strip()[:MAX_CAPTION_CHARS] for sentence in sentences]
+    split = split_name(str(row["split"]))
     if row.get("cocoid") is None:
         return split, name, Entry(str(PurePosixPath(name).with_suffix("")), texts)
     ids = [as_id(sentence["sentid"], "the sentid") for sentence in sentences]
