@@ -19,7 +19,7 @@ from finetune.config import Config
 from finetune.trainer import State
 from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
-from probemb.options import to_dict, with_absolute_paths
+from probemb.options import resolved
 from probemb.runs.checkpoints import OPTIMIZER, WEIGHTS, Snapshot
 from probemb.runs.folder import RunOutput, take_lock
 from probemb.runs.log import composed_words, rsum_words, step_of
@@ -60,8 +60,7 @@ class RunFolder(RunOutput):
 
         Raises UserError, on all ranks: the one before could not be written.
         """
-        config = with_absolute_paths(to_dict(self.config), self.config)
-        content = {**asdict(state.position), "config": config, "data": self.identity}
+        content = {**asdict(state.position), "config": resolved(self.config), "data": self.identity}
         step = state.position.samples // self.config.batch_size
         self.write(lambda: take_snapshot(state, step, content) if self.is_main else None)
 

@@ -29,7 +29,7 @@ from probemb import distributed
 from probemb.files import replace_file
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.hub import save_model
-from probemb.options import to_dict, with_absolute_paths
+from probemb.options import resolved
 from probemb.runs.checkpoints import Best, Snapshot, best_until, prune
 from probemb.runs.copy import Copier, Copy
 from probemb.runs.folder import RunOutput
@@ -135,7 +135,7 @@ class RunFolder(RunOutput):
         state = {
             "samples": position.samples,
             "skipped": position.skipped,
-            "config": with_absolute_paths(to_dict(self.config), self.config),
+            "config": resolved(self.config),
             "data": self.identity,
             "model": self.model_config,
         }

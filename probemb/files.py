@@ -11,8 +11,7 @@ from pathlib import Path
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, flush it to disk, and rename it; makes missing folders.
 
-    Raises:
-        OSError: from writing. What `write` raises passes through; `path` is then as it was.
+    Raises OSError, and whatever `write` raises; `path` is then as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

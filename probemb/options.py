@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -30,16 +29,16 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_yaml(config: Any) -> str:
     """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back from any folder."""
-    return yaml.safe_dump(with_absolute_paths(to_dict(config), config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
 
 
-def with_absolute_paths(values: dict, config: Any) -> dict:
-    """Copy a configuration (a dict), and make the paths under the keys in `config.PATHS`, if any, absolute.
+def resolved(config: Any) -> dict:
+    """`to_dict`, with absolute paths under the keys in `config.PATHS`, if any.
 
     Addresses, tags and hub names stay: a model's key is a path only if that path exists. Keys in `config.NAMED_PATHS`
     may hold NAME=PATH.
     """
-    values = copy.deepcopy(values)
+    values = to_dict(config)
     for key in getattr(config, "PATHS", ()):
         *groups, name = key.split(".")
         group, named = values, key in getattr(config, "NAMED_PATHS", ())
@@ -59,10 +58,8 @@ def _absolute(key: str, value: str, named: bool) -> str:
 
 
 class NamedPath(NamedTuple):
-    """A path or address; the name is empty for a single one that was given without."""
-
-    name: str
-    path: str
+    name: str  # empty for a single path that was given without
+    path: str  # or an address
 
 
 def split_name(given: str) -> NamedPath:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,23 +82,17 @@ def require_output() -> None:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Call `main` and leave with its exit code; a UserError ends in two lines on stderr and its exit code, 2.
-
-    Set PROBEMB_TRACEBACK=1 to see where an error was raised.
-    """
+    """Call `main` and leave with its exit code; a UserError ends in two lines on stderr and its exit code, 2."""
     make_output_unfailing()
     try:
         code = main() or 0
     except (UserError, RuntimeError) as error:
-        if not isinstance(error, UserError):
-            if (found := ended_worker(error)) is None:
-                raise
-            error = found
+        told = error if isinstance(error, UserError) else ended_worker(error)
+        if told is None:
+            raise
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch would report ended workers once more
-        if os.environ.get("PROBEMB_TRACEBACK"):
-            traceback.print_exc()
-        report(error)
-        code = error.exit_code
+        report(told)
+        code = told.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         exec("")  # else Python, where the signal came in code of a string (a dataclass is one), forgets our exit code

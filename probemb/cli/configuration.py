@@ -25,11 +25,9 @@ HELP, HELP_ALL = ("h", "help", "help_all"), "--help-all"
 
 
 class Option(NamedTuple):
-    """An option: its type, its default, and what the dataclass' docstring says of it."""
-
-    hint: Any
+    hint: Any  # its type
     default: Any
-    text: str
+    text: str  # from the dataclass' docstring
 
 
 def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:

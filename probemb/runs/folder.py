@@ -11,7 +11,7 @@ from torch import nn
 from probemb.distributed import agree, all_of, is_main, on_main
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.options import flat, to_dict, to_yaml, with_absolute_paths
+from probemb.options import flat, resolved, to_yaml
 from probemb.runs.checkpoints import Snapshot, find_checkpoint, prune, remove_after, restore_replaced
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
 from probemb.runs.log import RunLog, start_wandb, step_of, train_line
@@ -79,7 +79,7 @@ def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free:
     `free`: keys of the configuration, and groups of them, that may change. Returns the changes, "KEY: BEFORE -> NOW"
     each. Raises UserError, which names them.
     """
-    before, now = (flat(with_absolute_paths(one, config)) for one in (state["config"], to_dict(config)))
+    before, now = flat(state["config"]), flat(resolved(config))
     keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
     changes = {key: (before.get(key), now.get(key)) for key in keys}
     before, now = flat(state["data"], "data."), flat(identity, "data.")
@@ -135,7 +135,7 @@ class RunOutput:
 
     def _begin(self, step: int) -> RunLog:
         self.path.mkdir(parents=True, exist_ok=True)
-        wandb = start_wandb(self.config.wandb, self.path, to_dict(self.config))  # first: the login may fail
+        wandb = start_wandb(self.config.wandb, self.path, resolved(self.config))  # first: the login may fail
         (self.path / "checkpoints").mkdir(exist_ok=True)
         for pattern in (".*.*", "model*/.*.*", "model*/.tmp*"):  # of a killed attempt: ours, and safetensors' own
             for left in self.path.glob(pattern):

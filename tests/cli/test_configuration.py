@@ -11,7 +11,7 @@ from probemb.cli.configuration import chosen_options, parse_config
 from probemb.cli.ranges import BelowOne, Distance, Seed
 from probemb.distances import DISTANCES
 from probemb.errors import UserError
-from probemb.options import to_dict, to_yaml, with_absolute_paths
+from probemb.options import resolved, to_yaml
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def test_a_written_configuration_holds_in_every_folder(tmp_path, monkeypatch):
     data = Data(train=["data/{000..003}.tar", "https://host/data", "pipe:cat x.tar"])
     model, sets = Model(pretrained="openai", vocabulary="vocabulary.txt"), Evaluate(pairs=["a=x", "data/b=c"])
     config = Config(out="runs/x", data=data, model=model, evaluate=sets)
-    found = with_absolute_paths(to_dict(config), config)
+    found = resolved(config)
     assert found["out"] == str(tmp_path / "runs" / "x")
     assert found["data"]["train"] == [str(tmp_path / "data" / "{000..003}.tar"), "https://host/data", "pipe:cat x.tar"]
     assert found["model"]["pretrained"] == "openai"
