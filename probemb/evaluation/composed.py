@@ -235,8 +235,8 @@ def measure_feasibility(
     composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
     """ROC AUC of telling infeasible queries from feasible ones of the same kind: score -> kind -> {"value", "se"}; 0.5
-    is chance. "all" is the mean of the kinds, each as often as the side with fewer of it has. Errors take the queries
-    of one combination for dependent.
+    is chance. "all" is the mean of the kinds, each as often as the side with fewer of it has. Standard errors treat the
+    queries of one combination as dependent.
     """
     strata = feasibility_strata(composer, feasible, infeasible, counts).items()
     return {

@@ -131,12 +131,10 @@ def evaluate_rankings(
     pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str], options: RankingOptions,
     benchmarks: Sequence[str] = (), objects: Tensor | None = None, show=silent,
 ) -> tuple[list[dict], PerQuery, dict[str, Tensor]]:  # fmt: skip
-    """Every ranking against every kind of positives. objects: (images of `captions`, L) multi-hot categories, for
-    "pmrp".
+    """Every ranking against every kind of positives; objects: (images of `captions`, L) multi-hot, for "pmrp".
 
-    Returns a row of each kind of positives and ranking; under the first ranking `per_query`, side -> "positives:
-    metric" -> values, NaN where the kind lacks a query, and side -> (N or M, 3) int64, the closest rows of the other
-    side.
+    Returns a row of each kind and ranking; of the first ranking `per_query`, side -> "positives: metric" -> values, NaN
+    for a query without positives, and side -> (N or M, 3) int64, the closest rows of the other side.
     """
     kinds, rows, first = all_kinds(pairs, captions, benchmarks), [], None
     objects = None if objects is None else objects[pairs.kept]
@@ -222,9 +220,7 @@ def measure_plausible(
 
 
 def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, ranking: str, options: RankingOptions) -> dict:
-    """{"i2t": metrics, "t2i": metrics, "rsum": in percent} of (N, D) and (M, D) under one ranking; positives: of
-    images.
-    """
+    """{"i2t": metrics, "t2i": metrics, "rsum": in percent} of (N, D) and (M, D); positives: of the images."""
     return measure(Ranker(ranking, images, texts, options), {"": _whole(positives)})[1][""]
 
 

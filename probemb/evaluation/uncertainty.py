@@ -169,7 +169,7 @@ def erase(
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:  # fmt: skip
     """Uncertainty against the share that is erased of the `chosen` images, "pixels" or precomputed "regions", and of
-    their first captions, "words" and "ends" (the last words); "lies_in": the share of captions that lie in their
+    their first captions, "words" and "ends" (the last words). "lies_in": the share of captions that lie in their
     prefix.
     """
     read = []
@@ -240,11 +240,11 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
 
 
 def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
-    """Does inclusion tell which of two captions is true of more images? match_NM: (N, M) bool; None without
-    `nested_pairs`.
+    """Does inclusion tell which of two captions is true of more images? match_NM: (N, M) bool.
 
-    "found" pairs among "captions", of which "pairs" are measured: "lies_in", the share in which the caption of fewer
-    images lies in the other, and "roc_auc" of that inclusion against the reverse one, by bootstrap over these captions.
+    Of the `nested_pairs` "found" among "captions" (None without any) "pairs" are measured: "lies_in", the share in
+    which the caption of fewer images lies in the other, and "roc_auc" of that inclusion against the reverse one, by
+    bootstrap.
     """
     small, large = nested_pairs(match_NM)
     if not len(small):
@@ -384,8 +384,8 @@ def assess(
     """Measure how well each score (Q,) predicts whether its queries are answered right (`correct`, (Q,)).
 
     Spearman's correlation with correct, with the share of all images that a query fits (`ambiguity`) and that people
-    accept, `halves`, and "gain" of refusing; None where unknown or constant. An informative score is positive but for
-    r@1. cluster: (Q,) queries that depend on each other, such as the captions of an image.
+    accept, `halves`, and "gain" of refusing; None where unknown or constant. An informative score correlates negatively
+    with r@1, the rest is positive. cluster: (Q,) queries that depend on each other, such as an image's captions.
     """
     outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}
     return [

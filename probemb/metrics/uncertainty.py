@@ -69,11 +69,10 @@ def mean_estimates(
 
 
 def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_over_all: bool = False) -> dict | None:
-    """Items in bins of (nearly) equal count, from certain to uncertain; None if fewer than two have a score that is not
-    NaN.
+    """Items with a score in bins of (nearly) equal count, from certain to uncertain; None if there are fewer than two.
 
-    cut_over_all: cut the bins over items without a score too, as PCME++'s evaluation does although ECCV Caption has
-    only some queries. "pearson" is of the bins' means (PCME++ Fig. 3), "spearman" over single items.
+    score: NaN for an item without one; cut_over_all: cut the bins over these too, as PCME++'s evaluation does although
+    ECCV Caption has only some queries. "pearson" is of the bins' means (PCME++ Fig. 3), "spearman" over single items.
     """
     scored = torch.isfinite(score.double())
     keep = torch.isfinite(uncertainty.double()) & (scored | cut_over_all)
@@ -93,11 +92,11 @@ def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_o
 def rejection_curve(
     uncertainty: Tensor, score: Tensor, refused: Sequence[float] = tuple(i / 20 for i in range(20))
 ) -> dict | None:
-    """Mean "score" of the others when shares `refused` of the most uncertain queries are; equal ones count with their
-    mean.
+    """Mean "score" of the other queries when shares `refused` of the most uncertain ones are; None without any score.
 
-    "area" is the mean of the curve from none refused to all but one; "random" and "oracle", if queries were refused at
-    random, and the worst first. None if no query has a score; those with NaN are left out.
+    Queries of equal uncertainty count with their mean score; those with NaN are left out. "area" is the mean of the
+    curve from none refused to all but one; "random" and "oracle": if queries were refused at random, and the worst
+    first.
     """
     u, s, _ = _known(uncertainty, score)
     if not len(u):
@@ -151,9 +150,7 @@ def halves(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dic
 
 
 def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict[str, float] | None:
-    """The area under the rejection curve where refusing at random is 0 and the oracle 1; None if all outcomes are
-    equal.
-    """
+    """Area under the rejection curve, 0 for refusing at random and 1 for the oracle; None if all outcomes are equal."""
     score, outcome, cluster = _known(score, outcome, cluster)
     curve = rejection_curve(score, outcome)
     if curve is None or (possible := curve["oracle"] - curve["random"]) <= 1e-12:

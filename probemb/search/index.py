@@ -166,9 +166,7 @@ def faiss_errors(factory: str) -> Iterator[None]:
 
 
 def set_effort(index: Index, effort: int) -> str | None:
-    """Set the cells (`nprobe`) or nodes of a graph (`efSearch`) that a search examines; returns the name, None for
-    neither.
-    """
+    """Set the cells (`nprobe`) or graph nodes (`efSearch`) that a search examines; returns the name, or None."""
     kind = type(_innermost(index.parts[0])).__name__
     name = "nprobe" if "IVF" in kind else "efSearch" if "HNSW" in kind else None
     for part in index.parts if name else ():
@@ -223,8 +221,7 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
     """`search` by CSD with the gallery's u times `weight`, exactly, in an index of any weight.
 
     An index of another weight gives candidates, ever more of them, until no other item can be among the k closest: what
-    the weight changes is bounded by the gallery's least and largest u. Raises UserError: as `search`; not an exact
-    index.
+    the weight changes is bounded by the gallery's least and largest u. Raises UserError: as `search`; it is not exact.
     """
     if weight == index.weight and index.form != "mean":
         return search(index, queries, k)
