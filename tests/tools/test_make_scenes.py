@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 
 import numpy as np
 import pytest
@@ -53,6 +54,17 @@ def test_the_truth_is_that_of_the_scenes_also_of_some(made):
     np.testing.assert_array_equal(exact_match(some, [0, 1]), match_matrix(drawn, stated))
     assert true_ambiguity(some, [0, 1]).tolist() == [ambiguity(one) for one in stated]
     assert find_captions(made / "train").truth is None
+
+
+@pytest.mark.parametrize("arrays", [None, {"matches": np.ones((8, 3), bool)}, {"images": np.array([{}], object)}])
+def test_a_file_that_is_no_truth_is_refused(made, tmp_path, arrays):
+    file = shutil.copytree(made / "val", tmp_path / "val") / "truth.npz"
+    if arrays is None:
+        file.write_bytes(b"PK\x03\x04 cut off")
+    else:
+        np.savez(file, **{**np.load(made / "val" / "truth.npz"), **arrays})
+    with pytest.raises(UserError, match=r"truth\.npz is not the truth of images and captions"):
+        find_captions(tmp_path / "val")
 
 
 def test_the_same_arguments_give_the_same_bytes(made, tmp_path):

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,29 +78,26 @@ class Predicate:
     focus: str | None = None
 
 
-@dataclass(frozen=True)
-class Mention:
-    """A noun phrase of a caption.
-
-    Attributes:
-        start, end: its place in the caption's text.
-        things: the objects that it means; none for a phrase about the picture, such as "a dark photo".
-        pattern: what it states of each of them.
+class Mention(NamedTuple):
+    """A noun phrase, the objects that it means (none for one about the picture, such as "a dark photo"), and what it
+    states of each of them.
     """
 
-    start: int
-    end: int
+    text: str
     things: tuple[Thing, ...] = ()
     pattern: Pattern = Pattern()
 
 
 @dataclass(frozen=True)
 class Caption:
-    """A text, its exact meaning, which the text alone determines, and its noun phrases in order."""
+    """Noun phrases and the words between them, and their exact meaning, which the text alone determines."""
 
-    text: str
+    pieces: tuple[str | Mention, ...]
     predicate: Predicate
-    mentions: tuple[Mention, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(piece if isinstance(piece, str) else piece.text for piece in self.pieces)
 
 
 # ------------------------------------------------------------------------------------------------------------- meaning
@@ -183,11 +181,10 @@ def write_truth(file: Path, ids: Sequence[str], scenes: Sequence[Scene], caption
 
 # ------------------------------------------------------------------------------------------------------------- writing
 
-LEVELS = 5  # 0 exact ... 4 vague
-
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
 _PLACE_WORDS = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
 _PLACE_WORDS["middle"] = "in the middle"
+_SIZE_WORDS = {"small": ("small",), "large": ("large", "large", "big"), "huge": ("huge",)}
 _CAMERA_WORDS = {
     "photo": ("photo",),
     "drawing": ("drawing", "sketch", "doodle"),
@@ -197,15 +194,13 @@ _CAMERA_WORDS = {
     "blurry": ("blurry",),
     "pixelated": ("pixelated", "low resolution"),
 }
-_EMPTY_WORDS = ("good", "nice", "cool")
-_SIZE_WORDS = {"small": ("small",), "large": ("large", "large", "big"), "huge": ("huge",)}
 
 
-def draw_captions(scene: Scene, count: int = LEVELS) -> list[Caption]:
+def draw_captions(scene: Scene, count: int = 5) -> list[Caption]:
     """`count` true captions of the scene, from exact to vague; a pure function of the scene."""
     draw = random.Random(f"captions {scene.seed}")
     writers = (_exact, _without_sizes, _one_object, _one_attribute, _vague)
-    levels = [round(i * (LEVELS - 1) / max(count - 1, 1)) for i in range(count)]
+    levels = [round(i * (len(writers) - 1) / max(count - 1, 1)) for i in range(count)]
     return [writers[level](scene, draw) for level in levels]
 
 
@@ -213,16 +208,14 @@ def _exact(scene: Scene, draw: random.Random) -> Caption:
     """Every object with shape, colour and size; their relation; the camera settings."""
     things = _shuffled(scene.things, draw)
     patterns = [Pattern(thing.shape, thing.colour, thing.size) for thing in things]
-    camera = _true_camera(scene, draw, 0.7, 0.7)
-    return _write_list(things, patterns, camera, draw, place=0.6, relation=1.0)
+    return _write_list(things, patterns, _true_camera(scene, draw, 0.7, 0.7), draw, place=0.6, relation=1.0)
 
 
 def _without_sizes(scene: Scene, draw: random.Random) -> Caption:
     """Every object with shape and colour; sometimes their relation."""
     things = _shuffled(scene.things, draw)
     patterns = [Pattern(thing.shape, thing.colour) for thing in things]
-    camera = _true_camera(scene, draw, 0.4, 0.3)
-    return _write_list(things, patterns, camera, draw, place=0.4, relation=0.5)
+    return _write_list(things, patterns, _true_camera(scene, draw, 0.4, 0.3), draw, place=0.4, relation=0.5)
 
 
 def _one_object(scene: Scene, draw: random.Random) -> Caption:
@@ -259,8 +252,7 @@ def _vague(scene: Scene, draw: random.Random) -> Caption:
         thing = pick(draw, scene.things)
         return _write_list([thing], [Pattern()], _true_camera(scene, draw, 0.4, 0.3), draw, place=0.3)
     camera = _true_camera(scene, draw, 1.0, 0.6)
-    text = _camera_words(camera, draw)
-    return Caption(text, Predicate(**camera), (Mention(0, len(text)),))
+    return Caption((Mention(_camera_words(camera, draw)),), Predicate(**camera))
 
 
 def _write_list(
@@ -281,25 +273,21 @@ def _write_list(
         if patterns[0].size == "huge":  # stated by the camera's words instead
             adjectives, patterns[0] = ("close-up",), replace(patterns[0], size=None)
         article = "the" if draw.random() < 0.3 else None
-    names = [_noun_phrase(pattern, draw, article) for pattern in patterns]
-    if stated:
-        text = f"{names[0]} {stated} {names[1]}" + "".join(f", and {name}" for name in names[2:])
-    else:
-        text = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    meant = [(name, (thing,), pattern) for name, thing, pattern in zip(names, things, patterns)]
-    return _finish(text, predicate, meant, prompt, camera, draw, adjectives)
+    names = [Mention(_noun_phrase(one, draw, article), (thing,), one) for one, thing in zip(patterns, things)]
+    between = [f" {stated} ", ", and "] if stated else [", ", " and "][MAX_OBJECTS - len(names) :]
+    pieces = [names[0], *itertools.chain(*zip(between, names[1:]))]
+    return _finish(pieces, predicate, prompt, camera, draw, adjectives)
 
 
 def _write_number(scene: Scene, pattern: Pattern, camera: dict[str, str], draw: random.Random) -> Caption:
     """The number of objects that fit the pattern: exact, or "several"."""
-    count = sum(map(pattern.fits, scene.things))
-    several = count > 1 and draw.random() < 0.25
-    number = (2, MAX_OBJECTS) if several else (count, count)
-    text = _noun_phrase(pattern, draw, "several" if several else _NUMBERS[count])
+    meant = tuple(filter(pattern.fits, scene.things))
+    several = len(meant) > 1 and draw.random() < 0.25
+    number = (2, MAX_OBJECTS) if several else (len(meant), len(meant))
+    text = _noun_phrase(pattern, draw, "several" if several else _NUMBERS[len(meant)])
     prompt = bool(camera) or draw.random() < 0.15
     predicate = Predicate((pattern,), number=number, **camera)
-    meant = [(text, tuple(filter(pattern.fits, scene.things)), pattern)]
-    return _finish(text, predicate, meant, prompt, camera, draw)
+    return _finish([Mention(text, meant, pattern)], predicate, prompt, camera, draw)
 
 
 def _noun_phrase(pattern: Pattern, draw: random.Random, determiner: str | None = None) -> str:
@@ -327,30 +315,19 @@ def _camera_words(camera: dict[str, str], draw: random.Random, adjectives: Seque
     """ "a dark blurry photo"; without a medium "a dark picture"."""
     words = [pick(draw, _CAMERA_WORDS[camera[name]]) for name in ("light", "focus") if name in camera]
     if not words and draw.random() < 0.15:
-        words = [pick(draw, _EMPTY_WORDS)]
+        words = [pick(draw, ("good", "nice", "cool"))]
     words = [*words, *adjectives, pick(draw, _CAMERA_WORDS[camera.get("medium")])]
     return f"{_article(words[0])} {' '.join(words)}"
 
 
 def _finish(
-    text: str, predicate: Predicate, meant: Sequence[tuple[str, tuple[Thing, ...], Pattern]], prompt: bool,
-    camera: dict[str, str], draw: random.Random, adjectives: Sequence[str] = (),
+    pieces: list[str | Mention], predicate: Predicate, prompt: bool, camera: dict[str, str], draw: random.Random,
+    adjectives: Sequence[str] = (),
 ) -> Caption:  # fmt: skip
-    """The caption, after the camera's words if it is a prompt; sometimes with a full stop.
-
-    meant: the noun phrases of the text in order, each with its objects and what it states of them.
-    """
-    mentions, at = [], 0
+    """The caption, after the camera's words if it is a prompt; sometimes with a full stop."""
     if prompt:
-        words = _camera_words(camera, draw, adjectives)
-        mentions.append(Mention(0, len(words)))
-        at = len(words) + len(" of ")
-        text = f"{words} of {text}"
-    for name, things, pattern in meant:
-        start = text.index(name, at)
-        at = start + len(name)
-        mentions.append(Mention(start, at, things, pattern))
-    return Caption(text + "." if draw.random() < 0.25 else text, predicate, tuple(mentions))
+        pieces = [Mention(_camera_words(camera, draw, adjectives)), " of ", *pieces]
+    return Caption((*pieces, ".") if draw.random() < 0.25 else tuple(pieces), predicate)
 
 
 def _article(word: str) -> str:

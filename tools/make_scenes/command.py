@@ -12,7 +12,7 @@
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
---boxes adds the same world in published formats: regions/, entities/, visual_genome/, cub/ (`forms.py`).
+--boxes adds the same world in published formats: regions/, entities/, visual_genome/ (`forms.py`).
 
 Each shard folder has its index.json. The same arguments give the same bytes. The set is written beside OUT and renamed
 when it is complete; a complete set of the same arguments is kept.
@@ -36,7 +36,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 from probemb.cli.command import Parser
 from probemb.cli.ranges import Processes
 from probemb.data.captions.find import TRUTH
-from probemb.data.shards.index import Shard, file_sha256, read_index, write_index
+from probemb.data.shards.index import Shard, file_sha256, write_index
 from probemb.data.shards.samples import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
@@ -175,9 +175,8 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
     if plan.classes_images:
         names = "".join(f"{name}\n" for name in SIZED_KINDS)
         (folder / "classes" / "classes.txt").write_text(names, encoding="utf-8")
-        prompts = json.dumps(caption_prompts(plan.seed), indent=1)
-        (folder / "classes" / "prompts.json").write_text(prompts + "\n", encoding="utf-8")
-    (folder / RECORD).write_text(json.dumps(describe(plan), indent=2) + "\n", encoding="utf-8")
+        (folder / "classes" / "prompts.json").write_text(_json(caption_prompts(plan.seed)), encoding="utf-8")
+    (folder / RECORD).write_text(_json(describe(plan)), encoding="utf-8")
 
 
 def _run_all(write: Callable, tasks: list, workers: int) -> Iterator:
@@ -200,22 +199,12 @@ def describe(plan: Plan) -> dict:
     return {"arguments": asdict(plan), "fingerprint": digest.hexdigest()}
 
 
-def is_finished(plan: Plan, folder: Path) -> bool:
-    """True if the folder is a complete set of the same arguments."""
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        counts = {part: sum(shard.samples for shard in read_index(folder / part)) for part in plan.parts()}
-    except (OSError, ValueError, UserError):
-        return False
-    return counts == plan.parts() and record == describe(plan)
-
-
 def make(plan: Plan, out: Path, workers: int) -> bool:
     """Make the set in `out`; False if it exists already. Raises UserError if `out` holds something else."""
-    if is_finished(plan, out):
+    made = out / RECORD
+    if made.is_file() and made.read_text(encoding="utf-8") == _json(describe(plan)):
         return False
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        made = out / RECORD
         what = "a set of scenes made with other arguments or by another version" if made.is_file() else "something else"
         raise UserError(f"{out} already holds {what}.", "Name a new folder, or remove that one first.")
     try:
@@ -226,10 +215,13 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
             write_set(plan, aside, workers)
             aside.rename(out)
     except OSError as error:
-        raise UserError(
-            f"{out} cannot be written: {error.strerror or error}.", "Free space or name another folder."
-        ) from error
+        why = error.strerror or error
+        raise UserError(f"{out} cannot be written: {why}.", "Free space or name another folder.") from error
     return True
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, indent=1) + "\n"
 
 
 OPTIONS = {  # type and help
@@ -255,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (kind, text) in OPTIONS.items():
         text += " (default: %(default)s)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Plan, name), help=text)
-    parser.add_argument("--boxes", action="store_true", help="also write forms with regions, boxes and classes")
+    parser.add_argument("--boxes", action="store_true", help="also write forms with regions and boxes")
     parser.add_argument("--workers", type=Processes, default=2, help="processes (default: %(default)s)")
     options = parser.parse_args(argv)
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})

@@ -4,7 +4,6 @@ regions/        SCAN's and VSRN's region features: SPLIT_ims.npy (N, R, F) float
                 and what is true of them in SPLIT_truth.npz
 entities/       Flickr30k Entities: Annotations/ID.xml, Sentences/ID.txt, flickr30k-images/ID.jpg, val.txt, test.txt
 visual_genome/  Visual Genome: region_descriptions.json, image_data.json, VG_100K/ID.jpg
-cub/            CUB-200-2011 with its ten captions an image: images/CLASS/NAME.jpg, text_c10/CLASS/NAME.txt, lists
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable
 from itertools import count as count_from
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 import numpy as np
 from PIL import Image
@@ -25,7 +23,7 @@ from probemb.data.boxes import Box
 from tools.make_scenes import world
 from tools.make_scenes.captions import Caption, Mention, draw_captions, write_truth
 from tools.make_scenes.drawing import boxes, jpeg, render
-from tools.make_scenes.world import KINDS, SEEN, UNSEEN, Scene
+from tools.make_scenes.world import Scene
 
 CAPTIONS = 5  # of an image in regions/ and entities/, as the published files have
 
@@ -45,11 +43,11 @@ class Form(NamedTuple):
 
 
 def plan_forms(folder: Path, counts: dict[str, int], seed: int, size: int) -> list[Form]:
-    """All forms of a set whose parts train, val and classes have so many images."""
-    train, val, classes = (counts.get(part, 0) for part in ("train", "val", "classes"))
+    """All forms of a set whose parts train and val have so many images."""
+    train, val = counts.get("train", 0), counts.get("val", 0)
     planned = [(write_regions, "regions", "train", train), (write_regions, "regions", "val", val)]
     planned += [(write_regions, "regions", "test", val), (write_entities, "entities", "val", val)]
-    planned += [(write_visual_genome, "visual_genome", "crops", val), (write_cub, "cub", "classes", classes)]
+    planned += [(write_visual_genome, "visual_genome", "crops", val)]
     return [
         Form(write, folder / name, part, count, f"{seed} {part}", size) for write, name, part, count in planned if count
     ]
@@ -138,7 +136,7 @@ def write_entities(form: Form) -> None:
             ids = phrase_ids(scene, drawn, 16 * number)
             sentences = "".join(f"{marked(scene, caption, ids)}\n" for caption in drawn)
             (captions / f"{number}.txt").write_text(sentences, encoding="utf-8")
-            (annotations / f"{number}.xml").write_bytes(annotation(scene, ids, f"{number}.jpg", form.size))
+            (annotations / f"{number}.xml").write_text(annotation(scene, ids, f"{number}.jpg", form.size))
             (pictures / f"{number}.jpg").write_bytes(jpeg(scene, form.size))
         form.lines(f"{split}.txt", range(first, first + form.count))
 
@@ -147,8 +145,9 @@ def phrase_ids(scene: Scene, captions: list[Caption], first: int) -> dict[tuple[
     """The id of each object or group of objects (indices) that the captions mention; () is the picture itself."""
     ids: dict[tuple[int, ...], int] = {}
     for caption in captions:
-        for mention in caption.mentions:
-            ids.setdefault(_meant(scene, mention), first + len(ids))
+        for piece in caption.pieces:
+            if isinstance(piece, Mention):
+                ids.setdefault(_meant(scene, piece), first + len(ids))
     return ids
 
 
@@ -169,41 +168,26 @@ def phrase_type(mention: Mention) -> str:
 
 def marked(scene: Scene, caption: Caption, ids: dict[tuple[int, ...], int]) -> str:
     """The caption with its phrases marked, and its punctuation set apart, as the published sentences have it."""
-
-    def apart(text: str) -> str:
-        return text.replace(",", " ,").replace(".", " .")
-
-    text, at = "", 0
-    for mention in caption.mentions:
-        phrase = caption.text[mention.start : mention.end]
-        text += apart(caption.text[at : mention.start])
-        text += f"[/EN#{ids[_meant(scene, mention)]}/{phrase_type(mention)} {phrase}]"
-        at = mention.end
-    return text + apart(caption.text[at:])
+    return "".join(
+        piece.replace(",", " ,").replace(".", " .")
+        if isinstance(piece, str)
+        else f"[/EN#{ids[_meant(scene, piece)]}/{phrase_type(piece)} {piece.text}]"
+        for piece in caption.pieces
+    )
 
 
-def annotation(scene: Scene, ids: dict[tuple[int, ...], int], name: str, size: int) -> bytes:
+def annotation(scene: Scene, ids: dict[tuple[int, ...], int], name: str, size: int) -> str:
     """The XML of an image: the box of each object with the ids of all phrases that mean it."""
-    root = ElementTree.Element("annotation")
-
-    def add(parent: ElementTree.Element, kind: str, *values: tuple[str, int]) -> ElementTree.Element:
-        element = ElementTree.SubElement(parent, kind)
-        for key, value in values:
-            ElementTree.SubElement(element, key).text = str(value)
-        return element
-
-    ElementTree.SubElement(root, "filename").text = name
-    add(root, "size", ("width", size), ("height", size), ("depth", 3))
+    lines = [f"<filename>{name}</filename>"]
+    lines.append(f"<size><width>{size}</width><height>{size}</height><depth>3</depth></size>")
     for thing, (left, top, right, bottom) in enumerate(boxes(scene, size)):
-        names = [("name", number) for meant, number in ids.items() if thing in meant]
-        if names:
-            corners = [("xmin", math.floor(left) + 1), ("ymin", math.floor(top) + 1)]
-            corners += [("xmax", math.ceil(right)), ("ymax", math.ceil(bottom))]
-            add(add(root, "object", *names), "bndbox", *corners)
+        if names := "".join(f"<name>{number}</name>" for meant, number in ids.items() if thing in meant):
+            low = f"<xmin>{math.floor(left) + 1}</xmin><ymin>{math.floor(top) + 1}</ymin>"
+            high = f"<xmax>{math.ceil(right)}</xmax><ymax>{math.ceil(bottom)}</ymax>"
+            lines.append(f"<object>{names}<bndbox>{low}{high}</bndbox></object>")
     if () in ids:
-        add(root, "object", ("name", ids[()]), ("scene", 1), ("nobndbox", 1))
-    ElementTree.indent(root)
-    return ElementTree.tostring(root) + b"\n"
+        lines.append(f"<object><name>{ids[()]}</name><scene>1</scene><nobndbox>1</nobndbox></object>")
+    return "\n".join(["<annotation>", *lines, "</annotation>\n"])
 
 
 # ------------------------------------------------------------------------------------------------------- visual_genome
@@ -233,35 +217,3 @@ def described(scene: Scene, number: int, size: int) -> list[dict]:
         place = {"x": x, "y": y, "width": math.ceil(right) - x, "height": math.ceil(bottom) - y}
         found.append({"region_id": 4 * number + i, "image_id": number, "phrase": phrase, **place})
     return found
-
-
-# ----------------------------------------------------------------------------------------------------------------- cub
-# The classes are shape x colour. No class of the test split is trained on, but every shape and every colour is. Every
-# eighth image of the 48 training classes is held out of training. The images are those of the set's `classes`.
-
-
-def write_cub(form: Form) -> None:
-    folders = [f"{i + 1:03d}.{name.replace(' ', '_')}" for i, name in enumerate(KINDS)]
-    for name in folders:
-        (form.folder / "images" / name).mkdir(parents=True)
-        (form.folder / "text_c10" / name).mkdir(parents=True)
-    form.lines("classes.txt", [f"{i + 1} {name}" for i, name in enumerate(folders)])
-    form.lines("trainvalclasses.txt", [folders[i] for i in SEEN])
-    form.lines("testclasses.txt", [folders[i] for i in UNSEEN])
-    numbered = ("images.txt", "image_class_labels.txt", "bounding_boxes.txt", "train_test_split.txt")
-    lines: dict[str, list[str]] = {name: [] for name in (*numbered, "seen_test_images.txt")}
-    for index in range(form.count):
-        scene = world.class_scene(form.seed, index)
-        label = scene.things[0].kind
-        name = f"{folders[label]}/{index:08d}"
-        (form.folder / "images" / f"{name}.jpg").write_bytes(jpeg(scene, form.size))
-        text = "".join(f"{caption.text}\n" for caption in draw_captions(scene, 10))
-        (form.folder / "text_c10" / f"{name}.txt").write_text(text, encoding="utf-8")
-        left, top, right, bottom = boxes(scene, form.size)[0]
-        box = f"{left:.1f} {top:.1f} {right - left:.1f} {bottom - top:.1f}"
-        held_out = label in SEEN and index // len(folders) % 8 == 7
-        for file, value in zip(numbered, (f"{name}.jpg", label + 1, box, int(label in SEEN and not held_out))):
-            lines[file].append(f"{index + 1} {value}")
-        lines["seen_test_images.txt"] += [f"{name}.jpg"] * held_out
-    for name, rows in lines.items():
-        form.lines(name, rows)

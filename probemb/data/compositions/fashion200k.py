@@ -33,10 +33,6 @@ Key = tuple[str, ...]  # a description without one of its words
 class AttributeChanges(Compositions):
     """Images with one description each, and changes of one word; `tuples` are empty, k is 2."""
 
-    def concept_of(self, image: int) -> int:
-        """The number of an image's description."""
-        return self.held[image][0]
-
     @cached_property
     def neighbours(self) -> dict[Key, dict[int, str]]:
         """Descriptions without one word, each with the descriptions that they are of and the word that these have."""
@@ -47,10 +43,10 @@ class AttributeChanges(Compositions):
         return {key: of for key, of in found.items() if len(of) > 1}
 
     @cached_property
-    def sources(self) -> np.ndarray:
-        """Images whose description has a neighbour, (n_examples,) int64."""
-        known = {number for of in self.neighbours.values() for number in of}
-        return np.array([row for row in range(len(self)) if self.concept_of(row) in known], dtype=np.int64)
+    def sources(self) -> list[int]:
+        """Images whose description has a neighbour."""
+        known = set().union(*self.neighbours.values())
+        return [image for image, (concept,) in enumerate(self.held) if concept in known]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -62,8 +58,8 @@ class AttributeChanges(Compositions):
 
     def draw(self, example: int, random: np.random.RandomState) -> Example:
         """A source image, one of the changes that lead to a description with images, and one of those images."""
-        source = int(self.sources[example])
-        concept = self.concept_of(source)
+        source = self.sources[example]
+        (concept,) = self.held[source]
         keys = sorted({key for key, _ in _shortened(self.concepts[concept]) if key in self.neighbours})
         key = keys[random.randint(len(keys))]
         others = sorted(number for number in self.neighbours[key] if number != concept)
@@ -74,7 +70,7 @@ class AttributeChanges(Compositions):
 
     def change(self, source: int, changed: int) -> tuple[Part, Part]:
         """The image, and "replace x with y": the first words that the other description has not, as TIRG has it."""
-        concept = self.concept_of(source)
+        (concept,) = self.held[source]
         a, b = self.concepts[concept].split(), self.concepts[changed].split()
         before = next((word for word in a if word not in b), a[-1])
         after = next((word for word in b if word not in a), b[-1])
@@ -82,12 +78,9 @@ class AttributeChanges(Compositions):
 
     def sampled_queries(self, number: int = QUERIES, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
         """So many changes, drawn as for training. `tuples` is of no meaning here."""
-        found = []
         number = min(number, self.n_examples)
-        for row in range(number):
-            parts, _, concepts = self.draw(row * self.n_examples // number, stream_of("query", seed, row))
-            found.append(Query(parts, concepts))
-        return found
+        rows = ((row * self.n_examples // number, stream_of("query", seed, row)) for row in range(number))
+        return [Query(parts, concepts) for parts, _, concepts in (self.draw(*row) for row in rows)]
 
 
 def read_fashion200k(path: Path, split: str, images: Path | None = None) -> AttributeChanges:
@@ -112,7 +105,7 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
 
     def parse(line: str) -> Query:
         source, target = (row_of[name] for name in line.split())
-        changed = result.concept_of(target)
+        (changed,) = result.held[target]
         return Query(result.change(source, changed), (changed,))
 
     return replace(result, queries=parse_lines(file, "a list of source and target images of the test labels", parse))

@@ -71,42 +71,37 @@ def find_compositions(
             raise UserError(f"{given} does not exist.", "Check the spelling.")
     if any(path.glob(LABELS)):
         return read_fashion200k(path, split, pictures)
-    beside = path if any(path.glob(COMBINATIONS["seen"][1].format("*") + "*")) else None
-    folder = beside if lists is None else Path(lists)
-    found = _read(path, pictures, seed, folder)
-    tuples, notes = (sample_tuples(found, k, seed), []) if folder is None else published_tuples(found, folder, k, split)
-    if setup == "seen":
-        asked, unseen, infeasible = "seen", tuples["feasible"], tuples["infeasible"]
+    folder = None if lists is None else Path(lists)
+    if folder is None and any(path.glob(COMBINATIONS["seen"][1].format("*") + "*")):
+        folder = path
+    found = _read(path, pictures, seed, None if folder is None else read_test_images(folder))
+    here, notes = found.of_split(split), [*found.notes]
+    if folder is None:
+        tuples = sample_tuples(found, k, seed)
     else:
-        asked, unseen = "unseen_test" if split == "test" else "unseen_train", no_tuples()
-        infeasible = no_tuples() if folder is None else tuples["infeasible"]
+        tuples = published_tuples(found, folder, k, split, notes)
+    if setup == "unseen":
         if folder is not None and not len(tuples["unseen_train"]):
-            tuples |= {name: rows for name, rows in sample_tuples(found, k, seed).items() if "unseen" in name}
-    if folder is None and len(tuples[asked]) < COMBINATIONS[asked][0]:
-        notes.append(f"There are {len(tuples[asked]):,} combinations; the benchmark has {COMBINATIONS[asked][0]:,}.")
-    here = found.of_split(split)
+            drawn = sample_tuples(found, k, seed)
+            tuples |= {name: drawn[name] for name in ("unseen_train", "unseen_test")}
+        infeasible = no_tuples() if folder is None else tuples["infeasible"]
+        rows = [tuples["unseen_test" if split == "test" else "unseen_train"], no_tuples(), infeasible]
+    else:
+        rows = [tuples[name] for name in ("seen", "feasible", "infeasible")]
     has_crops = np.array([len(one) > 0 for one in here.crops])
-    rows = [one[has_crops[one].all(axis=1)] for one in (tuples[asked], unseen, infeasible)]
-    if left_out := sum(map(len, (tuples[asked], unseen, infeasible))) - sum(map(len, rows)):
-        why = f"'{split}' has no image queries of one of their concepts"
-        notes.append(f"{left_out:,} combinations are left out: {why}.")
-    if not len(rows[0]):
-        kind = "unseen " if setup == "unseen" else ""
-        raise UserError(
-            f"{found.source} has no {kind}combinations of {k} concepts in the split '{split}'.",
-            "Ask for another number of concepts, or use more data.",
-        )
-    result = replace(here, tuples=rows[0], unseen=rows[1], infeasible=rows[2], notes=(*found.notes, *notes))
+    usable = [one[has_crops[one].all(axis=1)] for one in rows]
+    if left_out := sum(map(len, rows)) - sum(map(len, usable)):
+        notes.append(f"{left_out:,} combinations are left out: no image query in '{split}' has one of their concepts.")
+    if not len(usable[0]):
+        what = f"{found.source} has no {setup} combinations of {k} concepts in the split '{split}'."
+        raise UserError(what, "Ask for another number of concepts, or use more data.")
+    here = replace(here, tuples=usable[0], unseen=usable[1], infeasible=usable[2], notes=tuple(notes))
     if folder is None or split != "test" or setup == "unseen":
-        return result
-    return with_published_queries(result, folder, tuples["seen"])
+        return here
+    return with_published_queries(here, folder, tuples["seen"])
 
 
-def _read(path: Path, images: Path | None, seed: int, lists: Path | None) -> Compositions:
-    """lists: the folder of MPC's lists, of which those of the test images are read."""
-    file, content = (None, None) if lists is None else _read_list(lists, "test_imgs.json")
-    with checked(file, "a list of image ids"):
-        test = content and {str(as_id(one, "an id")) for one in content}
+def _read(path: Path, images: Path | None, seed: int, test: set[str] | None) -> Compositions:
     if (instances := find_instances(path)) is not None:
         return read_coco(instances, images, seed, test)
     if not shard_splits(path):
@@ -216,26 +211,15 @@ def _read_list(folder: Path, name: str) -> tuple[Path, object]:
     return (folder / name, None) if file is None else (file, read_json(file))
 
 
-def read_tuples(folder: Path, name: str, k: int, number: dict[int, int]) -> np.ndarray:
-    """The combinations of a list as numbers of concepts, (T, k) int64, none if it is not there. Raises UserError.
-
-    Args:
-        name: of COMBINATIONS; number: of each concept by its id.
-    """
-    file, content = _read_list(folder, COMBINATIONS[name][1].format(k))
-
-    def parse(row: list) -> tuple[int, ...]:
-        concepts = tuple(sorted({number[one] for one in row}))
-        if len(row) != k or len(concepts) < k:
-            raise ValueError(f"{str(row)[:80]} is no combination of {k} categories")
-        return concepts
-
-    rows = parse_all(file, "a list of combinations", content or (), parse)
-    return np.array(list(dict.fromkeys(rows)), dtype=np.int64).reshape(-1, k)
+def read_test_images(folder: Path) -> set[str] | None:
+    """COCO's ids of the test images, as texts; None if there is no such list. Raises UserError."""
+    file, content = _read_list(folder, "test_imgs.json")
+    with checked(file, "a list of image ids"):
+        return content and {str(as_id(one, "an id")) for one in content}
 
 
-def published_tuples(found: Compositions, lists: Path, k: int, split: str) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The combinations of the lists that images here have, and sentences on those that are left out.
+def published_tuples(found: Compositions, lists: Path, k: int, split: str, notes: list[str]) -> dict[str, np.ndarray]:
+    """The combinations of the lists that images here have; `notes` gets sentences on those that are left out.
 
     Seen ones have an image in "train" and in the split, others in the split that they are asked for in; infeasible ones
     have none in any split. Raises UserError: no list of seen combinations of k.
@@ -248,22 +232,30 @@ def published_tuples(found: Compositions, lists: Path, k: int, split: str) -> tu
         "infeasible": set(),
     }
     parts = {part: found.of_split(part) for part in set().union(*needed.values())}
-    kept, notes = {}, []
+    kept = {}
+
+    def parse(row: list) -> list[int]:
+        concepts = sorted({found.number[one] for one in row})
+        if len(row) != k or len(concepts) < k:
+            raise ValueError(f"{str(row)[:80]} is no combination of {k} categories")
+        return concepts
+
     for name, where in needed.items():
-        rows = read_tuples(lists, name, k, found.number)
+        listed_in = COMBINATIONS[name][1].format(k)
+        file, content = _read_list(lists, listed_in)
+        rows = parse_all(file, "a list of combinations", content or (), parse)
         if where:
-            here = [all(len(parts[part].targets(row)) for part in where) for row in rows]
-            why = f"no image in {' or '.join(sorted(where))} has them"
+            usable = [row for row in rows if all(len(parts[part].targets(row)) for part in where)]
         else:
-            here, why = [not len(found.targets(row)) for row in rows], "an image has them"
-        kept[name] = rows[np.array(here, dtype=bool)]
-        if left_out := len(rows) - len(kept[name]):
-            file = COMBINATIONS[name][1].format(k)
-            notes.append(f"{left_out:,} of the {len(rows):,} of {file} are left out: {why}.")
+            usable = [row for row in rows if not len(found.targets(row))]
+        kept[name] = np.array(usable, dtype=np.int64).reshape(-1, k)
+        if left_out := len(rows) - len(usable):
+            why = f"no image in {' or '.join(sorted(where))} has them" if where else "an image has them"
+            notes.append(f"{left_out:,} of the {len(rows):,} of {listed_in} are left out: {why}.")
     if not len(kept["seen"]):
         what = f"No combination of {lists / COMBINATIONS['seen'][1].format(k)} has an image in train and in {split}."
         raise UserError(what, "Use more images, or ask for another number of concepts.")
-    return kept, notes
+    return kept
 
 
 def with_published_queries(data: Compositions, lists: Path, seen: np.ndarray) -> Compositions:
