@@ -82,7 +82,7 @@ class RunFolder(RunOutput):
             path.unlink() if path.name.startswith(".") else drop_lines_after(path, step)  # hidden: of a killed attempt
         if self.config.remote_copy:
             kept = self.config.keep_checkpoints, self.config.keep_every
-            self.copier = Copier(self.path, Copy(self.config.remote_copy), step, *kept, lambda: self.protected)
+            self.copier = Copier(self.path, Copy(self.config.remote_copy), *kept, lambda: self.protected)
             if step:
                 self.copier.wake()
 

@@ -103,19 +103,13 @@ class Copier:
     """Brings a copy up to date at every `wake`: the newest checkpoint first, those of `keep_every`, and the best; one
     that a newer one overtakes is left out. Then the copy keeps as many as the run folder.
 
-    A failure is told, and the next `wake` tries again; it never reaches the run.
-
-    Args:
-        step: the step that the run resumes from: what the copy has up to it needs no other copy.
-        keep, keep_every: as the run's `keep_checkpoints` and `keep_every`; protected: further steps to keep.
+    A failure is told, and the next `wake` tries again; it never reaches the run. `protected`: further steps to keep.
     """
 
-    def __init__(
-        self, run: Path, copy: Copy, step: int, keep: int, keep_every: int, protected: Callable[[], Collection[int]]
-    ):
+    def __init__(self, run: Path, copy: Copy, keep: int, keep_every: int, protected: Callable[[], Collection[int]]):
         self.run, self.copy, self.keep, self.keep_every, self.protected = run, copy, keep, keep_every, protected
         self.in_use: frozenset[int] = frozenset()  # the step that is being copied; its checkpoint must stay
-        self._step, self._copied, self._thread = step, set[int](), threading.Thread()
+        self._thread = threading.Thread()
 
     def wake(self) -> None:
         """A checkpoint, or the mark of the best one, has been written; does not wait."""
@@ -136,11 +130,10 @@ class Copier:
 
     def _bring_up_to_date(self) -> None:
         try:
-            there = {step for step in self.copy.steps() if step in self._copied or step <= self._step}
+            there = set(self.copy.steps())
             while (step := self._next(there)) is not None:
                 self.in_use = frozenset([step])
                 self.copy.put_step(step, self.run)
-                self._copied.add(step)
                 there.add(step)
                 print(f"remote copy {self.copy}: step {step} is complete", flush=True)
             for name in SMALL:

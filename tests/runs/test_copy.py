@@ -25,8 +25,8 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def copied(run, place, step=0, keep=2, keep_every=0, best=()):
-    copier = Copier(run, place, step, keep, keep_every, lambda: frozenset(best))
+def copied(run, place, keep=2, keep_every=0, best=()):
+    copier = Copier(run, place, keep, keep_every, lambda: frozenset(best))
     copier.wake()
     copier.close(60)
     return place.steps()
@@ -64,10 +64,10 @@ def test_a_copy_keeps_as_many_as_the_run_folder(run, tmp_path):
     place = Copy(str(tmp_path / "copy"))
     assert copied(run, place, keep_every=4) == [8, 4]
     save(run, 10)
-    assert copied(run, place, step=8, keep_every=4) == [10, 8, 4]
+    assert copied(run, place, keep_every=4) == [10, 8, 4]
     save(run, 14)
     save(run, 18)
-    assert copied(run, place, step=10, keep=1, best={10}) == [18, 10]
+    assert copied(run, place, keep=1, best={10}) == [18, 10]
 
 
 def test_an_interrupted_copy_is_not_complete_and_is_made_again(run, tmp_path):
@@ -78,7 +78,7 @@ def test_an_interrupted_copy_is_not_complete_and_is_made_again(run, tmp_path):
     assert place.steps() == []
     fetch_newest(place, tmp_path / "other", print)
     assert not (tmp_path / "other").exists()
-    assert copied(run, place, step=8) == [8]
+    assert copied(run, place) == [8]
     assert json.loads(state.read_text())["step"] == 8
 
 
@@ -102,7 +102,7 @@ def test_damage_in_a_copy_is_found_on_the_way_back(run, tmp_path):
 def test_a_failure_is_told_and_tried_again(run, tmp_path, capfd):
     (tmp_path / "copy").write_text("a file where the folder should be")
     place = Copy(str(tmp_path / "copy"))
-    copier = Copier(run, place, 0, 2, 0, frozenset)
+    copier = Copier(run, place, 2, 0, frozenset)
     copier.close(60)
     said = capfd.readouterr().out
     assert "failed (NotADirectoryError" in said or "failed (FileExistsError" in said
@@ -129,7 +129,7 @@ class Hanging(LocalFileSystem):
 def test_a_server_that_hangs_holds_nobody_up(run, tmp_path, capfd, monkeypatch):
     fsspec.register_implementation("hanging", Hanging, clobber=True)
     place, began = Copy(f"hanging://{tmp_path}/copy"), time.monotonic()
-    copier = Copier(run, place, 0, 2, 0, frozenset)
+    copier = Copier(run, place, 2, 0, frozenset)
     copier.close(0.1)
     assert time.monotonic() - began < 5
     with monkeypatch.context() as patch:
