@@ -2,18 +2,16 @@
 
 from importlib import import_module
 
-_HOME = {
-    "clip": "clip_loss infonce_loss ring_clip_loss",
-    "match": "PairwiseMatchLoss pairwise_match_loss ring_match_loss",
-    "output": "LossOutput",
-    "prolip": "prolip_loss siglip_loss",
-    "triplet": "triplet_loss",
-}
-_MODULES = {name: module for module, names in _HOME.items() for name in names.split()}
-__all__ = sorted(_MODULES)
+from probemb.losses.clip import clip_loss, infonce_loss, ring_clip_loss
+from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, ring_match_loss
+from probemb.losses.output import LossOutput
+from probemb.losses.prolip import prolip_loss, siglip_loss
+
+__all__ = ["LossOutput", "PairwiseMatchLoss", "clip_loss", "infonce_loss", "pairwise_match_loss", "prolip_loss"]
+__all__ += ["ring_clip_loss", "ring_match_loss", "siglip_loss", "triplet_loss"]
 
 
 def __getattr__(name: str):
-    if name not in _MODULES:
+    if name != "triplet_loss":  # its file reads tokens, which pretraining has no use for
         raise AttributeError(f"module 'probemb.losses' has no attribute {name!r}")
-    return getattr(import_module(f"probemb.losses.{_MODULES[name]}"), name)
+    return import_module("probemb.losses.triplet").triplet_loss
