@@ -115,17 +115,17 @@ def fetch(
     """Write a whole remote file to `file`; returns the number of bytes.
 
     Without `size`, which an index has, at most `limit` bytes are accepted. `state` gets the "version" of the bytes so
-    far, a strong ETag or a date; with that of an earlier call the transfer resumes at the end of `file` if the server
-    still has the same. Raises BadShard, with address and reason; OSError: the disk is full.
+    far, a strong ETag or a date, or ""; with that of an earlier call the transfer resumes at the end of `file` if the
+    server still has the same. Raises BadShard, with address and reason; OSError: the disk is full.
     """
-    state, limit = {} if state is None else state, limit if size is None else size
+    state, limit = {"version": ""} if state is None else state, limit if size is None else size
 
     def attempt() -> int:
         with ExitStack() as ending:
             if remote.scheme == "pipe":
                 source = _from_command(remote.address, ending)
             elif remote.scheme in WEB:
-                source = _from_web(remote.address, policy.timeout, state, file.tell() if state else 0)
+                source = _from_web(remote.address, policy.timeout, state, file.tell() if state["version"] else 0)
             else:
                 source = _from_fsspec(remote.address)
             chunks = ending.enter_context(closing(_watched(source, policy.timeout)))
@@ -147,7 +147,7 @@ def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> 
     """`size` bytes of a file on a web server, from `offset` on. Raises BadShard, also if it serves no ranges."""
 
     def attempt() -> bytes:
-        source = _from_web(remote.address, policy.timeout, {}, offset, f"{offset + size - 1}")
+        source = _from_web(remote.address, policy.timeout, {"version": ""}, offset, f"{offset + size - 1}")
         with closing(_watched(source, policy.timeout)) as chunks:
             if next(chunks) != offset:
                 raise BadShard("the server does not serve parts of files")
@@ -221,16 +221,15 @@ def _watched(source: Iterator, timeout: float) -> Iterator:
 def _from_web(address: str, timeout: float, state: dict[str, str], start: int = 0, last: str = "") -> Iterator:
     headers = {"User-Agent": "probemb", "Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={start}-{last}"} if start or last else {}
-    headers |= {"If-Range": state["version"]} if state else {}
+    headers |= {"If-Range": state["version"]} if start and state["version"] else {}
     with requests.get(address, headers=headers, stream=True, timeout=2 * timeout) as response:  # `_watched` is first
         code, tag, date = response.status_code, *map(response.headers.get, ("ETag", "Last-Modified"))
         if code == 416:  # the local file is longer
-            state.clear()
+            state["version"] = ""
         if code >= 300:  # also a redirect that leads nowhere
             kind = TransferFailed if code >= 500 or code in _TEMPORARY else BadShard
             raise kind(f"HTTP {code} {response.reason}")
-        version = tag if tag and tag.startswith('"') else date
-        state.update({"version": version} if version else {})
+        state["version"] = tag if tag and tag.startswith('"') else date or ""
         yield start if code == 206 else 0
         yield from response.iter_content(_CHUNK)
 

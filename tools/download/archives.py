@@ -230,11 +230,11 @@ def local(source: str, folder: Path, patience: float) -> Path:
     try:
         with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             file.seek(0, os.SEEK_END)
-            state = {"version": version.read_text(encoding="utf-8")} if version.exists() else {}
+            state = {"version": version.read_text(encoding="utf-8") if version.exists() else ""}
             try:
                 fetch(remote, file, None, FetchPolicy(timeout=patience), MAX_ARCHIVE_BYTES, state)
             finally:
-                replace_text(version, state["version"]) if state else version.unlink(missing_ok=True)
+                replace_text(version, state["version"])
     except (BadShard, OSError) as error:
         remedy = "The same command resumes where this one stopped; or fetch it by other means and name the file."
         raise UserError(f"{error}.", remedy) from None
