@@ -43,16 +43,8 @@ MODEL, BEST_MODEL = "model", "model-best"
 
 
 class RunFolder(RunOutput):
-    """Files of a pretraining run.
-
-    Args:
-        model_config: of the model; identity: all that the order of the samples depends on, to compare when resuming.
-        step: the step that the run resumes from, of `steps`.
-        lock: of the folder, on rank 0.
-
-    Attributes:
-        logged: values of `step` in the log.
-    """
+    """Files of a pretraining run that resumes from `step`, whose values in the log are `logged`; `identity` is all that
+    the order of the samples depends on, to compare when resuming."""
 
     def __init__(
         self, config: Config, model_config: dict, identity: dict, step: int, steps: int, lock: RunLock | None = None
@@ -122,13 +114,9 @@ class RunFolder(RunOutput):
             append_line(self.path / "nonfinite.jsonl", {"step": step, "ranks": reports})
         return self.path / "nonfinite.jsonl"
 
-    def save(
-        self, engine, position: Position, average: Average | None, then: Callable[[], None] = lambda: None
-    ) -> None:
-        """Start to write a checkpoint, unless this step has one, and the weights alone in model/; collective.
-
-        `then` is called in the writing thread afterwards.
-        """
+    def save(self, engine, position: Position, average: Average | None, then: Callable = lambda: None) -> None:
+        """Start to write a checkpoint, unless this step has one, and the weights alone in model/, and to call `then` in
+        the same thread; collective."""
         if position.step == self.saved:
             return self.start(then) if self.is_main else None
         self.saved = position.step

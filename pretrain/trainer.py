@@ -112,8 +112,11 @@ class Trainer:
         if (batch := self.load()) is None:
             return False
         self.progress.doing("computing")
-        images, tokens = batch.images.to(engine.device, non_blocking=True), self._tokens(batch.tokens)
-        masks = draw_masks(config, engine.module.model, images, tokens, self.samples)
+        model, images = engine.module.model, batch.images.to(engine.device, non_blocking=True)
+        tokens = model.cut_padding(batch.tokens, engine.device)  # (B, L)
+        if config.engine.compile:  # compiled towers need one shape
+            tokens = batch.tokens.to(engine.device, non_blocking=True)
+        masks = draw_masks(config, model, images, tokens, self.samples)
         # ---- forward, loss, backward
         if parts == 1:
             outputs = engine(images, tokens, *masks)  # means and log-variances (B, D), scalars (3,)
@@ -196,12 +199,6 @@ class Trainer:
             raise _Stopped
         self.stream.judge(*counts, lambda: all_of(self.stream.failures))
         return waiting > 0
-
-    def _tokens(self, tokens: Tensor) -> Tensor:
-        """(B, L) on the device, without unused padding, except for compiled towers, which need one shape."""
-        if self.config.engine.compile:
-            return tokens.to(self.engine.device, non_blocking=True)
-        return self.engine.module.model.cut_padding(tokens, self.engine.device)
 
     def _log(self, lr: float) -> None:
         """Report the means since the last line every `log_every` steps; the first step has a line of its own."""

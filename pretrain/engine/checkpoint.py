@@ -108,15 +108,10 @@ def _shapes_in(file) -> dict[str, tuple[int, ...]]:
 
 def _check_shapes(path: Path, ours: dict[str, tuple], stored: dict[str, tuple]) -> None:
     """Compare names and shapes of the engine with those in a file. Raises UserError."""
-    found = [
-        f"{name!r} is {stored.get(name, 'missing')} instead of {ours.get(name, 'unknown')}"
-        for name in {**ours, **stored}
-        if ours.get(name) != stored.get(name)
-    ]
-    if found:
-        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+    if found := [name for name in ours | stored if ours.get(name) != stored.get(name)]:
+        first = f"{found[0]!r} is {stored.get(found[0], 'missing')} instead of {ours.get(found[0], 'unknown')}"
         raise UserError(
-            f"The checkpoint {path} is a checkpoint of another model: {', '.join(found[:3])}{more}.",
+            f"The checkpoint {path} is a checkpoint of another model: {first}, and {len(found) - 1} more.",
             "Resume with the model that the run was started with (config.yaml in its folder), or start a new run.",
         )
 
@@ -136,12 +131,9 @@ def set_random_state(state: dict[str, Tensor]) -> None:
 
 def _own_random_state(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of {"RANK.GENERATOR": tensor}; for a further rank, one drawn from rank 0's and its number."""
-    rank = distributed.rank()
-    if f"{rank}.torch" in stored:
-        own = [name for name in ("torch", "cuda") if f"{rank}.{name}" in stored]
-        return {name: stored[f"{rank}.{name}"] for name in own}
+    rank, own = distributed.rank(), f"{distributed.rank()}."
+    if f"{own}torch" in stored:
+        return {name.removeprefix(own): state for name, state in stored.items() if name.startswith(own)}
     digest = hashlib.sha256(bytes(stored["0.torch"].tolist()) + rank.to_bytes(8, "little")).digest()
-    seed = int.from_bytes(digest[:4], "little")
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    states = [torch.Generator(device).manual_seed(seed).get_state() for device in devices]
-    return dict(zip(("torch", "cuda"), states))
+    seed, gpu = int.from_bytes(digest[:4], "little"), {"cuda": "cuda"} if torch.cuda.is_available() else {}
+    return {name: torch.Generator(on).manual_seed(seed).get_state() for name, on in ({"torch": "cpu"} | gpu).items()}
