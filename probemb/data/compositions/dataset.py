@@ -86,24 +86,17 @@ class Part(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Parts, and the concepts that a correct target has."""
+    """Parts, the concepts that a correct target has, and one of these targets, of training examples."""
 
     parts: tuple[Part, ...]
     concepts: tuple[int, ...]
+    target: int = -1
 
     @property
     def kind(self) -> str:
         """One of KINDS: "images" alone, "texts" alone, or "mixed"."""
         images = sum(part.is_image for part in self.parts)
         return "texts" if not images else "images" if images == len(self.parts) else "mixed"
-
-
-class Example(NamedTuple):
-    """A training example: the parts of a query, one correct target, and the concepts that a target has."""
-
-    parts: tuple[Part, ...]
-    target: int
-    concepts: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +200,7 @@ class Compositions:
         images = replace(self.images, places=places, bad=bad)
         return replace(self, images=images, names=names, splits=splits, held=held, cut=cut)
 
-    def draw(self, example: int, random: np.random.RandomState) -> Example:
+    def draw(self, example: int, random: np.random.RandomState) -> Query:
         """Parts and a target for combination `example`, as MPC draws them (supplementary A).
 
         The target is one of the images with all concepts. Each concept is its text or an image that has it, with equal
@@ -217,7 +210,7 @@ class Compositions:
         targets = self.targets(concepts)
         target = targets[[random.randint(len(targets))]]
         as_image = random.randint(2, size=len(concepts)) == 1
-        return Example(self._parts(concepts, as_image, random, target), int(target[0]), concepts)
+        return Query(self._parts(concepts, as_image, random, target), concepts, int(target[0]))
 
     def sampled_queries(self, number: int = QUERIES, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
         """So many test queries, a pure function of the data and the seed.
@@ -241,12 +234,11 @@ class Compositions:
     def _parts(self, concepts, as_image, random: np.random.RandomState, without: np.ndarray) -> tuple[Part, ...]:
         """The text of each concept, or a crop of an image that is not among those `without`."""
         return tuple(
-            Part(concept, *self.crops[concept].draw(random, without)) if image else self.text_part(concept)
+            Part(concept, *self.crops[concept].draw(random, without))
+            if image
+            else Part(concept, text=self.concepts[concept])
             for concept, image in zip(concepts, as_image)
         )
-
-    def text_part(self, concept: int) -> Part:
-        return Part(concept, text=self.concepts[concept])
 
     def digest(self) -> str:
         """A fingerprint of everything that examples depend on but the pixels."""

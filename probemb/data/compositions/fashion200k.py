@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from probemb.data.compositions.dataset import QUERIES, Compositions, Example, Part, Query
+from probemb.data.compositions.dataset import QUERIES, Compositions, Part, Query
 from probemb.data.image_loader import locate
 from probemb.data.randomness import stream_of
 from probemb.data.reading import as_inside, choose_split, parse_lines
@@ -34,12 +34,12 @@ class AttributeChanges(Compositions):
     """Images with one description each, and changes of one word; `tuples` are empty, k is 2."""
 
     @cached_property
-    def neighbours(self) -> dict[Key, dict[int, str]]:
-        """Descriptions without one word, each with the descriptions that they are of and the word that these have."""
-        found: dict[Key, dict[int, str]] = {}
+    def neighbours(self) -> dict[Key, set[int]]:
+        """Descriptions without one word, each with the descriptions that they are of, at least two."""
+        found: dict[Key, set[int]] = {}
         for number, text in enumerate(self.concepts):
-            for key, word in _shortened(text):
-                found.setdefault(key, {})[number] = word
+            for key in _shortened(text):
+                found.setdefault(key, set()).add(number)
         return {key: of for key, of in found.items() if len(of) > 1}
 
     @cached_property
@@ -56,17 +56,17 @@ class AttributeChanges(Compositions):
     def n_examples(self) -> int:
         return len(self.sources)
 
-    def draw(self, example: int, random: np.random.RandomState) -> Example:
+    def draw(self, example: int, random: np.random.RandomState) -> Query:
         """A source image, one of the changes that lead to a description with images, and one of those images."""
         source = self.sources[example]
         (concept,) = self.held[source]
-        keys = sorted({key for key, _ in _shortened(self.concepts[concept]) if key in self.neighbours})
+        keys = sorted(key for key in _shortened(self.concepts[concept]) if key in self.neighbours)
         key = keys[random.randint(len(keys))]
-        others = sorted(number for number in self.neighbours[key] if number != concept)
+        others = sorted(self.neighbours[key] - {concept})
         changed = others[random.randint(len(others))]
         targets = self.targets([changed])
         target = int(targets[random.randint(len(targets))])
-        return Example(self.change(source, changed), target, (changed,))
+        return Query(self.change(source, changed), (changed,), target)
 
     def change(self, source: int, changed: int) -> tuple[Part, Part]:
         """The image, and "replace x with y": the first words that the other description has not, as TIRG has it."""
@@ -80,7 +80,7 @@ class AttributeChanges(Compositions):
         """So many changes, drawn as for training. `tuples` is of no meaning here."""
         number = min(number, self.n_examples)
         rows = ((row * self.n_examples // number, stream_of("query", seed, row)) for row in range(number))
-        return [Query(parts, concepts) for parts, _, concepts in (self.draw(*row) for row in rows)]
+        return [self.draw(*row)._replace(target=-1) for row in rows]
 
 
 def read_fashion200k(path: Path, split: str, images: Path | None = None) -> AttributeChanges:
@@ -118,7 +118,7 @@ def _label(line: str) -> tuple[str, str] | None:
     return (as_inside(name), " ".join(words)) if words else None
 
 
-def _shortened(text: str) -> list[tuple[Key, str]]:
-    """A description without each of its words in turn, and that word."""
+def _shortened(text: str) -> set[Key]:
+    """A description without each of its words in turn."""
     words = tuple(text.split())
-    return [(words[:place] + words[place + 1 :], word) for place, word in enumerate(words)]
+    return {words[:place] + words[place + 1 :] for place in range(len(words))}

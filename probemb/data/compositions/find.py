@@ -277,7 +277,7 @@ def with_published_queries(data: Compositions, lists: Path, seen: np.ndarray) ->
         if concept < 0:
             return None
         if not {"text": False, "image": True}[kind]:
-            return data.text_part(concept)
+            return Part(concept, text=data.concepts[concept])
         crops = data.crops[concept]
         in_image = [crops[row] for row in np.flatnonzero(crops.owners == image)]
         largest = max(in_image, key=lambda crop: area(crop.box or (0, 0, 0, 0)), default=None)

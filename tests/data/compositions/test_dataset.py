@@ -35,7 +35,7 @@ DATA = made()
 def test_examples_have_targets_and_parts_with_their_concepts():
     kinds, targets = Counter(), Counter()
     for row in range(400):
-        parts, target, concepts = DATA.draw(row % 3, stream_of("test", row))
+        parts, concepts, target = DATA.draw(row % 3, stream_of("test", row))
         assert concepts == tuple(TUPLES[row % 3])
         assert set(concepts) <= HELD[target]
         for part, concept in zip(parts, concepts):

@@ -49,7 +49,7 @@ def test_training_examples_change_one_word(folder):
     assert data.k == 2
     pairs = set()
     for row in range(300):
-        (image, change), target, concepts = data.draw(row % 6, stream_of("test", row))
+        (image, change), concepts, target = data.draw(row % 6, stream_of("test", row))
         assert image.image == data.sources[row % 6]
         before, after = texts[image.image], texts[target]
         assert [data.concepts[one] for one in concepts] == [after]
