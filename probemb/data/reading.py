@@ -43,7 +43,7 @@ def malformed(path: str | Path, what: str, error: Exception | str, entry: str = 
 
 
 def reason(error: Exception | str) -> str:
-    """What an exception of malformed content says."""
+    """The words of an exception of malformed content."""
     return f"there is no {error}" if isinstance(error, KeyError) else str(error)[:200]
 
 
