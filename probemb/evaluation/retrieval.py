@@ -115,7 +115,7 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
         except UserError:
             return objects
         return [*COCO, *objects]
-    names = names_of(wanted, BENCHMARKS, "benchmark")
+    names = names_of(wanted, BENCHMARKS, "benchmark") if wanted.strip() else []
     if set(names) & set(COCO):
         _test_split(captions, range(len(captions)))
     if "pmrp" in names and not has_objects:
