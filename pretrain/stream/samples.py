@@ -47,7 +47,7 @@ class OpenShard:
         file.seek(0)
         if verify and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
             raise UserError(
-                f"{shard.path} has other content than when it was indexed (another SHA-256).",
+                f"{shard.path} has other content than when it was indexed (another SHA-256, or the index has none).",
                 "Fetch it again, or bring the index up to date with `python -m tools.shards index`.",
             )
         kinds: dict[tuple[str, ...], tuple[str, ...]] = {}

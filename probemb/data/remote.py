@@ -224,11 +224,14 @@ def _from_web(address: str, timeout: float, state: dict[str, str], start: int = 
     headers |= {"If-Range": state["version"]} if start and state["version"] else {}
     with requests.get(address, headers=headers, stream=True, timeout=2 * timeout) as response:  # `_watched` is first
         code, tag, date = response.status_code, *map(response.headers.get, ("ETag", "Last-Modified"))
-        if code == 416:  # the local file is longer
+        other = code == 206 and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+        if code == 416 or other:  # the local file is longer
             state["version"] = ""
         if code >= 300:  # also a redirect that leads nowhere
             kind = TransferFailed if code >= 500 or code in _TEMPORARY else BadShard
             raise kind(f"HTTP {code} {response.reason}")
+        if other:
+            raise TransferFailed("the server answers with another range than it was asked for")
         state["version"] = tag if tag and tag.startswith('"') else date or ""
         yield start if code == 206 else 0
         yield from response.iter_content(_CHUNK)
