@@ -195,10 +195,8 @@ class TrainedTowers(Towers):
     def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank. Its words have no vectors yet, and nothing is locked.
 
-        Args:
-            data: paths of the training data, beside which a vocabulary may lie; or `texts` whose words it has.
-            loss: options of the objective, whose `scale` and `shift`, if any, are the model's initial ones.
-            more: further `ModelOptions`, or other values.
+        A vocabulary may lie beside the training `data`, or it is of `texts`. `scale` and `shift` of an objective's
+        options `loss`, if any, are the model's initial ones; `more` are further `ModelOptions`, or other values.
         """
         from probemb.models.create import create_model, vocabulary_for
 

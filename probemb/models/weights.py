@@ -138,14 +138,12 @@ def fill_stock(stock: nn.Module, state: dict[str, Tensor], path: Path) -> None:
     try:
         resize_pos_embed(state, stock)
         resize_text_pos_embed(state, stock)
-        if (pool := "visual.attnpool.positional_embedding") in state:  # a ResNet's, which open_clip leaves alone
-            grid, positions = (
-                math.isqrt(len(stock.visual.attnpool.positional_embedding) - 1),
-                "visual.positional_embedding",
-            )
-            only = {positions: state[pool]}
-            resize_pos_embed(only, SimpleNamespace(visual=SimpleNamespace(grid_size=grid)))
-            state[pool] = only[positions]
+        pool, image = "visual.attnpool.positional_embedding", "visual.positional_embedding"
+        if pool in state:  # a ResNet's, which open_clip leaves alone
+            grid = math.isqrt(len(stock.visual.attnpool.positional_embedding) - 1)
+            renamed = {image: state[pool]}
+            resize_pos_embed(renamed, SimpleNamespace(visual=SimpleNamespace(grid_size=grid)))
+            state[pool] = renamed[image]
     except (AttributeError, AssertionError, RuntimeError, IndexError):
         pass  # weights of another model, whose tensors the next line names
     load_strictly(stock, state, path)
