@@ -15,7 +15,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.heads import HEADS, ClipHead, Features, shape_log_var
 from probemb.models.options import ModelOptions
-
-if TYPE_CHECKING:
-    from probemb.models.towers.parts import Parts
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
 # precision, and which still has a finite inverse and logarithm.
@@ -129,7 +126,6 @@ class Encoder(nn.Module):
     stem_prefixes: tuple[str, ...] = ()  # of names of parameters before all blocks: embeddings, the first convolution
     normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of uint8 pixels' channels
     feature_layout: FeatureLayout | None = None  # set where features that were computed before come in place of inputs
-    required_parts: int = 0  # at most so many of an input's parts may not be dropped, see `parts.py`
     batch_statistics: bool = False  # batch norms use the batch's in training
     _updating: bool = False
 
@@ -152,8 +148,10 @@ class Encoder(nn.Module):
     def features(self, inputs: Tensor, kept: Tensor | None = None) -> BothFeatures:
         """The mean's and the log-variance's features; of towers with `parts`, of the parts `kept`, (B, n) int64."""
 
-    def parts(self, inputs: Tensor) -> Parts:
-        """The patches or tokens that inputs can be reduced to. Raises UserError: inputs are read as a whole."""
+    def parts(self, inputs: Tensor) -> tuple[Tensor, Tensor, int]:
+        """The patches or tokens that inputs can be reduced to, (B, P) bool: those that may be dropped, those that may
+        not, and the largest number of the latter. Raises UserError: inputs are read as a whole.
+        """
         raise UserError(
             f"{type(self).__name__} reads its inputs as a whole: they have no parts that could be left out.",
             "Set patch_dropout and masked_inclusion to 0, or choose an open_clip transformer such as ViT-B-16.",

@@ -29,7 +29,7 @@ from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
 from probemb.models.towers.branch import last_blocks, run_both
-from probemb.models.towers.parts import Parts, take_parts, take_tokens, used_columns
+from probemb.models.towers.parts import take_parts, take_tokens, used_columns
 
 
 class TransformerTower(Encoder):
@@ -104,10 +104,10 @@ class ImageTransformer(TransformerTower, VisionTransformer):
         height, width = self.grid_size  # not the positions' shape: ZeRO-3 takes parameters away between two passes
         return height * width + 1
 
-    def parts(self, pixels: Tensor) -> Parts:
+    def parts(self, pixels: Tensor) -> tuple[Tensor, Tensor, int]:
         """Every patch, row by row, may be dropped."""
         optional = pixels.new_ones((len(pixels), self.n_tokens - 1), dtype=torch.bool)
-        return Parts(optional, torch.zeros_like(optional))
+        return optional, torch.zeros_like(optional), 0
 
     def project(self, pooled: Tensor) -> Tensor:
         return project(pooled, self.proj)
@@ -163,9 +163,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
     behind the text (CoCa's, ProLIP's) is what is pooled and takes no part as a token.
     """
 
-    # The tower pools the end token; then no text loses its first and its last one.
-    _ends = property(lambda self: self.pool_type in ("argmax", "eos"))
-    required_parts = property(lambda self: 2 * self._ends)
+    _ends = property(lambda self: self.pool_type in ("argmax", "eos"))  # it pools the end token
 
     @property
     def _hides_padding(self) -> bool:
@@ -176,7 +174,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
     def drop_projection(self) -> None:
         self.text_projection = None
 
-    def parts(self, tokens: Tensor) -> Parts:
+    def parts(self, tokens: Tensor) -> tuple[Tensor, Tensor, int]:
         """The tokens between a text's start and its end may be dropped; all words, of tokenizers without these.
 
         Raises UserError: padding takes part in the text (SigLIP's, CLIPA's), so that its length is no number of words.
@@ -188,10 +186,10 @@ class TextTransformerTower(TransformerTower, TextTransformer):
             )
         there = self.text_mask(tokens)
         if not self._ends:
-            return Parts(there, torch.zeros_like(there))
+            return there, torch.zeros_like(there), 0
         position = torch.arange(tokens.shape[1], device=tokens.device)
         ends = (position == 0) | (position == there.sum(1, keepdim=True) - 1)
-        return Parts(there & ~ends, there & ends)
+        return there & ~ends, there & ends, 2
 
     def project(self, pooled: Tensor) -> Tensor:
         last = self.text_projection

@@ -11,21 +11,11 @@ computes with. Class and uncertainty tokens are no parts, and are always there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 LONGEST = 2**16  # parts of an input
-
-
-class Parts(NamedTuple):
-    """The parts of a batch of P patches or tokens each, (B, P) bool: those that may be dropped, and those that may not
-    (start and end of a text); padding is in neither.
-    """
-
-    optional: Tensor
-    required: Tensor
 
 
 def chances(key: int, rows: Tensor) -> Callable[[int], Tensor]:
@@ -60,8 +50,8 @@ def draw_parts(
     No value of the inputs is waited for: n follows from their shape. Numbers are those of `chance` (see `chances`), or
     of a generator on the CPU. Raises UserError: the tower, an `Encoder`, reads its inputs as a whole.
     """
-    optional, required = tower.parts(inputs)
-    n_parts, always = optional.shape[1], tower.required_parts
+    optional, required, always = tower.parts(inputs)
+    n_parts = optional.shape[1]
     drawn = chance(n_parts) if chance else torch.rand(optional.shape, generator=generator).to(inputs.device)
     rank = drawn.masked_fill(required, -1.0).masked_fill(~(optional | required), 2.0).argsort(1).argsort(1)
     n_optional = optional.sum(1)
