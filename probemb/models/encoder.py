@@ -55,14 +55,13 @@ class Encoded:
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, those that there are: the form that engines can hook and ranks gather."""
-        held = {"mean": self.gaussian.mean, "log_var": self.gaussian.log_var, "tokens": self.tokens, "mask": self.mask}
-        held |= {"features": self.features, "codes": self.codes}
-        return {name: x for name, x in held.items() if x is not None}
+        held = {**vars(self.gaussian), **vars(self)}
+        return {name: x for name, x in held.items() if isinstance(x, Tensor)}
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> Encoded:
-        more = {name: x for name, x in tensors.items() if name not in ("mean", "log_var")}
-        return Encoded(Gaussian(tensors["mean"], tensors["log_var"]), **more)
+        more = dict(tensors)
+        return Encoded(Gaussian(more.pop("mean"), more.pop("log_var")), **more)
 
     def float(self) -> Encoded:
         return Encoded.of({n: x if x.dtype == torch.bool else at_least_float32(x) for n, x in self.tensors().items()})
@@ -220,13 +219,11 @@ class Encoder(nn.Module):
         tokens, mask = mean_features.tokens, mean_features.mask
         if head is None:
             code = self.project(mean_features.pooled)
-            mean = F.normalize(code, dim=-1)
         elif want_tokens == "residuals":
             (code, tokens), mask = head.with_residuals(mean_features), None
-            mean = l2_normalize(code)
         else:
             code = head(mean_features)
-            mean = l2_normalize(code)
+        mean = F.normalize(code, dim=-1) if head is None else l2_normalize(code)
         if unc_features is None:
             log_var = torch.full_like(mean, POINT_LOG_VAR)
         else:
