@@ -407,9 +407,8 @@ def read_proposals(file: str | Path, data: PhraseDataset, top: int | None) -> Pr
     Raises UserError: an image without proposals; malformed boxes.
     """
     path, content = Path(file), read_json(Path(file))
-    with checked(
-        path, "a file of proposals", "Write {image id: [[left, top, right, bottom], ...]} in pixels, as JSON."
-    ):
+    remedy = "Write {image id: [[left, top, right, bottom], ...]} in pixels, as JSON."
+    with checked(path, "a file of proposals", remedy):
         _refuse_missing(path, data, {one for one, boxes in content.items() if boxes})
         found = [_inside(content[one][:top], size, one) for one, size in zip(data.image_ids, data.sizes)]
     return Proposals([boxes for boxes, _, _ in found], sum(dropped for _, _, dropped in found), str(path))
@@ -434,6 +433,7 @@ def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None
     if stem == path.name or not ids_file.is_file() or not boxes_file.is_file():
         raise UserError(f"{path} is not NAME{REGIONS} with NAME_ids.txt and NAME_boxes.npy beside it.", _WRITE)
     ids = read_lines(ids_file)
+    check_unique(ids, "image id", ids_file)
     images, row_of = read_regions(path, ids), {one: row for row, one in enumerate(ids)}
     _refuse_missing(path, data, row_of)
     chosen = [row_of[one] for one in data.image_ids]
@@ -457,7 +457,9 @@ def _refuse_missing(path: Path, data: PhraseDataset, known: Iterable[str]) -> No
 
 def _inside(boxes_P4, size: tuple[int, int], name: str, top: int | None = None) -> tuple[list[Box], list[int], int]:
     """The boxes that lie in an image, their rows, and how many do not; rows of zeros are none. Raises ValueError."""
-    boxes = np.array(boxes_P4, np.float64).reshape(-1, 4)
+    boxes = np.array(boxes_P4, np.float64)
+    if boxes.shape[1:] != (4,):
+        raise ValueError(f"a box of image {name} has not four numbers")
     rows = (boxes != 0).any(1).nonzero()[0][:top]
     if len(rows) > MAX_PROPOSALS or not np.isfinite(boxes).all() or (boxes[rows, :2] >= boxes[rows, 2:]).any():
         raise ValueError(f"image {name} has an empty box, one that is not finite, or more than {MAX_PROPOSALS:,}")

@@ -55,9 +55,10 @@ def test_proposals_of_a_file(data, tmp_path):
     assert read_proposals(file, data, 1).boxes == [[(0, 0, 50.5, 50)], [(1, 2, 3, 4)]]
 
 
-def test_boxes_that_are_not_finite_are_refused(data, tmp_path):
-    (tmp_path / "proposals.json").write_text('{"0": [[0, 0, NaN, 5]], "1": [[0, 0, 5, 5]]}')
-    with pytest.raises(UserError, match="image 0 has an empty box"):
+@pytest.mark.parametrize("boxes", ["[0, 0, NaN, 5]", "[0, 0, 5], [0, 0, 5], [5, 9, 9], [0, 5, 5]", "[0, 0, 0, 5]"])
+def test_malformed_boxes_are_refused(data, tmp_path, boxes):
+    (tmp_path / "proposals.json").write_text(f'{{"0": [{boxes}], "1": [[0, 0, 5, 5]]}}')
+    with pytest.raises(UserError, match=r"of proposals: .*image 0 has"):
         read_proposals(tmp_path / "proposals.json", data, None)
 
 
