@@ -68,7 +68,7 @@ def test_recipes_are_complete_and_accepted(path):
     if path.stem.endswith("-double"):
         twice = 2 * architecture(config.model.name)["embed_dim"]
         assert model.config["embed_dim"] == twice
-        assert text.get("projection", True) or model.text.hidden == twice == 2 * text["hidden"]
+        assert text.get("projection", True) or model.text.shape.hidden == twice == 2 * text["hidden"]
 
 
 @pytest.mark.parametrize(

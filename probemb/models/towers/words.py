@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,57 +95,53 @@ class WordMean(WordTower):
         return features, features if self.options.probabilistic else None
 
 
+class GRUShape(NamedTuple):
+    """Sizes and wiring of a `WordGRU`, keys of an architecture's text_cfg.
+
+    pooling: "last" (each direction's last state), "max" or "mean" over the words; or, as the public codes of PVSE and
+    PCME, "last-word": both directions' states there, of which the backward one has read that word alone.
+    """
+
+    width: int = 300  # E
+    hidden: int = 512  # H
+    layers: int = 1
+    bidirectional: bool = True
+    pooling: str = "last"
+    context_length: int = 64
+    tokens: str = "states"  # that the heads see beside the pooled states; or "words", the word vectors (PVSE, PCME)
+    directions: str = "concatenated"  # or "averaged" (SCAN): every state and pooled one is the mean of both
+    projection: bool = True  # False if pooled states of size D are the embedding of head "clip" (VSE++, VSRN)
+    head_options: Mapping[str, dict] = {}  # further `ModelOptions.pooling` of a head here: {"pie": {"project": false}}
+
+
 class WordGRU(WordTower):
-    """Word vectors and layers of GRUs; the last `n_unc_layers` exist twice.
+    """Word vectors and layers of GRUs (`GRUShape`); the last `n_unc_layers` exist twice.
 
     The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
     text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
-
-    Args:
-        width, hidden: E and H.
-        pooling: "last" (each direction's last state), "max" or "mean" over the words; or, as the public codes of PVSE
-            and PCME, "last-word": both directions' states there, of which the backward one has read that word alone.
-        tokens: what the heads see beside the pooled states: "states", or "words", the word vectors (PVSE, PCME).
-        directions: "concatenated", or "averaged" (SCAN): every state and pooled one is the mean of both.
-        projection: False if pooled states of size D are the embedding of head "clip" (VSE++, VSRN).
-        head_options: further `ModelOptions.pooling` of a head in this tower: {"pie": {"project": false}}.
     """
 
     stem_prefixes = ("embedding.",)
     table = property(lambda self: self.embedding.weight)
 
-    def __init__(
-        self,
-        vocabulary: list[str],
-        o: ModelOptions,
-        n_unc_layers: int,
-        width: int = 300,
-        hidden: int = 512,
-        layers: int = 1,
-        bidirectional: bool = True,
-        pooling: str = "last",
-        context_length: int = 64,
-        tokens: str = "states",
-        directions: str = "concatenated",
-        projection: bool = True,
-        head_options: Mapping[str, dict] | None = None,
-    ):
+    def __init__(self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, **shape):
         super().__init__()
-        self.context_length, self.hidden, self.pooling = context_length, hidden, pooling
-        self.words_are_tokens = tokens == "words"
-        self.averaged = bidirectional and directions == "averaged"
-        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
+        self.shape = shape = GRUShape(**shape)
+        self.context_length, hidden, both = shape.context_length, shape.hidden, shape.bidirectional
+        self.averaged = both and shape.directions == "averaged"
+        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), shape.width, padding_idx=PADDING)
         with torch.no_grad():  # unknown words may never be taught
-            self.embedding.weight.copy_(random_vectors(len(vocabulary), width))
-        sizes = [width] + [hidden * (1 + bidirectional)] * (layers - 1)
+            self.embedding.weight.copy_(random_vectors(len(vocabulary), shape.width))
+        sizes = [shape.width] + [hidden * (1 + both)] * (shape.layers - 1)
         own = last_blocks(sizes, n_unc_layers)
-        self.layers = nn.ModuleList(GRULayer(size, hidden, bidirectional) for size in sizes)
-        self.branch = nn.ModuleList(GRULayer(x, hidden, bidirectional) for x in own) if o.probabilistic else None
-        self.blocks = [f"layers.{i}" for i in range(layers)]
+        self.layers = nn.ModuleList(GRULayer(size, hidden, both) for size in sizes)
+        self.branch = nn.ModuleList(GRULayer(size, hidden, both) for size in own) if o.probabilistic else None
+        self.blocks = [f"layers.{i}" for i in range(len(sizes))]
         self.branch_blocks = [f"branch.{i}" for i in range(n_unc_layers)]
-        out = hidden * (1 + (bidirectional and not self.averaged))
-        o = replace(o, pooling={**(o.pooling or {}), **(head_options or {}).get(o.head, {})})
-        self.add_heads(o, width if self.words_are_tokens else out, out, not projection and out == o.embed_dim)
+        out = hidden * (1 + (both and not self.averaged))
+        o = replace(o, pooling={**(o.pooling or {}), **shape.head_options.get(o.head, {})})
+        width = shape.width if shape.tokens == "words" else out
+        self.add_heads(o, width, out, own_projection=not shape.projection and out == o.embed_dim)
 
     def features(self, tokens: Tensor) -> BothFeatures:
         """(B, T) int64 -> features; their mask is True for words."""
@@ -162,17 +159,17 @@ class WordGRU(WordTower):
             return tuple(x if x is None else self._pool(x, words, length, mask) for x in both)
 
     def _pool(self, x: Tensor, words: Tensor, length: Tensor, mask: Tensor) -> Features:
-        if self.pooling == "max":
+        if self.shape.pooling == "max":
             pooled = x.masked_fill(~mask[..., None], -torch.inf).amax(1)
-        elif self.pooling == "mean":
+        elif self.shape.pooling == "mean":
             pooled = (x * mask[..., None]).sum(1) / length[:, None]
         else:
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-            forwards = {"last-word": x.shape[2], "last": self.hidden}[self.pooling]
+            forwards = {"last-word": x.shape[2], "last": self.shape.hidden}[self.shape.pooling]
             pooled = torch.cat([ends[:, :forwards], x[:, 0, forwards:]], 1)  # backwards, the first word is read last
         if self.averaged:
             x, pooled = (state.unflatten(-1, (2, -1)).mean(-2) for state in (x, pooled))
-        return Features(words if self.words_are_tokens else x, pooled, mask)
+        return Features(words if self.shape.tokens == "words" else x, pooled, mask)
 
     def is_pretrained(self, name: str) -> bool:
         """The word vectors alone: the GRU starts from random weights."""
