@@ -24,14 +24,8 @@ def make(kind, folder, head="clip", n_unc_layers=1):
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "dropout": 0.0, **CONFIGS[kind]}))
     torch.manual_seed(0)
     config = create_model("ViT-Micro-32", head=head, embed_dim=16, n_unc_layers=1).config
-    text = {
-        "hf_model_pretrained": False,
-        "hf_model_name": str(folder),
-        "hf_proj_type": "mlp",
-        "hf_pooler_type": "mean_pooler",
-        "context_length": 12,
-    }
-    config["architecture"]["text_cfg"] = text
+    text = {"hf_model_name": str(folder), "hf_model_pretrained": False, "hf_proj_type": "mlp", "context_length": 12}
+    config["architecture"]["text_cfg"] = text | {"hf_pooler_type": "mean_pooler"}
     stock = CustomTextCLIP(**config["architecture"], nonscalar_logit_scale=True)
     return DualEncoder({**config, "n_unc_layers": [1, n_unc_layers]}, stock), stock
 
