@@ -139,6 +139,7 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
     if copy and rank == 0:
         check_copy(copy, out, state["step"] if earlier else None, tell)
+    corpora = [read_index(path) for path in config.train_paths]  # a wrong path is told before the model needs its words
     if config.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
@@ -157,7 +158,7 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
     batches = state["samples"] // config.batch_size
     position = Position(state["step"], batches * config.batch_size, state["skipped"])
     stream = Stream(
-        [read_index(path) for path in config.train_paths],
+        corpora,
         config.data,
         transforms.train,
         tokenizer,

@@ -173,7 +173,7 @@ def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
     elif source != "timm" and source not in tags:
         raise UserError(
             f"'{source}' is neither a file nor a weight tag of timm's {name}.{nearest(source, tags)}",
-            f"Give a file, or one of: timm, {', '.join(tags) or 'no tags for this model'}.",
+            f"Give a file, or one of: {', '.join(['timm', *tags])}.",
         )
     else:
         tagged = name if source == "timm" else f"{name}.{source}"
