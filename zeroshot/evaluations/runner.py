@@ -99,7 +99,7 @@ def unknown_notice(tokenizer, texts: Sequence[str], what: str) -> list[str]:
     words = unknown_words(tokenizer, texts)
     if not words:
         return []
-    some = printable(", ".join(words[:UNKNOWN]))
+    some = printable(", ".join(words[:UNKNOWN])) + (", …" if len(words) > UNKNOWN else "")
     return [f"{len(words):,} words of the {what} are unknown to the model, which reads them all alike: {some}"]
 
 
