@@ -9,7 +9,7 @@ FINETUNING = {
     "model.pretrained": "null",
     "model.embed_dim": 32,
     "batch_size": 16,
-    "epochs": 2,
+    "epochs": 8,  # so that the signal comes before the end
     "log_every": 1,
     "swa_epochs": 1,
     "data.workers": 0,
@@ -28,7 +28,7 @@ def test_finetuning_is_preempted_requeued_and_finished(jobs):
     assert jobs.ended(job, "COMPLETED")["Restarts"] == "1"
     assert "resumed at step" in jobs.log(job)
     losses = [m["step"] for m in jobs.metrics("run") if "loss" in m]
-    assert losses == list(range(1, STEPS + 1))  # 64 images with five captions each, twice
+    assert losses == list(range(1, 161))  # 64 images with five captions each, eight times
 
 
 def test_a_failed_node_leads_to_a_requeue_and_a_finished_run(jobs):
