@@ -9,6 +9,8 @@ import multiprocessing.util
 import os
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.queues import Queue
@@ -117,6 +119,14 @@ def _begin(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
+    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True, name="parent").start()
+
+
+def _end_after(parent: int) -> None:
+    """End the worker once its parent was killed: it would wait forever for somebody to read its batches."""
+    while os.getppid() == parent:
+        time.sleep(2)
+    os._exit(1)
 
 
 def _end_worker(error: BaseException, _batch: object) -> None:
