@@ -99,7 +99,7 @@ BAD = {
         "pcmepp, prolip",
     ),
     "uneven batch": ({"engine.accumulation": 3}, "batch_size 16 cannot be shared evenly", "Set batch_size to 15 or 18"),
-    "no data": ({"model.name": "scenes-cnn-gru", "data.train": "nowhere"}, "nowhere holds no webdataset shards", ""),
+    "no data": ({"model.name": "scenes-cnn-gru", "data.train": "nowhere"}, "nowhere does not exist", ""),
     "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
 }
 

@@ -132,7 +132,7 @@ def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY)
             if any(folder.glob("*.tar")):
                 raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
             raise UserError(
-                f"{folder} holds no webdataset shards.",
+                f"{folder} {'holds no webdataset shards' if folder.exists() else 'does not exist'}.",
                 "Name the folder of the .tar files, or make the synthetic data with "
                 "`python -m tools.make_scenes data/scenes`.",
             )
