@@ -1,0 +1,232 @@
+"""Adapters: an uncertainty for the embeddings of a trained dual encoder, whose weights stay as they are.
+
+Each maps frozen unit embeddings x (B, D) to a Gaussian (B, D); `OWN_MEAN` says which also move the mean. Their losses
+are functions beside them. Losses that PCME++ and ProLIP define are in `probemb.losses`; the Laplace posterior, which is
+not trained, in `probemb.laplace`. Letters: B items, D embedding, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from probemb.gaussian import Gaussian
+
+EPS = 1e-4  # added to 1/α and β, as in ProbVLM's code
+
+
+def mlp(*widths: int, dropout: float = 0.0) -> nn.Sequential:
+    """Linear layers with ReLU between them; dropout before the last one."""
+    layers: list[nn.Module] = []
+    for i, (a, b) in enumerate(zip(widths, widths[1:])):
+        layers += ([nn.ReLU()] if i else []) + ([nn.Dropout(dropout)] if dropout and i == len(widths) - 2 else [])
+        layers.append(nn.Linear(a, b))
+    return nn.Sequential(*layers)
+
+
+# ------------------------------------------------------------------------------------------------------------ Gaussian
+
+
+class GaussianAdapter(nn.Module):
+    """A residual mean and a log-variance, for the losses of PCME++ and ProLIP.
+
+    The residual's last layer starts at 0, so that the means start as the frozen embeddings.
+    """
+
+    def __init__(self, dim: int, hidden: int = 512, log_var_start: float = -6.0):
+        super().__init__()
+        self.residual, self.log_var = mlp(dim, hidden, dim), mlp(dim, hidden, dim)
+        for layer, bias in ((self.residual[-1], 0.0), (self.log_var[-1], log_var_start)):
+            nn.init.zeros_(layer.weight)
+            nn.init.constant_(layer.bias, bias)
+
+    def forward(self, x: Tensor) -> Gaussian:
+        return Gaussian(F.normalize(x + self.residual(x), dim=-1), self.log_var(x))
+
+
+# ---------------------------------------------------------------------------------------------------------- loss order
+
+
+class OrderAdapter(nn.Module):
+    """One uncertainty an item, in the order of its loss; the mean is the frozen embedding.
+
+    Source: Pretrained Visual Uncertainties (Kirchhof et al., arXiv 2402.16569).
+    """
+
+    def __init__(self, dim: int, hidden: int = 512):
+        super().__init__()
+        self.score = mlp(dim, hidden, hidden, 1)
+
+    def forward(self, x: Tensor) -> Gaussian:
+        """u = exp(score), equally in every dimension: orders are all that the loss knows."""
+        return Gaussian(x, (self.score(x) - math.log(x.shape[-1])).expand_as(x))
+
+
+def order_loss(u: Tensor, loss: Tensor, margin: float = 0.1, leeway: float | None = None, gap: float = 0.2) -> Tensor:
+    """Hinge on the order of u (B,) in disjoint pairs of neighbours, by the items' own losses (B,).
+
+    A tie counts as if the first had the smaller loss. With `leeway`, pairs whose losses are closer cost the constant
+    margin + gap. Source: Pretrained Visual Uncertainties' code.
+    """
+    first, second = loss[:-1:2], loss[1::2]
+    sign = torch.where(first > second, 1.0, -1.0).to(u.dtype)
+    hinge = (margin - sign * (u[:-1:2] - u[1::2])).clamp_min(0)
+    if leeway is not None:
+        hinge = torch.where((first - second).abs() < leeway, margin + gap, hinge)
+    return hinge.mean()
+
+
+# ------------------------------------------------------------------------------------------------------------- AsymVLM
+
+
+class SphericalAdapter(nn.Module):
+    """Texts as distributions on the sphere: η (B, D), its direction the mean, its length the concentration κ.
+
+    Images stay points. Source: AsymVLM (Li et al., arXiv 2505.11029).
+    """
+
+    def __init__(self, dim: int, hidden: int = 1024, form: str = "power-spherical"):
+        super().__init__()
+        self.eta, self.form = mlp(dim, hidden, hidden, hidden, dim), form
+
+    def forward(self, x: Tensor) -> Gaussian:
+        """The mean direction, and E‖Z - mean‖² = 2 (1 - E cos) spread over the dimensions."""
+        eta = self.eta(x)
+        kappa, d = eta.norm(dim=-1, keepdim=True), x.shape[-1]
+        if self.form == "power-spherical":
+            cosine = kappa / (d - 1 + kappa)
+        else:
+            h = (d - 1) / 2
+            cosine = kappa / (h + (h**2 + kappa.square()).sqrt())
+        return Gaussian(eta / kappa, (2 * (1 - cosine) / d).log().expand_as(x))
+
+
+def von_mises_fisher(x: Tensor, eta: Tensor) -> Tensor:
+    """Log-densities of unit x (N, D) under texts η (M, D), (N, M), up to a constant: κ x·μ + log C(κ) ≈.
+
+    The normaliser's approximation is AsymVLM's, within 0.1 of the exact one.
+    """
+    kappa, d = eta.norm(dim=-1), eta.shape[-1]
+    h = (d - 1) / 2
+    log_c = 0.0
+    for m in (d - 1, d + 1):
+        rho = ((m / 2) ** 2 + kappa.square()).sqrt()
+        log_c = log_c + (d - 1) / 4 * (h + rho).log() - rho / 2
+    return x @ eta.T + log_c
+
+
+def power_spherical(x: Tensor, eta: Tensor) -> Tensor:
+    """Log-densities of unit x (N, D) under texts η (M, D), (N, M). Source: De Cao & Aziz 2020; AsymVLM."""
+    kappa, d = eta.norm(dim=-1), eta.shape[-1]
+    beta = (d - 1) / 2
+    alpha = beta + kappa
+    log_norm = (alpha + beta) * math.log(2) + beta * math.log(math.pi) + alpha.lgamma() - (alpha + beta).lgamma()
+    cosine = (x @ F.normalize(eta, dim=-1).T).clamp_min(-1 + 1e-6)
+    return kappa * cosine.log1p() - log_norm
+
+
+def asym_loss(image: Tensor, eta: Tensor, temperature: Tensor | float, form: str = "power-spherical") -> Tensor:
+    """Symmetric cross entropy over the log-densities of images (B, D), not necessarily unit, under texts η (B, D)."""
+    density = power_spherical if form == "power-spherical" else von_mises_fisher
+    logits = temperature * density(F.normalize(image, dim=-1), eta)
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+# ------------------------------------------------------------------------------------------------------------- ProbVLM
+
+
+class ProbVLMAdapter(nn.Module):
+    """A generalised Gaussian per dimension around a reconstruction of x. Source: ProbVLM (arXiv 2307.00398).
+
+    heads: "softplus", or "relu" as published, whose dead units have β = 0 and a variance without bound.
+    """
+
+    def __init__(self, dim: int, hidden: int = 256, dropout: float = 0.1, heads: str = "softplus"):
+        super().__init__()
+        self.trunk = mlp(dim, hidden, hidden, dim, dropout=dropout)
+        self.mean, self.inverse_alpha, self.beta = (mlp(dim, dim, dim) for _ in range(3))
+        self.positive = F.softplus if heads == "softplus" else F.relu
+
+    def parameters_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, 1/α and β, (B, D) each."""
+        h = self.trunk(x) + x
+        return self.mean(h), self.positive(self.inverse_alpha(h)), self.positive(self.beta(h))
+
+    def forward(self, x: Tensor) -> Gaussian:
+        """The frozen embedding with the aleatoric variance."""
+        _, inverse_alpha, beta = self.parameters_of(x)
+        return Gaussian(x, generalized_log_variance(inverse_alpha, beta))
+
+    @torch.no_grad()
+    def epistemic(self, x: Tensor, passes: int = 16) -> Tensor:
+        """Variance of the mean over passes with dropout, (B, D)."""
+        training = self.training
+        self.train()
+        found = torch.stack([self.parameters_of(x)[0] for _ in range(passes)])
+        self.train(training)
+        return found.var(0, correction=0)
+
+
+def generalized_log_variance(inverse_alpha: Tensor, beta: Tensor) -> Tensor:
+    """log of α² Γ(3/β) / Γ(1/β), both parameters raised by EPS."""
+    a, b = inverse_alpha + EPS, beta + EPS
+    return (3 / b).lgamma() - (1 / b).lgamma() - 2 * a.log()
+
+
+def generalized_gaussian_nll(mean: Tensor, inverse_alpha: Tensor, beta: Tensor, target: Tensor) -> Tensor:
+    """Elementwise (|x - mean| / α)^β - log(β / α) + log Γ(1/β), a constant short. Source: ProbVLM Eq. 3."""
+    a, b = inverse_alpha + EPS, beta + EPS
+    return ((mean - target).abs() * a).pow(b) - a.log() - b.log() + (1 / b).lgamma()
+
+
+def published_probvlm_nll(mean, inverse_alpha, beta, target, weights: tuple[float, float] = (1.0, 0.05)) -> Tensor:
+    """The public code's loss, (): it multiplies by β where Eq. 3 raises to its power, beside a mean absolute error."""
+    a, b = inverse_alpha + EPS, beta + EPS
+    apart = (mean - target).abs()
+    density = (apart * a * b).clamp(1e-4, 1e3) - a.log() + (1 / b).lgamma() - b.log()
+    return weights[0] * apart.mean() + weights[1] * density.mean()
+
+
+def probvlm_loss(image, text, image_x: Tensor, text_x: Tensor, cross: float = 1e-4, nll=None) -> Tensor:
+    """Own reconstructions, and `cross` of the other modality's; image, text: parameters (mean, 1/α, β)."""
+    nll = nll or (lambda *arguments: generalized_gaussian_nll(*arguments).mean())
+    own = nll(*image, image_x) + nll(*text, text_x)
+    return own + cross * (nll(*image, text_x) + nll(*text, image_x))
+
+
+# ---------------------------------------------------------------------------------------------------------------- ViLU
+
+
+class FailurePredictor(nn.Module):
+    """Logit that a zero-shot prediction is right, from the image, the predicted and the attended text.
+
+    It needs labelled errors of its task. Source: ViLU (Lafon et al., arXiv 2507.07620), as its code has it.
+    """
+
+    def __init__(self, dim: int, widths: tuple[int, ...] = (512, 256, 128)):
+        super().__init__()
+        self.query, self.key = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        for layer in (self.query, self.key):
+            nn.init.eye_(layer.weight)
+        self.mlp = mlp(3 * dim, *widths, 1)
+
+    def forward(self, image: Tensor, texts: Tensor, scale: float, projected: bool = True) -> Tensor:
+        """(B,) for unit images (B, D) and class texts (K, D). projected: use the attention's matrices, else identity."""
+        predicted = texts[(image @ texts.T).argmax(1)]
+        query, key = (self.query(image), self.key(texts)) if projected else (image, texts)
+        attended = (scale * query @ key.T).softmax(1) @ key
+        return self.mlp(torch.cat([image, attended, predicted], 1))[:, 0]
+
+
+def failure_loss(logit: Tensor, correct: Tensor, error_weight: float | None = None) -> Tensor:
+    """Cross entropy of being right, errors weighted: by log(1 + acc / (1 - acc)) of the batch if no number is given."""
+    correct = correct.to(logit.dtype)
+    if error_weight is None:
+        accuracy = correct.mean().clamp_max(1 - 1e-6)
+        error_weight = torch.log1p(accuracy / (1 - accuracy))
+    weight = torch.where(correct > 0, 1.0, error_weight)
+    return F.binary_cross_entropy_with_logits(logit, correct, weight=weight)

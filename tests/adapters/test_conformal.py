@@ -1,0 +1,92 @@
+"""Conformal sets: public code's numbers, exact ranks, and the promised coverage."""
+
+import math
+
+import pytest
+import torch
+
+from probemb.conformal import (
+    Score,
+    class_thresholds,
+    describe_sets,
+    of_labels,
+    prediction_sets,
+    threshold,
+    transported,
+    tune_raps,
+)
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def v(parity):
+    return {
+        name: torch.from_numpy(value) if value.ndim else value.item() for name, value in parity("28_conformal").items()
+    }
+
+
+@pytest.mark.parametrize("name", ["lac", "aps", "raps", "aps_rand", "raps_rand", "saps"])
+def test_public_codes_numbers(v, name):
+    cal, test = v["cal_logits"].softmax(1), v["test_logits"].softmax(1)
+    labels = v["test_labels"]
+    score = Score(name.split("_")[0], v["raps_penalty"], v["raps_kreg"])
+    if name == "saps":
+        score = Score("saps", 0.2)
+    u_cal = v[f"{name}__u_cal_f32"] if "rand" in name else None
+    u_test = v[f"{name}__u_test_sorted_order_f32"] if "rand" in name else None
+    found_cal, found = of_labels(score(cal, u_cal), v["cal_labels"]), score(test, u_test)
+    if name != "saps":  # whose deterministic form in that code scores rank 1 differently in calibration
+        torch.testing.assert_close(found_cal, v[f"{name}__cal_scores"])
+    torch.testing.assert_close(found, v[f"{name}__test_scores"])
+    if name == "saps":
+        return
+    for alpha in (0.1, 0.25):
+        at = f"{name}__alpha{alpha}__"
+        q = threshold(found_cal, alpha)
+        assert q == pytest.approx(v[at + "q_hat"])
+        sets = prediction_sets(found, q)
+        assert torch.equal(sets, v[at + "sets"])
+        told = describe_sets(sets, labels, alpha)
+        assert (told["coverage"], told["size"]) == pytest.approx((v[at + "coverage"], v[at + "size"]))
+        assert told["macro_coverage"] == pytest.approx(v[at + "coverage_macro"])
+        assert 100 * told["class_gap"] == pytest.approx(v[at + "covgap_percent"])
+        assert told["size_gap"] == pytest.approx(v[at + "sscv"], abs=1e-6)
+        if name in ("lac", "aps"):
+            own, stored = (
+                class_thresholds(found_cal, v["cal_labels"], 6, alpha),
+                v[at + "class_conditional_q_hat_inf_allowed_f32"],
+            )
+            torch.testing.assert_close(own.float(), stored)
+            clear = (found - stored).abs() > 1e-6  # their sums were rounded in another order
+            assert torch.equal(prediction_sets(found, own)[clear], v[at + "class_conditional_sets"][clear])
+
+
+def test_thresholds_are_the_exact_ranks(v):
+    for n, alpha, q in zip(
+        v["quantile_n"].tolist(), v["quantile_alpha"].tolist(), v["quantile_q_hat_inf_allowed"].tolist()
+    ):
+        scores = v[f"quantile_scores_n{n}"].sort().values
+        exact = -(-(n + 1) * round(100 * (1 - alpha)) // 100)
+        assert threshold(scores, alpha) == (math.inf if exact > n else scores[exact - 1].item())
+        assert threshold(scores, alpha) == q or alpha == 0.7
+
+
+def test_transport(v):
+    both, labels = torch.cat([v["cal_logits"], v["test_logits"]]), v["cal_labels"]
+    torch.testing.assert_close(transported(both, labels), v["confot__codes_observed_marginal"])
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.1, 0.2])
+def test_promised_coverage_holds_on_average_over_splits(alpha):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3000, 8, generator=generator) * 2
+    labels = torch.distributions.Categorical(logits=logits * 0.5).sample()
+    p, covered = logits.softmax(1), []
+    for split in range(20):
+        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(split))
+        tune, cal, test = order.split([300, 700, 2000])
+        score = tune_raps(p[tune], labels[tune], alpha)
+        q = threshold(of_labels(score(p[cal]), labels[cal]), alpha)
+        covered.append(describe_sets(prediction_sets(score(p[test]), q), labels[test], alpha)["coverage"])
+    assert sum(covered) / 20 > 1 - alpha - 0.01

@@ -1,0 +1,93 @@
+"""Selective prediction: public codes' numbers and exact ties."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from probemb.metrics.selective import (
+    aurc,
+    auroc,
+    e_aurc,
+    fit_temperature,
+    fpr95,
+    free_confidences,
+    nearest_is_of_class,
+    retrieval_levels,
+    risk_coverage,
+)
+
+pytestmark = pytest.mark.core
+
+
+def tensors(arrays) -> dict:
+    return {name: torch.from_numpy(value) if value.ndim else value.item() for name, value in arrays.items()}
+
+
+@pytest.mark.parametrize("case", ["n200", "n60_ties"])
+def test_public_codes_numbers(parity, case):
+    v = tensors(parity("24_selective_and_mcm"))
+    k, correct = v[f"{case}__confidence"], v[f"{case}__correct"].bool()
+    assert aurc(k, correct) == pytest.approx(v[f"{case}__own_aurc_ties_expected"], abs=1e-12)
+    assert aurc(correct.double(), correct) == pytest.approx(v[f"{case}__own_aurc_optimal_discrete"], abs=1e-12)
+    assert e_aurc(k, correct) == pytest.approx(aurc(k, correct) - v[f"{case}__own_aurc_optimal_discrete"])
+    assert auroc(k, correct) == pytest.approx(v[f"{case}__fdshifts_failauc"])
+    assert fpr95(k, correct) == pytest.approx(v[f"{case}__fdshifts_fpr95"])
+    if case == "n200":
+        assert risk_coverage(k, correct).numpy() == pytest.approx(v["n200__crl_risks"].numpy())
+
+
+def test_ties_count_in_expectation():
+    k, correct = torch.tensor([2.0, 1, 1, 1, 0]), torch.tensor([True, False, True, True, False])
+    means = []
+    for middle in itertools.permutations([False, True, True]):
+        errors = ~np.array([True, *middle, False])
+        means.append((errors.cumsum() / np.arange(1, 6)).mean())
+    assert aurc(k, correct) == pytest.approx(np.mean(means))
+
+
+def test_free_confidences(parity):
+    v = tensors(parity("24_selective_and_mcm"))
+    image, ood, text = (torch.nn.functional.normalize(v[f"mcm_{x}_features"], dim=1) for x in ("img", "ood", "txt"))
+    for t, names in (
+        (1, {"MCM": "MCM", "max_logit": "max cosine", "energy": "energy", "entropy": "entropy"}),
+        (0.1, {"MCM": "max softmax", "energy": "energy", "entropy": "entropy"}),
+    ):
+        inside, outside = (free_confidences(x @ text.T, 1 / t) for x in (image, ood))
+        for name, ours in names.items():
+            expected = v[f"mcm_{name}_T{t}__in_f32"]
+            torch.testing.assert_close(-inside[ours].float(), expected, rtol=1e-5, atol=1e-5)
+            both = torch.cat([inside[ours], outside[ours]])
+            known = torch.arange(len(both)) < len(image)
+            assert auroc(both, known) == pytest.approx(v[f"mcm_{name}_T{t}__auroc_aupr_fpr95"][0].item())
+
+
+def test_levels_of_retrieval(parity):
+    v = tensors(parity("23_asymvlm"))
+    scores, u, image_of = v["levels_scores"], v["levels_txt_uncertainty"], v["levels_caption_image"]
+    hit = scores.argmax(0) == image_of
+    found = retrieval_levels(u, hit, v["levels_n"])
+    assert found["r@1"] == pytest.approx(v["levels_t2i_acc"].tolist())
+    assert [found["spearman"], found["r2"], found["score"]] == pytest.approx(
+        v["levels_own_t2i_spearman_r2_minusSR2"].tolist()
+    )
+
+
+def test_nearest_neighbour_of_a_class_is_never_the_item_itself(parity):
+    v = tensors(parity("26_url"))
+    hit = nearest_is_of_class(v["features_f32"], v["targets"], block=50)
+    assert torch.equal(hit.double(), v["r1_correct"])
+    assert auroc(-v["uncertainty_f32"], hit) == pytest.approx(v["r_auroc"], abs=1e-6)
+    assert auroc(-v["uncertainty_tied"], hit) == pytest.approx(v["r_auroc_tied"], abs=1e-6)
+    twins = nearest_is_of_class(torch.ones(2, 3), torch.tensor([0, 1]))
+    assert not twins.any()
+
+
+def test_temperature_is_the_one_of_the_labels():
+    logits = torch.randn(20000, 5, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    labels = torch.distributions.Categorical(logits=logits / 2).sample()
+    assert fit_temperature(logits, labels) == pytest.approx(2, rel=0.1)
+    assert math.isclose(fit_temperature(logits * 50, labels), 50 * fit_temperature(logits, labels), rel_tol=1e-4)
