@@ -8,6 +8,7 @@ not trained, in `probemb.laplace`. Letters: B items, D embedding, K classes.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ EPS = 1e-4  # added to 1/α and β, as in ProbVLM's code
 def mlp(*widths: int, dropout: float = 0.0) -> nn.Sequential:
     """Linear layers with ReLU between them; dropout before the last one."""
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(widths, widths[1:])):
+    for i, (a, b) in enumerate(pairwise(widths)):
         layers += ([nn.ReLU()] if i else []) + ([nn.Dropout(dropout)] if dropout and i == len(widths) - 2 else [])
         layers.append(nn.Linear(a, b))
     return nn.Sequential(*layers)
@@ -65,18 +66,16 @@ class OrderAdapter(nn.Module):
         return Gaussian(x, (self.score(x) - math.log(x.shape[-1])).expand_as(x))
 
 
-def order_loss(u: Tensor, loss: Tensor, margin: float = 0.1, leeway: float | None = None, gap: float = 0.2) -> Tensor:
+def order_loss(u: Tensor, loss: Tensor, margin: float = 0.1, leeway: float = 0.0) -> Tensor:
     """Hinge on the order of u (B,) in disjoint pairs of neighbours, by the items' own losses (B,).
 
-    A tie counts as if the first had the smaller loss. With `leeway`, pairs whose losses are closer cost the constant
-    margin + gap. Source: Pretrained Visual Uncertainties' code.
+    Pairs whose losses are closer than `leeway` cost the constant margin; a tie counts as if the first had the smaller
+    loss. Source: Pretrained Visual Uncertainties' code.
     """
     first, second = loss[:-1:2], loss[1::2]
     sign = torch.where(first > second, 1.0, -1.0).to(u.dtype)
-    hinge = (margin - sign * (u[:-1:2] - u[1::2])).clamp_min(0)
-    if leeway is not None:
-        hinge = torch.where((first - second).abs() < leeway, margin + gap, hinge)
-    return hinge.mean()
+    sign = torch.where((first - second).abs() < leeway, 0.0, sign)
+    return (margin - sign * (u[:-1:2] - u[1::2])).clamp_min(0).mean()
 
 
 # ------------------------------------------------------------------------------------------------------------- AsymVLM
@@ -99,8 +98,7 @@ class SphericalAdapter(nn.Module):
         if self.form == "power-spherical":
             cosine = kappa / (d - 1 + kappa)
         else:
-            h = (d - 1) / 2
-            cosine = kappa / (h + (h**2 + kappa.square()).sqrt())
+            cosine = kappa / ((d - 1) / 2 + (((d + 1) / 2) ** 2 + kappa.square()).sqrt())  # Amos 1974: within 0.5 %
         return Gaussian(eta / kappa, (2 * (1 - cosine) / d).log().expand_as(x))
 
 
@@ -215,7 +213,7 @@ class FailurePredictor(nn.Module):
         self.mlp = mlp(3 * dim, *widths, 1)
 
     def forward(self, image: Tensor, texts: Tensor, scale: float, projected: bool = True) -> Tensor:
-        """(B,) for unit images (B, D) and class texts (K, D). projected: use the attention's matrices, else identity."""
+        """(B,) for unit images (B, D) and class texts (K, D); not `projected`: attention without its matrices."""
         predicted = texts[(image @ texts.T).argmax(1)]
         query, key = (self.query(image), self.key(texts)) if projected else (image, texts)
         attended = (scale * query @ key.T).softmax(1) @ key

@@ -38,7 +38,7 @@ def test_loss_order_meets_the_authors_numbers(parity):
     loss = order_loss(u, v["order_true"])
     torch.testing.assert_close(loss, v["order_loss"])
     torch.testing.assert_close(torch.autograd.grad(loss, u)[0], v["order_grad"])
-    torch.testing.assert_close(order_loss(u, v["order_true"], leeway=0.7), v["order_loss_leeway"])
+    torch.testing.assert_close(order_loss(u, v["order_true"], margin=0.2, leeway=0.7), v["order_loss_leeway"])
 
 
 @pytest.mark.parametrize("form", ["vmf", "psd"])
@@ -55,15 +55,14 @@ def test_spherical_texts_meet_the_authors_numbers(parity, form):
 
 @pytest.mark.parametrize("form", ["von-mises-fisher", "power-spherical"])
 def test_spread_on_the_sphere_is_the_expected_one(form):
-    adapter, d = SphericalAdapter(3, 8, form), 3
-    x = F.normalize(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+    d = 16
+    adapter = SphericalAdapter(d, 32, form).double()
+    x = F.normalize(torch.randn(4, d, generator=torch.Generator().manual_seed(0)), dim=1).double()
     kappa = adapter.eta(x).norm(dim=1)
-    t = torch.linspace(-1, 1, 100_001)[1:-1]  # the cosine's density is f(t) (1 - t²)^((D - 3) / 2), constant here
-    log_f = kappa[:, None] * (t if form == "von-mises-fisher" else t.log1p())
+    t = torch.linspace(-1, 1, 100_001)[1:-1].double()  # the cosine's density is f(t) (1 - t²)^((d - 3) / 2)
+    log_f = kappa[:, None] * (t if form == "von-mises-fisher" else t.log1p()) + (d - 3) / 2 * (1 - t.square()).log()
     expected = 2 * (1 - (log_f.softmax(1) * t).sum(1))
-    tolerance = {"von-mises-fisher": 0.05, "power-spherical": 1e-3}[form]
-    torch.testing.assert_close(adapter(x).uncertainty(), expected, rtol=tolerance, atol=tolerance)
-    assert d == 3
+    torch.testing.assert_close(adapter(x).uncertainty(), expected, rtol=0.005, atol=0)
 
 
 def test_von_mises_fisher_normaliser_is_within_a_tenth_of_the_exact_one():
