@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ from probemb.data.shards.samples import (
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import encode_texts
+from probemb.gaussian import Gaussian
 from probemb.machine import Device, choose_device, loader_workers
 from probemb.progress import progress
 from probemb.reports.text import web_link
@@ -110,6 +112,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add("--out", required=True, type=Path, help="folder for the embeddings")
     add("--items", choices=("both", *KINDS), default="both", help="(default: %(default)s)")
     kept = "type of the stored means; by default the folder's own, float16 for a new one"
+    inputs = "keep the inputs of the last projections too, for finetune.adapt --method laplace"
+    add("--inputs", action="store_true", help=inputs)
     add("--mean-dtype", choices=("float16", "float32"), help=kept)
     resize = "backend for resizing: pil, as open_clip, or tensor (torch: faster, and within a rounding of it); by "
     add("--resize", choices=("tensor", "pil"), help=f"{resize}default the folder's own, pil for a new one")
@@ -333,14 +337,13 @@ def embed_shard(
     samples = Samples(path, spans, task.kinds, transforms.evaluate, tokenizer)
     pin = device.name.startswith("cuda")
     loader = make_loader(samples, workers, batch_size=options.batch_size, collate_fn=collate, pin_memory=pin)
-    found, means, uncertainties = [], [], []
+    found, means, uncertainties, more = [], [], [], {kind: [] for kind in KINDS}
     with closing(read(loader)) as batches:
         for batch, pixels in batches:
             if stopped():
                 return ""
             if pixels is not None:
-                with device.autocast():
-                    images = model.encode_image(pixels.to(device.name, non_blocking=True))
+                images = encode(model, "image", pixels.to(device.name, non_blocking=True), device, more, options.inputs)
                 means.append(images.mean.to(getattr(torch, out.mean_dtype)))
                 uncertainties.append(images.uncertainty().float())
             found += batch
@@ -361,20 +364,34 @@ def embed_shard(
         else:
             rows = [(span, one, [text], i) for span, one in zip(spans, found) for i, text in enumerate(one.captions)]
             if rows:
-                tokens, size = [one.tokens for one in found if one.tokens is not None], options.text_batch_size
-                texts = encode_texts(
-                    model.encode_text,
-                    torch.from_numpy(np.concatenate(tokens)).long(),
-                    batch_size=size,
-                    device=device,
-                    cut=model.cut_padding,
-                )
+                tokens = torch.from_numpy(
+                    np.concatenate([one.tokens for one in found if one.tokens is not None])
+                ).long()
+                size, cut = options.text_batch_size, model.cut_padding
+                if options.inputs:
+                    parts = (cut(part, device.name) for part in tokens.split(size))
+                    texts = Gaussian.cat([encode(model, "text", part, device, more, True).to("cpu") for part in parts])
+                else:
+                    texts = encode_texts(model.encode_text, tokens, batch_size=size, device=device, cut=cut)
                 mean, u = texts.mean, texts.uncertainty()
         if not (mean.isfinite().all() and u.isfinite().all()):
             what = f"The model embeds items of {task.shard.path} as NaN or infinity."
             raise UserError(what, "Use another checkpoint, or --precision fp32.")
-        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, about["shard"], rows), about)
+        raw_and_inputs = zip(("raw", "inputs"), (torch.cat(x).numpy() for x in zip(*more[kind])))
+        table = item_table(kind, about["shard"], rows)
+        out.write(kind, task.name, mean.numpy(), u.numpy(), table, about, **dict(raw_and_inputs))
     return damage
+
+
+def encode(model, kind: str, batch: Tensor, device: Device, more: dict[str, list], with_inputs: bool) -> Gaussian:
+    """Embed a batch; `with_inputs`: also append what method laplace reads to more[kind]."""
+    with device.autocast():
+        if not with_inputs:
+            return model.encode_image(batch) if kind == "image" else model.encode_text(batch)
+        tower = model.visual if kind == "image" else model.text
+        encoded, inputs = models.last_layer(tower, partial(tower.encode, batch))
+    more[kind].append((encoded.codes.float().cpu(), inputs.cpu()))
+    return encoded.gaussian
 
 
 def item_table(kind: str, shard: str, rows: Sequence[tuple[SampleSpan, ReadSample, list[str], int | None]]) -> pa.Table:

@@ -5,6 +5,7 @@ a command that only reads the options of a model (`--help`) loads no towers.
 from importlib import import_module
 
 _HOME = {
+    "adapter": "last_layer last_projection",
     "create": "create_model fill_word_vectors vocabulary_for",
     "dual_encoder": "DualEncoder ModelOutput no_weight_decay",
     "encoder": "POINT_LOG_VAR Encoded Encoder",

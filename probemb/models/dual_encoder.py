@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
+from probemb.models.adapter import Adapter
 from probemb.models.architectures import Stock
 from probemb.models.composers import create_composer
 from probemb.models.match import MatchModel
@@ -59,6 +61,7 @@ class DualEncoder(nn.Module):
             training step uses depends on its loss; turn `requires_grad` off for the others before DDP sees the model.
             Where "match" is not "cosine", logit_bias is a buffer of SigLIP's architectures, which an export reads.
         composer: makes one embedding of several, of models that were trained to; else None.
+        adapter: gives the towers' embeddings another uncertainty, see `adapter.py`; else None.
     """
 
     def __init__(self, config: dict, stock: nn.Module | None = None):
@@ -72,6 +75,7 @@ class DualEncoder(nn.Module):
         self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)
         self.logit_scale = stock.logit_scale
         self.composer = None if o.composer is None else create_composer(o.composer, o.embed_dim)
+        self.adapter = None if o.adapter is None else Adapter(o.adapter, o.embed_dim)
         if o.match == "cosine":
             self.logit_bias = stock.logit_bias
         else:
@@ -91,12 +95,14 @@ class DualEncoder(nn.Module):
         `kept`: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
         """
         _check_tensor(pixels, "pixels (B, 3, H, W)", "transforms.evaluate(image)[None]")
-        return self.visual.encode(pixels, token_mask, kept=kept).gaussian
+        encode = partial(self.visual.encode, pixels, token_mask, kept=kept)
+        return self.adapter.adapt(self.adapter.image, self.visual, encode) if self.adapter else encode().gaussian
 
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, L) int64, L at most the context length -> Gaussian (B, D), as `encode_image`; `kept` is of tokens."""
         _check_tensor(tokens, "tokens (B, L)", 'tokenizer(["a dog"])')
-        return self.text.encode(tokens, token_mask, kept=kept).gaussian
+        encode = partial(self.text.encode, tokens, token_mask, kept=kept)
+        return self.adapter.adapt(self.adapter.text, self.text, encode) if self.adapter else encode().gaussian
 
     def cut_padding(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
         """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
@@ -187,7 +193,7 @@ class DualEncoder(nn.Module):
         """Scoring of pairs by the ranking "attention", for models that were trained for it."""
         return None if self.options.attention is None else CrossAttention(**self.options.attention)
 
-    probabilistic = property(lambda self: self.options.probabilistic)
+    probabilistic = property(lambda self: self.options.probabilistic or self.adapter is not None)
     objective = property(lambda self: self.options.objective)
     composed_ranking = property(lambda self: self.options.composed_ranking)
     n_embeddings = property(lambda self: self.options.n_embeddings)

@@ -106,6 +106,7 @@ class ModelOptions(Towers):
         attention: fields of `CrossAttention`, of a model that is ranked by it.
         composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
         objective: the name of the loss, for display.
+        adapter: options of `probemb.models.adapter`, of a model that `finetune.adapt` made.
 
     Raises UserError: values of a wrong type or range, or that do not go together.
     """
@@ -133,6 +134,7 @@ class ModelOptions(Towers):
     composer: str | None = None
     composed_ranking: Literal["cosine", "density"] = "cosine"
     objective: str | None = None
+    adapter: dict | None = None
 
     def __post_init__(self):
         hints = get_type_hints(ModelOptions)
@@ -252,7 +254,7 @@ class Augmentation:
 SAVED = (  # in config.json, beside "name", "architecture" and "preprocess"
     *("head", "embed_dim", "n_unc_layers", "probabilistic", "n_embeddings", "ranking", "attention", "composer"),
     *("composed_ranking", "objective", "match", "max_logit_scale", "temperature_trained", "covariance"),
-    *("log_var_range", "uncertainty", "unit_features", "log_var_start", "uncertainty_bias", "pooling"),
+    *("log_var_range", "uncertainty", "unit_features", "log_var_start", "uncertainty_bias", "pooling", "adapter"),
 )
 DEFAULTS = {field.name: field.default for field in fields(ModelOptions) if field.name in SAVED}
 

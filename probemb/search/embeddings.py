@@ -109,10 +109,25 @@ class Embeddings:
             raise self._damaged(part.kind, part.name, f".parquet: {type(error).__name__}") from error
         return table
 
-    def write(self, kind: str, name: str, mean: np.ndarray, u: np.ndarray, items: pa.Table, about: dict) -> None:
-        """Write a partition, each file atomically. Raises UserError: it cannot be written, as on a full disk."""
+    def read_inputs(self, part: Partition) -> tuple[np.ndarray, np.ndarray]:
+        """raw (n, D), the means before they are unit, and inputs (n, P) of the last projection. Raises UserError."""
+        try:
+            return tuple(self._arrays(part.kind, part.name, "raw", "inputs"))
+        except UserError as error:
+            raise UserError(
+                f"{self.folder} has no inputs of the projections.", "Embed again, with --inputs."
+            ) from error
+
+    def write(
+        self, kind: str, name: str, mean: np.ndarray, u: np.ndarray, items: pa.Table, about: dict, **more: np.ndarray
+    ) -> None:
+        """Write a partition, each file atomically; `more`: as `read_inputs` gives them.
+
+        Raises UserError: it cannot be written, as on a full disk.
+        """
         file = self._file(kind, name)
-        arrays = {"mean": np.asarray(mean, dtype=self.mean_dtype), "u": np.asarray(u, dtype=np.float32)}
+        arrays = {key: np.asarray(x, dtype=self.mean_dtype) for key, x in {"mean": mean, **more}.items()}
+        arrays["u"] = np.asarray(u, dtype=np.float32)
         arrays["about"] = np.array(json.dumps(about))
 
         def save(path: Path) -> None:

@@ -1,0 +1,266 @@
+"""The work of `finetune.adapt`: pairs of embeddings, training of an adapter on them, and the model that it makes.
+
+Letters: N images, M captions, B pairs of a batch, D embedding, P inputs of the last projection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from finetune.adapt import AdaptConfig
+from probemb.adapters import asym_loss, order_loss, probvlm_loss, published_probvlm_nll
+from probemb.errors import UserError
+from probemb.files import replace_text
+from probemb.gaussian import Gaussian
+from probemb.laplace import LaplaceProjection, kronecker_factors
+from probemb.losses.clip import clip_loss
+from probemb.losses.match import pairwise_match_loss
+from probemb.losses.prolip import prolip_loss
+from probemb.models import DualEncoder, load_model, save_model, weights_sha256
+from probemb.models.adapter import ADAPTERS, Adapter, last_projection
+from probemb.options import to_dict, to_yaml
+from probemb.progress import progress
+from probemb.search.embeddings import Embeddings, open_embeddings
+
+MOST_HELD_OUT = 5_000
+PROLIP_BIAS = -10.0
+
+
+class Pairs(NamedTuple):
+    """Frozen embeddings of images (N, D) and captions (M, D), unit rows; owner: (M,) the row of a caption's image.
+
+    raw, inputs: of images and of captions, before the last projection's result is made unit (rows, D), and its inputs
+    (rows, P); None where the folder has none.
+    """
+
+    images: Tensor
+    texts: Tensor
+    owner: Tensor
+    raw: tuple[Tensor, Tensor] | None = None
+    inputs: tuple[Tensor, Tensor] | None = None
+
+    def of_images(self, rows: Tensor) -> Pairs:
+        """The images of the rows, in ascending order, and their captions."""
+        place = torch.full((len(self.images),), -1)
+        place[rows] = torch.arange(len(rows))
+        keep = place[self.owner] >= 0
+        both = (rows, keep)
+        raw, inputs = (two and tuple(x[i] for x, i in zip(two, both)) for two in (self.raw, self.inputs))
+        return Pairs(self.images[rows], self.texts[keep], place[self.owner[keep]], raw, inputs)
+
+
+def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
+    """All pairs of a folder; images without captions are left out. Raises UserError: there are none, or no inputs."""
+    found: dict[str, list] = {"image": [], "text": []}
+    keys: dict[str, list[tuple[str, str]]] = {"image": [], "text": []}
+    for kind, rows in found.items():
+        for part in folder.partitions(kind):
+            items = folder.read_items(part)
+            keys[kind] += zip(items["shard"].to_pylist(), items["key"].to_pylist())
+            more = folder.read_inputs(part) if with_inputs else ()
+            rows.append([torch.from_numpy(x).float() for x in (folder.read(part)[0], *more)])
+    place = {key: row for row, key in enumerate(keys["image"])}
+    owner = torch.tensor([place.get(key, -1) for key in keys["text"]], dtype=torch.long)
+    if not (owner >= 0).any():
+        raise UserError(
+            f"{folder.folder} holds no images with captions.", "Embed both: python -m tools.embed without --items."
+        )
+    images, texts = ([torch.cat(column) for column in zip(*rows)] for rows in found.values())
+    known = owner.argsort(stable=True)[(owner < 0).sum() :]
+    texts, owner = [x[known] for x in texts], owner[known]
+    more = zip(images[1:], texts[1:])
+    pairs = Pairs(F.normalize(images[0], dim=1), F.normalize(texts[0], dim=1), owner, *more)
+    return pairs.of_images(owner.unique())
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def adapt(config: AdaptConfig) -> None:
+    """Adapt, save, and print the recall before and after. Raises UserError."""
+    out = Path(config.out)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} already exists.", "Name a new folder with --out.")
+    folder = open_embeddings(config.embeddings)
+    base = load_model(folder.model).model
+    if weights_sha256(base) != folder.weights:
+        raise UserError(
+            f"{folder.model} is not the model that {folder.folder} was embedded with.", "Embed the data again."
+        )
+    pairs = read_pairs(folder, config.method == "laplace")
+    generator = torch.Generator().manual_seed(config.seed)
+    order = torch.randperm(len(pairs.images), generator=generator)
+    n = min(MOST_HELD_OUT, round(config.validation * len(order)))
+    held_out, train = pairs.of_images(order[:n].sort().values), pairs.of_images(order[n:].sort().values)
+    if len(train.images) < 2:
+        raise UserError(f"{folder.folder} has {len(train.images)} images to train on.", "Embed more.")
+    torch.manual_seed(config.seed)
+    options = adapter_options(config, train)
+    adapter = Adapter(options, folder.dim)
+    scalars = nn.ParameterDict({"logit_scale": base.logit_scale.detach().reshape(()).clone()})
+    with torch.enable_grad():
+        if config.method == "laplace":
+            fit_laplace(config, adapter, base, train)
+        else:
+            fit(config, adapter, scalars, train, generator)
+    model = adapted_model(base, options, adapter, scalars)
+    results = {"config": to_dict(config), "pairs": len(train.texts), "images": len(train.images)}
+    if n:
+        before = recall(held_out, None)
+        after = recall(held_out, adapter)
+        results |= {"held_out": n, "before": before, "after": after}
+        for key, value in before.items():
+            print(f"{key:14} {value:6.2f} -> {after[key]:6.2f}   (of {n:,} images that the adapter did not see)")
+    save_model(model, out / "model")
+    replace_text(out / "config.yaml", to_yaml(config))
+    replace_text(out / "results.json", json.dumps(results, indent=1) + "\n")
+    print(f"saved in {out}")
+
+
+def adapter_options(config: AdaptConfig, pairs: Pairs) -> dict:
+    """`config["adapter"]` of the new model."""
+    options: dict = {"method": config.method}
+    if config.hidden and config.method != "laplace":
+        options["hidden"] = config.hidden
+    if config.method == "asymvlm":
+        options["form"] = config.form
+    if config.method == "probvlm" and config.loss == "code":
+        options["heads"] = "relu"
+    if config.method == "laplace":
+        options |= {"inputs": [x.shape[1] for x in pairs.inputs], "damped": config.damped}
+        options["pseudo_data"] = config.pseudo_data
+    return options
+
+
+def fit_laplace(config: AdaptConfig, adapter: Adapter, base: DualEncoder, pairs: Pairs) -> None:
+    """The posteriors of both projections, from one caption of each image."""
+    scale = float(base.inverse_temperature())
+    bias = float(base.logit_bias) if base.options.match == "cosine" else None
+    first = torch.searchsorted(pairs.owner, torch.arange(len(pairs.images)))
+    raw = pairs.raw[0].double(), pairs.raw[1][first].double()
+    inputs = pairs.inputs[0].double(), pairs.inputs[1][first].double()
+    order = torch.randperm(len(first), generator=torch.Generator().manual_seed(config.seed))
+    raw, inputs = (tuple(x[order] for x in two) for two in (raw, inputs))
+    for i, (module, tower) in enumerate(((adapter.image, base.visual), (adapter.text, base.text))):
+        a, b = kronecker_factors(inputs[i], raw[i], raw[1 - i], scale, bias, config.batch_size)
+        module.take(LaplaceProjection.fit(a, b, last_projection(tower).norm2, config.pseudo_data))
+
+
+def fit(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, pairs: Pairs, generator) -> None:
+    """Train the adapter, and the scalars of its loss, which are added to `scalars`."""
+    loss_of = LOSSES[config.method](config, adapter, scalars)
+    parameters = [*adapter.parameters(), *scalars.parameters()]
+    optimizer = torch.optim.AdamW(parameters, config.lr, weight_decay=config.weight_decay)
+    n, batch = len(pairs.images), min(config.batch_size, len(pairs.images))
+    steps, counts = config.epochs * (n // batch), torch.bincount(pairs.owner, minlength=n)
+    first, step = counts.cumsum(0) - counts, 0
+    adapter.train()
+    with progress("pairs", steps * batch) as advance:
+        for _ in range(config.epochs):
+            order = torch.randperm(n, generator=generator)
+            for rows in order[: n // batch * batch].split(batch):
+                share = min(1.0, (step + 1) / (0.1 * steps + 1))
+                for group in optimizer.param_groups:
+                    group["lr"] = config.lr * share * 0.5 * (1 + math.cos(math.pi * step / steps))
+                caption = first[rows] + (torch.rand(batch, generator=generator) * counts[rows]).long()
+                loss = loss_of(pairs.images[rows], pairs.texts[caption])
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+                step += 1
+                advance(batch)
+            if not loss.isfinite():
+                raise UserError("The loss is not finite.", "Lower --lr, or choose another --loss.")
+    adapter.eval()
+
+
+def _gaussian(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
+    if config.loss == "prolip":
+        scalars["logit_bias"] = nn.Parameter(torch.tensor(PROLIP_BIAS))
+    else:
+        scalars["scale"], scalars["shift"] = (nn.Parameter(torch.tensor(5.0)) for _ in range(2))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        image, text = adapter.image(x), adapter.text(y)
+        scale = scalars["logit_scale"].exp()
+        if config.loss == "prolip":
+            own = prolip_loss(image, text, scale, scalars["logit_bias"], vib=config.vib).loss
+        else:
+            own = pairwise_match_loss(image, text, scale=scalars["scale"], shift=scalars["shift"], vib=config.vib).loss
+        return own + config.clip * clip_loss(image.mean, text.mean, scale).loss
+
+    return loss
+
+
+def _loss_order(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
+    """In the order of the item's own contrastive loss, with the frozen embeddings."""
+    scalars["logit_scale"].requires_grad_(False)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        logits, own = scalars["logit_scale"].exp() * x @ y.T, torch.arange(len(x))
+        losses = (F.cross_entropy(side, own, reduction="none") for side in (logits, logits.T))
+        pairs = zip((adapter.image(x), adapter.text(y)), losses)
+        return sum(order_loss(g.uncertainty().log(), of_item) for g, of_item in pairs)
+
+    return loss
+
+
+def _asymvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
+    temperature = nn.Parameter(torch.tensor(1.0))
+    scalars["temperature"] = temperature
+    return lambda x, y: asym_loss(x, adapter.text.eta(y), temperature, config.form)
+
+
+def _probvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
+    nll = published_probvlm_nll if config.loss == "code" else None
+    parameters = adapter.image.parameters_of, adapter.text.parameters_of
+    return lambda x, y: probvlm_loss(parameters[0](x), parameters[1](y), x, y, config.cross, nll)
+
+
+LOSSES = {"gaussian": _gaussian, "loss-order": _loss_order, "asymvlm": _asymvlm, "probvlm": _probvlm}
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+def adapted_model(base: DualEncoder, options: dict, adapter: Adapter, scalars: nn.ParameterDict) -> DualEncoder:
+    """The base with the adapter, and the scalars of the loss where it has some."""
+    match = "distance" if "scale" in scalars else "cosine" if "logit_bias" in scalars else "none"
+    ranking = ADAPTERS[options["method"]].ranking
+    config = base.config | {"adapter": options, "match": match, "ranking": ranking, "objective": options["method"]}
+    model = DualEncoder(config)
+    state = model.state_dict()
+    state |= {key: value for key, value in base.state_dict().items() if key in state}
+    state |= {f"adapter.{key}": value for key, value in adapter.state_dict().items()}
+    state |= {key: value.detach().reshape(1) for key, value in scalars.items() if key in state}
+    model.load_state_dict(state)
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def recall(pairs: Pairs, adapter: Adapter | None) -> dict[str, float]:
+    """R@1 in percent of both directions, by the cosine of the means."""
+    image, text = pairs.images, pairs.texts
+    if adapter is not None:
+        image, text = (means(adapter, side, pairs) for side in ("image", "text"))
+    similarity = image @ text.T
+    own = pairs.owner == torch.arange(len(image))[:, None]
+    i2t = own.gather(1, similarity.argmax(1, keepdim=True)).double().mean().item()
+    t2i = (similarity.argmax(0) == pairs.owner).double().mean().item()
+    return {"R@1 i2t": 100 * i2t, "R@1 t2i": 100 * t2i}
+
+
+def means(adapter: Adapter, side: str, pairs: Pairs) -> Tensor:
+    """Unit means of an adapter's images or texts."""
+    module, i = getattr(adapter, side), int(side == "text")
+    if module is None:
+        return pairs[i]
+    found: Gaussian = module(pairs.raw[i], pairs.inputs[i]) if pairs.raw else module(pairs[i])
+    return F.normalize(found.mean, dim=1)

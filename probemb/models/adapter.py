@@ -1,0 +1,128 @@
+"""The adapter of a model: what gives the embeddings of trained towers an uncertainty, saved and loaded with them.
+
+model.encode_image(pixels)          # the towers' embedding, then the adapter: Gaussian (B, D)
+
+An adapter's options are `config["adapter"]`: {"method": a name of ADAPTERS, and the keywords of its modules}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from probemb.adapters import GaussianAdapter, OrderAdapter, ProbVLMAdapter, SphericalAdapter
+from probemb.errors import UserError
+from probemb.gaussian import Gaussian, at_least_float32
+from probemb.laplace import PSEUDO_DATA, LaplaceProjection, expected_unit
+from probemb.models.encoder import Encoded, Encoder
+from probemb.models.heads import Features
+
+
+class LaplaceAdapter(nn.Module):
+    """`LaplaceProjection` as buffers: raw embeddings (B, D) and inputs of the projection (B, P) to normals.
+
+    The mean and the deviations are divided by the root of the expected squared norm, so that CSD ranks as the mean of
+    `prob_cosine`.
+    """
+
+    def __init__(self, dim: int, inputs: int, damped: bool = False, pseudo_data: float = PSEUDO_DATA):
+        super().__init__()
+        self.damped, self.pseudo_data = damped, pseudo_data
+        for name, shape in (("a_values", (inputs,)), ("a_vectors", (inputs, inputs)), ("prior", ()),
+                            ("b_values", (dim,)), ("b_vectors", (dim, dim))):  # fmt: skip
+            self.register_buffer(name, torch.zeros(shape))
+
+    def take(self, fitted: LaplaceProjection) -> None:
+        """Copy a fitted posterior."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(torch.as_tensor(getattr(fitted, name)))
+
+    def forward(self, raw: Tensor, inputs: Tensor) -> Gaussian:
+        a, u, b, v = self.a_values, self.a_vectors, self.b_values, self.b_vectors
+        posterior = LaplaceProjection(a, u, b, v, float(self.prior), self.pseudo_data)
+        return expected_unit(Gaussian(raw, posterior.log_var(inputs, self.damped).to(raw.dtype)))
+
+
+class Kind(NamedTuple):
+    """Modules of images and of texts, None for points, and the ranking of the adapted model."""
+
+    image: type[nn.Module] | None
+    text: type[nn.Module]
+    ranking: str = "mean"
+
+
+ADAPTERS = {
+    "laplace": Kind(LaplaceAdapter, LaplaceAdapter, "csd"),
+    "gaussian": Kind(GaussianAdapter, GaussianAdapter, "csd"),
+    "loss-order": Kind(OrderAdapter, OrderAdapter),
+    "asymvlm": Kind(None, SphericalAdapter),
+    "probvlm": Kind(ProbVLMAdapter, ProbVLMAdapter),
+}
+
+
+class Adapter(nn.Module):
+    """Both modules of an adapter; options as in the module's docstring, each value one for both or a list of two."""
+
+    def __init__(self, options: dict, dim: int):
+        super().__init__()
+        kind = ADAPTERS[options["method"]]
+        both = {key: value if isinstance(value, list) else [value] * 2 for key, value in options.items()}
+        image, text = ({key: two[i] for key, two in both.items() if key != "method"} for i in (0, 1))
+        self.image = kind.image and kind.image(dim, **image)
+        self.text = kind.text(dim, **text)
+
+    def adapt(self, module: nn.Module | None, tower: Encoder, encode: Callable[..., Encoded]) -> Gaussian:
+        """The normals of `self.image` or `self.text`; `encode` runs the tower."""
+        if isinstance(module, LaplaceAdapter):
+            encoded, inputs = last_layer(tower, encode)
+            return module(at_least_float32(encoded.codes), inputs)
+        embedded = encode().gaussian
+        return embedded if module is None else module(embedded.mean).float()
+
+
+class Projection(NamedTuple):
+    """The last linear map of a tower: weight (D, P), bias (D,) or None, and its module, None for a matrix product."""
+
+    weight: Tensor
+    bias: Tensor | None
+    layer: nn.Module | None
+
+    @property
+    def norm2(self) -> float:
+        """Squared norm of the parameters."""
+        return sum(x.detach().double().square().sum().item() for x in (self.weight, self.bias) if x is not None)
+
+
+def last_projection(tower: Encoder) -> Projection:
+    """The linear map that makes a tower's embedding. Raises UserError: there is none, or behind it is another layer."""
+    matrix = getattr(tower, "proj", None) if tower.mean_head is None else None
+    matrix = getattr(tower, "text_projection", None) if matrix is None and tower.mean_head is None else matrix
+    if isinstance(matrix, nn.Parameter):
+        return Projection(matrix.T, None, None)
+    pool = getattr(getattr(tower, "trunk", None), "attn_pool", None)
+    layers = [tower.mean_head, matrix, *getattr(tower, "head", ()), getattr(getattr(pool, "mlp", None), "fc2", None)]
+    layer = next((layer for layer in layers if layer is not None), None)
+    if not isinstance(layer, nn.Linear):
+        raise UserError(
+            f"The {type(tower).__name__} does not end in a linear projection, which method laplace needs.",
+            "Choose another method: gaussian, loss-order, asymvlm or probvlm.",
+        )
+    return Projection(layer.weight, layer.bias, layer)
+
+
+def last_layer(tower: Encoder, encode: Callable[..., Encoded]) -> tuple[Encoded, Tensor]:
+    """A batch with its codes, and the inputs of `last_projection` (B, P), with a trailing 1 where it has a bias."""
+    projection, seen = last_projection(tower), []
+    handle = projection.layer and projection.layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        encoded = encode(want_features=True)
+    finally:
+        if handle:
+            handle.remove()
+    inputs = seen[-1] if seen else encoded.features
+    inputs = at_least_float32(inputs.pooled if isinstance(inputs, Features) else inputs).flatten(1)
+    ones = [inputs.new_ones(len(inputs), 1)] if projection.bias is not None else []
+    return encoded, torch.cat([inputs, *ones], 1)
