@@ -9,47 +9,44 @@ from __future__ import annotations
 
 import torch
 from sklearn.linear_model import LinearRegression
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from probemb.metrics.uncertainty import spearman
 
 
-def risk_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
-    """Selective risk of answering the i surest items, (N,) for i = 1 … N; ties in expectation over their orders."""
+def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor | None = None) -> dict[str, Tensor]:
+    """Measures of resamples, (R,) float64 each: NaN where one of the two kinds is absent.
+
+    Args:
+        confidence: (N,), higher is surer; positive: (N,) bool: right, or in distribution.
+        weights_RN: how often each resample drew each item; None: each once, R = 1.
+
+    Returns:
+        "aurc", mean selective risk over all coverages, and "e_aurc", above that of the best order (Geifman et al. 2019);
+        "auroc", ties half; "fpr95", the share of the others that are as sure as the 95 % surest positive ones.
+    """
     order = confidence.double().argsort(descending=True, stable=True)
+    weights_RN = torch.ones(1, len(order)) if weights_RN is None else weights_RN
+    weight, right = weights_RN.double()[:, order], positive.bool()[order].double()
     _, group, counts = confidence[order].unique_consecutive(return_inverse=True, return_counts=True)
-    errors = (~correct[order].bool()).double()
-    share = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, group, errors) / counts
-    return share[group].cumsum(0) / torch.arange(1, len(order) + 1)
 
+    def of_group(x_RN: Tensor) -> Tensor:
+        return torch.zeros(len(x_RN), len(counts), dtype=torch.float64).index_add_(1, group, x_RN)
 
-def aurc(confidence: Tensor, correct: Tensor) -> float:
-    """Area under the risk-coverage curve, mean selective risk."""
-    return risk_coverage(confidence, correct).mean().item()
-
-
-def e_aurc(confidence: Tensor, correct: Tensor) -> float:
-    """`aurc` above that of the best order of the same errors."""
-    return aurc(confidence, correct) - aurc(correct.double(), correct)
-
-
-def auroc(confidence: Tensor, positive: Tensor) -> float | None:
-    """Probability that a positive item (correct, or in distribution) is surer than another; None if all are alike."""
-    if positive.bool().all() or not positive.any():
-        return None
-    return float(roc_auc_score(positive.bool().cpu().numpy(), confidence.double().cpu().numpy()))
-
-
-def fpr95(confidence: Tensor, positive: Tensor) -> float | None:
-    """Share of the others that are as sure as the 95 % surest positive items; None if there are no others."""
-    positive = positive.bool()
-    if positive.all() or not positive.any():
-        return None
-    sure = confidence[positive].double().sort(descending=True).values
-    threshold = sure[-(-95 * len(sure) // 100) - 1]  # the exact ceiling
-    return (confidence[~positive] >= threshold).double().mean().item()
+    total, positives = of_group(weight), of_group(weight * right)  # (R, G), groups of equal confidence
+    others = total - positives
+    n, n_positive, n_other = total.sum(1), positives.sum(1), others.sum(1)
+    before, errors = total.cumsum(1) - total, others.cumsum(1) - others
+    # Ties in expectation: of m items with E errors behind i with F, the sum over j = 1 … m of (F + E j / m) / (i + j).
+    rate = others / total.clamp_min(1e-12)
+    harmonic = torch.digamma(before + total + 1) - torch.digamma(before + 1)
+    aurc = (rate * total + (errors - rate * before) * harmonic).sum(1) / n
+    best = (n_other - n_positive * (torch.digamma(n + 1) - torch.digamma(n_positive + 1))) / n
+    auroc = ((positives.cumsum(1) - positives / 2) * others).sum(1) / (n_positive * n_other)
+    kept = positives.cumsum(1) >= 0.95 * n_positive[:, None] - 1e-9
+    fpr95 = others.cumsum(1).gather(1, kept.double().argmax(1, keepdim=True))[:, 0] / n_other
+    return {"aurc": aurc, "e_aurc": aurc - best, "auroc": auroc, "fpr95": fpr95}
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -106,7 +103,7 @@ def retrieval_levels(uncertainty: Tensor, hit: Tensor, levels: int = 10) -> dict
 def nearest_is_of_class(embeds: Tensor, labels: Tensor, block: int = 1024) -> Tensor:
     """Whether each item's nearest other item by cosine is of its class, (N,) bool. Source: URL (Kirchhof et al. 2023).
 
-    With `auroc(-u, …)` it is R-AUROC. An item never finds itself, duplicates included.
+    The AUROC of -u for it is R-AUROC. An item never finds itself, duplicates included.
     """
     unit, hits = normalize(embeds.float(), dim=1), []
     for rows in torch.arange(len(unit)).split(block):

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from probemb.metrics.selective import (
-    aurc,
-    auroc,
-    e_aurc,
     fit_temperature,
-    fpr95,
     free_confidences,
     nearest_is_of_class,
     retrieval_levels,
-    risk_coverage,
+    selective_metrics,
 )
 
 pytestmark = pytest.mark.core
+
+
+def measured(confidence, positive) -> dict[str, float]:
+    return {name: x.item() for name, x in selective_metrics(confidence, positive).items()}
 
 
 def tensors(arrays) -> dict:
@@ -30,13 +30,16 @@ def tensors(arrays) -> dict:
 def test_public_codes_numbers(parity, case):
     v = tensors(parity("24_selective_and_mcm"))
     k, correct = v[f"{case}__confidence"], v[f"{case}__correct"].bool()
-    assert aurc(k, correct) == pytest.approx(v[f"{case}__own_aurc_ties_expected"], abs=1e-12)
-    assert aurc(correct.double(), correct) == pytest.approx(v[f"{case}__own_aurc_optimal_discrete"], abs=1e-12)
-    assert e_aurc(k, correct) == pytest.approx(aurc(k, correct) - v[f"{case}__own_aurc_optimal_discrete"])
-    assert auroc(k, correct) == pytest.approx(v[f"{case}__fdshifts_failauc"])
-    assert fpr95(k, correct) == pytest.approx(v[f"{case}__fdshifts_fpr95"])
-    if case == "n200":
-        assert risk_coverage(k, correct).numpy() == pytest.approx(v["n200__crl_risks"].numpy())
+    found = measured(k, correct)
+    best = v[f"{case}__own_aurc_optimal_discrete"]
+    assert found["aurc"] == pytest.approx(v[f"{case}__own_aurc_ties_expected"], abs=1e-12)
+    assert found["e_aurc"] == pytest.approx(found["aurc"] - best, abs=1e-12)
+    assert found["auroc"] == pytest.approx(v[f"{case}__fdshifts_failauc"])
+    assert found["fpr95"] == pytest.approx(v[f"{case}__fdshifts_fpr95"])
+    drawn = torch.randint(len(k), (len(k),), generator=torch.Generator().manual_seed(0))
+    weights = torch.bincount(drawn, minlength=len(k))[None]
+    again = {name: x.item() for name, x in selective_metrics(k, correct, weights).items()}
+    assert again == pytest.approx(measured(k[drawn], correct[drawn]))
 
 
 def test_ties_count_in_expectation():
@@ -45,7 +48,7 @@ def test_ties_count_in_expectation():
     for middle in itertools.permutations([False, True, True]):
         errors = ~np.array([True, *middle, False])
         means.append((errors.cumsum() / np.arange(1, 6)).mean())
-    assert aurc(k, correct) == pytest.approx(np.mean(means))
+    assert measured(k, correct)["aurc"] == pytest.approx(np.mean(means))
 
 
 def test_free_confidences(parity):
@@ -61,7 +64,7 @@ def test_free_confidences(parity):
             torch.testing.assert_close(-inside[ours].float(), expected, rtol=1e-5, atol=1e-5)
             both = torch.cat([inside[ours], outside[ours]])
             known = torch.arange(len(both)) < len(image)
-            assert auroc(both, known) == pytest.approx(v[f"mcm_{name}_T{t}__auroc_aupr_fpr95"][0].item())
+            assert measured(both, known)["auroc"] == pytest.approx(v[f"mcm_{name}_T{t}__auroc_aupr_fpr95"][0].item())
 
 
 def test_levels_of_retrieval(parity):
@@ -79,8 +82,8 @@ def test_nearest_neighbour_of_a_class_is_never_the_item_itself(parity):
     v = tensors(parity("26_url"))
     hit = nearest_is_of_class(v["features_f32"], v["targets"], block=50)
     assert torch.equal(hit.double(), v["r1_correct"])
-    assert auroc(-v["uncertainty_f32"], hit) == pytest.approx(v["r_auroc"], abs=1e-6)
-    assert auroc(-v["uncertainty_tied"], hit) == pytest.approx(v["r_auroc_tied"], abs=1e-6)
+    assert measured(-v["uncertainty_f32"], hit)["auroc"] == pytest.approx(v["r_auroc"], abs=1e-6)
+    assert measured(-v["uncertainty_tied"], hit)["auroc"] == pytest.approx(v["r_auroc_tied"], abs=1e-6)
     twins = nearest_is_of_class(torch.ones(2, 3), torch.tensor([0, 1]))
     assert not twins.any()
 
