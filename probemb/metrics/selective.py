@@ -23,7 +23,7 @@ def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor |
         weights_RN: how often each resample drew each item; None: each once, R = 1.
 
     Returns:
-        "aurc", mean selective risk over all coverages, and "e_aurc", above that of the best order (Geifman et al. 2019);
+        "aurc", mean selective risk over all coverages; "e_aurc", above that of the best order (Geifman et al. 2019);
         "auroc", ties half; "fpr95", the share of the others that are as sure as the 95 % surest positive ones.
     """
     order = confidence.double().argsort(descending=True, stable=True)
