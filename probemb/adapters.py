@@ -228,3 +228,25 @@ def failure_loss(logit: Tensor, correct: Tensor, error_weight: float | None = No
         error_weight = torch.log1p(accuracy / (1 - accuracy))
     weight = torch.where(correct > 0, 1.0, error_weight)
     return F.binary_cross_entropy_with_logits(logit, correct, weight=weight)
+
+
+def train_failure_predictor(
+    image: Tensor, texts: Tensor, scale: float, correct: Tensor, steps: int, batch: int = 128, lr: float = 1e-3
+) -> FailurePredictor:
+    """A predictor trained on unit images (N, D) whose zero-shot predictions are `correct` (N,) or not.
+
+    The attention's matrices are trained in the second half of the steps. The authors' batch, with AdamW for their SGD.
+    """
+    with torch.random.fork_rng(devices=()), torch.enable_grad():
+        torch.manual_seed(0)
+        net = FailurePredictor(image.shape[1])
+        optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for step in range(steps):
+            rows = torch.randint(len(image), (min(batch, len(image)),))
+            loss = failure_loss(net(image[rows], texts, scale, projected=step >= steps // 2), correct[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return net.eval()

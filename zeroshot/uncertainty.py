@@ -1,9 +1,9 @@
-"""The worth of an uncertainty: errors, strangers, refusing, ambiguity and guarantees, beside scores that need nothing.
+"""The worth of an uncertainty: errors, strangers, ambiguity and guarantees, beside scores that need nothing.
 
-    python -m zeroshot.uncertainty --model runs/adapted --data data/flickr8k --split test
-    python -m zeroshot.uncertainty --model runs/adapted --data data/scenes/val --classes data/scenes/classes --ood photos
+    python -m zeroshot.uncertainty --model runs/adapted --data data/flickr8k --judgements judgements.tsv.gz
+    python -m zeroshot.uncertainty --model runs/adapted --data data/scenes/val --classes data/scenes/classes --ood x
 
-Every score stands beside the others on the same items, with 95 % intervals. Sources: docs/concepts.md.
+Every score is measured on the same items, with 95 % intervals. Sources: docs/concepts.md.
 """
 
 from dataclasses import dataclass
@@ -20,24 +20,30 @@ class UncertaintyConfig(CaptionConfig):
     """`python -m zeroshot.uncertainty`.
 
     Args:
+        judgements: a file of human judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
         classes: labelled images, in a form that zeroshot.imagenet reads.
         class_names: a class-name file for them, or "imagenet"; by default the data's own.
         templates: a file of prompt templates; by default the data's, or CLIP's 80.
         ood: images of nothing that the classes name: a folder, or shards.
         alpha: share of the prediction sets that may miss the truth.
-        splits: random halves into calibration and test for the prediction sets, and for the temperature.
+        class_conditional: promise that share within every class, which takes 1 / alpha images of each or more.
+        splits: random halves into calibration and test, for the prediction sets.
         levels: equal groups of queries, from certain to uncertain, that R@1 is compared over.
-        crops: images for the crop test; 0 skips it.
+        vilu: training steps of the failure predictor, which sees half of the labels; 0 leaves it out.
+        probes: images, and captions, that are cropped and erased to see their uncertainty grow; 0 skips that.
     """
 
+    judgements: str | None = None
     classes: str | None = None
     class_names: str | None = None
     templates: str | None = None
     ood: str | None = None
     alpha: BelowOne = 0.1
+    class_conditional: bool = False
     splits: Count = 20
     levels: Count = 10
-    crops: NonNegativeInt = 200
+    vilu: NonNegativeInt = 200
+    probes: NonNegativeInt = 200
 
 
 main = evaluation("uncertainty", UncertaintyConfig, __doc__)

@@ -100,6 +100,15 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     return replace(found, source=str(data), exif=exif, class_file=None if found.classes else class_file)
 
 
+def find_unlabelled(data: str | Path, exif: bool = False) -> Images:
+    """All images of a folder and the folders in it, or of tars. Raises UserError: there is none."""
+    path = Path(data)
+    places = _images_under(path) if path.exists() or find_tars(path) else []
+    if not places:
+        raise UserError(f"{data} holds no images.", "Name a folder of images, or webdataset shards.")
+    return Images(places=places, source=str(data), exif=exif)
+
+
 # -------------------------------------------------------------------------------------- class folders and label files
 
 

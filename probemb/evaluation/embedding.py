@@ -168,10 +168,15 @@ def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
     """One embedding an item: of several the l2-normalised mean of their means, with the mean of their variances."""
     if pairs.images.mean.ndim == 2:
         return pairs
-    one = [
-        Gaussian(F.normalize(g.mean.mean(1), dim=-1), g.log_var.logsumexp(1) - math.log(g.shape[1])) for g in pairs[:2]
-    ]
-    return pairs._replace(images=one[0], texts=one[1])
+    return pairs._replace(images=centre(pairs.images), texts=centre(pairs.texts))
+
+
+def centre(several: Gaussian) -> Gaussian:
+    """One normal (N, D) for K of each item, (N, K, D): in the direction of the mean of their means, with their mean
+    length, and the mean of their variances. What is uncertain of an item is so in all of them: averaging keeps it.
+    """
+    mean = F.normalize(several.mean.double().mean(1), dim=-1) * several.mean.double().norm(dim=-1).mean(1, keepdim=True)
+    return Gaussian(mean.to(several.mean.dtype), several.log_var.logsumexp(1) - math.log(several.shape[1]))
 
 
 def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax, logsigmoid, pad
+from torch.nn.functional import interpolate, log_softmax, logsigmoid, pad
 
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
@@ -29,11 +29,13 @@ from probemb.metrics.uncertainty import (
     rejection_curve,
     rejection_gain,
     spearman,
+    standard_error,
     uncertainty_bins,
 )
 from probemb.models.match import MatchModel, in_gallery
 
 ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels or regions, and of words
+CROP = (0.1, 0.75)  # shares of the side
 PROJECTED, EXAMPLES = 60, 8  # images, with their captions; most and least uncertain items
 OWN_PAIRS, CAPTIONS, NESTED_PAIRS = 10_000, 2_000, 20_000  # at most, of which generality is measured
 ROWS, IMAGES = 8, 4096  # pairs of which only the diagonal is wanted, and images whose captions are counted, at a time
@@ -209,6 +211,47 @@ def erase(
     return found
 
 
+def crop_test(embedder: Embedder, images: Sequence) -> dict:
+    """Does u grow when the middle of an image is enlarged to the whole? Source: URL (Kirchhof et al. 2023).
+
+    images: decoded ones. "share": of images whose u grows; "size": Spearman of -u with the part's share of the side,
+    which only images of single objects should show.
+    """
+    whole = embedder.model.normalized(torch.stack([embedder.transform(image) for image in images]))
+    shares = torch.empty(len(whole)).uniform_(*CROP, generator=torch.Generator().manual_seed(0))
+    parts, side = [], whole.shape[-1]
+    for image, share in zip(whole, shares.tolist()):
+        size = max(1, round(share * side))
+        start = (side - size) // 2
+        part = image[None, :, start : start + size, start : start + size]
+        parts.append(interpolate(part, (side, side), mode="bicubic", antialias=True))
+    u, u_part = (embedder.pixels(x.split(embedder.batch_size)).uncertainty() for x in (whole, torch.cat(parts)))
+    grew = u_part > u
+    return {
+        "images": len(whole), "share": {"value": grew.double().mean().item(), "se": standard_error(grew)},
+        "size": rank_correlation(-u_part, shares),
+    }  # fmt: skip
+
+
+def probe(
+    embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs, words: Tensor, n: int
+) -> dict[str, dict | None]:
+    """How u answers to what captions say, and to what is done to n images and captions. words: (M,), their length."""
+    u, found = pairs.texts.uncertainty(), dict.fromkeys(("larger_of_nested", "crop", "erased"))
+    found["length"] = rank_correlation(u, words, pairs.owner)
+    if captions.truth is not None:
+        rows = _drawn(len(u), CAPTIONS, 0)
+        found["larger_of_nested"] = larger_of_nested(u[rows], exact_match(captions, pairs.kept, rows.tolist()))
+    if chosen := [pairs.kept[row] for row in evenly(len(pairs.kept), n)]:
+        found["erased"] = erase(embedder, captions, chosen, ERASED[::2])
+        images = []
+        for i in chosen:
+            with suppress(BadSample):  # the file has changed
+                images.append(captions.images.open(i))
+        found["crop"] = crop_test(embedder, images) if hasattr(images[0], "crop") else None  # else regions
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- inclusion as generality
 
 
@@ -259,6 +302,13 @@ def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
         "captions": len(texts), "found": n_found, "pairs": len(score_P),
         "lies_in": _share(score_P > 0, cluster, weights_RC), "roc_auc": estimate(area),
     }  # fmt: skip
+
+
+def larger_of_nested(u: Tensor, match_NM: Tensor, seed: int = 0) -> dict | None:
+    """Share of `nested_pairs` whose caption of more images has the larger u (M,), by bootstrap; None without any."""
+    small, large = nested_pairs(match_NM)
+    chosen = _drawn(len(small), NESTED_PAIRS, seed)
+    return _share(u[large[chosen]] > u[small[chosen]], *_clusters(small[chosen], seed)) if len(small) else None
 
 
 def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,15 @@ exist, full coverage.
 
 from __future__ import annotations
 
-import torch
-from sklearn.linear_model import LinearRegression
-from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+import math
 
-from probemb.metrics.uncertainty import spearman
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from probemb.metrics.uncertainty import average_ranks, pearson, spearman
+
+WEIGHT_ELEMENTS = 1 << 22  # weights of resamples held at a time
 
 
 def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor | None = None) -> dict[str, Tensor]:
@@ -26,8 +29,12 @@ def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor |
         "aurc", mean selective risk over all coverages; "e_aurc", above that of the best order (Geifman et al. 2019);
         "auroc", ties half; "fpr95", the share of the others that are as sure as the 95 % surest positive ones.
     """
+    if weights_RN is None:
+        weights_RN = torch.ones(1, len(confidence))
+    if len(weights_RN) > (step := max(1, WEIGHT_ELEMENTS // len(confidence))):
+        parts = [selective_metrics(confidence, positive, part) for part in weights_RN.split(step)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     order = confidence.double().argsort(descending=True, stable=True)
-    weights_RN = torch.ones(1, len(order)) if weights_RN is None else weights_RN
     weight, right = weights_RN.double()[:, order], positive.bool()[order].double()
     _, group, counts = confidence[order].unique_consecutive(return_inverse=True, return_counts=True)
 
@@ -49,19 +56,56 @@ def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor |
     return {"aurc": aurc, "e_aurc": aurc - best, "auroc": auroc, "fpr95": fpr95}
 
 
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The temperature T > 0 with the least cross entropy of logits / T, (N, K) and (N,). Source: Guo et al. 2017."""
-    log_t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    solver = torch.optim.LBFGS([log_t], max_iter=100, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+def calibration_error(probability: Tensor, right: Tensor, weights_RN: Tensor, n_bins: int = 15) -> Tensor:
+    """Expected calibration errors of resamples, (R,), centred on that of the data, whose noise resampling would double.
+
+    probability, right: (N,); weights_RN: its first row is the data itself. Source: Guo et al. 2017, Eq. 3.
+    """
+    place = (probability.double() * n_bins).long().clamp(0, n_bins - 1)
+    apart, n = probability.double() - right.double(), weights_RN.double().sum(1)
+    bins = torch.zeros(len(weights_RN), n_bins, dtype=torch.float64)
+    error = bins.index_add_(1, place, weights_RN.double() * apart).abs().sum(1) / n
+    return torch.cat([error[:1], error[1:] + error[0] - error[1:].mean()])
+
+
+def rank_correlations(a: Tensor, b: Tensor, weights_RN: Tensor) -> Tensor:
+    """Spearman's correlation of (N,) and (N,) under resamples, (R,), at the ranks of the data."""
+    x, y = ((ranks - ranks.mean()) / ranks.std() for ranks in map(average_ranks, (a.double(), b.double())))
+    weight = weights_RN.double() / weights_RN.double().sum(1, keepdim=True)
+    mean_x, mean_y = weight @ x, weight @ y
+    var_x, var_y = weight @ x.square() - mean_x.square(), weight @ y.square() - mean_y.square()
+    return (weight @ (x * y) - mean_x * mean_y) / (var_x * var_y).sqrt()
+
+
+def own_log_p(log_p: Tensor, truth: Tensor) -> Tensor:
+    """The log-probability of the truth, (N,), of (N, K): labels (N,), or bool (N, K) where several are true."""
+    if truth.dtype == torch.bool:
+        return log_p.masked_fill(~truth, -torch.inf).logsumexp(1)
+    return log_p.gather(1, truth[:, None])[:, 0]
+
+
+def fit_temperature(logits: Tensor, truth: Tensor, u: Tensor | None = None) -> tuple[float, float]:
+    """T and k of the temperatures T u^k with the least negative log-likelihood of logits (N, K); k = 0 without u (N,).
+
+    truth: as of `own_log_p`. Source: Guo et al. 2017 for one temperature.
+    """
+    logits = logits.double()
+    centre = 0.0 if u is None else float(u.double().log().mean())
+    log_u = torch.zeros(1, 1).double() if u is None else (u.double().log() - centre)[:, None]
+    parameters = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS([parameters], max_iter=100, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         solver.zero_grad()
-        value = cross_entropy(logits.double() / log_t.exp(), labels)
+        log_t = parameters[0] + parameters[1] * log_u
+        value = -own_log_p((logits / log_t.exp()).log_softmax(1), truth).mean()
         value.backward()
         return value
 
-    solver.step(loss)
-    return log_t.exp().item()
+    with torch.enable_grad():
+        solver.step(loss)
+    log_t, power = parameters.tolist()
+    return math.exp(log_t - power * centre), power
 
 
 def free_confidences(cosine: Tensor, scale: float) -> dict[str, Tensor]:
@@ -96,7 +140,7 @@ def retrieval_levels(uncertainty: Tensor, hit: Tensor, levels: int = 10) -> dict
     s = spearman(level, rate)
     if s is None:
         return {"r@1": rate.tolist(), "spearman": None, "r2": None, "score": 0.0}
-    r2 = float(LinearRegression().fit(level[:, None].numpy(), rate.numpy()).score(level[:, None].numpy(), rate.numpy()))
+    r2 = pearson(level, rate) ** 2
     return {"r@1": rate.tolist(), "spearman": s, "r2": r2, "score": -s * r2}
 
 

@@ -7,13 +7,14 @@ import torch
 
 from probemb.conformal import (
     Score,
+    Variant,
     class_thresholds,
     describe_sets,
+    evaluate_sets,
     of_labels,
     prediction_sets,
     threshold,
     transported,
-    tune_raps,
 )
 
 pytestmark = pytest.mark.core
@@ -77,16 +78,22 @@ def test_transport(v):
     torch.testing.assert_close(transported(both, labels), v["confot__codes_observed_marginal"])
 
 
+def test_a_group_counts_as_one_item():
+    scores = torch.rand(30, generator=torch.Generator().manual_seed(0))
+    for alpha in (0.05, 0.3):
+        groups = torch.arange(30).repeat_interleave(3)
+        assert threshold(scores.repeat_interleave(3), alpha, groups) == threshold(scores, alpha)
+
+
 @pytest.mark.parametrize("alpha", [0.05, 0.1, 0.2])
-def test_promised_coverage_holds_on_average_over_splits(alpha):
+def test_promised_coverage_lies_in_its_band(alpha):
+    """Of items in groups of three that share a label and most of their logits."""
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(3000, 8, generator=generator) * 2
-    labels = torch.distributions.Categorical(logits=logits * 0.5).sample()
-    p, covered = logits.softmax(1), []
-    for split in range(20):
-        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(split))
-        tune, cal, test = order.split([300, 700, 2000])
-        score = tune_raps(p[tune], labels[tune], alpha)
-        q = threshold(of_labels(score(p[cal]), labels[cal]), alpha)
-        covered.append(describe_sets(prediction_sets(score(p[test]), q), labels[test], alpha)["coverage"])
-    assert sum(covered) / 20 > 1 - alpha - 0.01
+    logits = (torch.randn(600, 8, generator=generator) * 2).repeat_interleave(3, 0)
+    labels = torch.distributions.Categorical(logits=logits[::3] * 0.5).sample().repeat_interleave(3)
+    logits, u = logits + 0.3 * torch.randn(logits.shape, generator=generator), torch.rand(1800, generator=generator)
+    variants = {"means": Variant(logits), "by u": Variant(logits, u), "over u": Variant(logits, u, divides=True)}
+    for row in evaluate_sets(variants, labels, torch.arange(600).repeat_interleave(3), alpha):
+        low, high = row["band"]
+        assert low <= row["coverage"] <= (1 if row["score"] == "top k" else high)
+        assert row["inside"] > 0.7 or row["score"] == "top k"

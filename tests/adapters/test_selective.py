@@ -1,19 +1,22 @@
 """Selective prediction: public codes' numbers and exact ties."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
 import torch
 
+from probemb.metrics.bootstrap import cluster_weights
 from probemb.metrics.selective import (
+    calibration_error,
     fit_temperature,
     free_confidences,
     nearest_is_of_class,
+    rank_correlations,
     retrieval_levels,
     selective_metrics,
 )
+from probemb.metrics.uncertainty import reliability, spearman
 
 pytestmark = pytest.mark.core
 
@@ -61,7 +64,7 @@ def test_free_confidences(parity):
         inside, outside = (free_confidences(x @ text.T, 1 / t) for x in (image, ood))
         for name, ours in names.items():
             expected = v[f"mcm_{name}_T{t}__in_f32"]
-            torch.testing.assert_close(-inside[ours].float(), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(-inside[ours].float(), expected, rtol=1e-6, atol=1e-6)
             both = torch.cat([inside[ours], outside[ours]])
             known = torch.arange(len(both)) < len(image)
             assert measured(both, known)["auroc"] == pytest.approx(v[f"mcm_{name}_T{t}__auroc_aupr_fpr95"][0].item())
@@ -92,5 +95,18 @@ def test_temperature_is_the_one_of_the_labels():
     logits = torch.randn(20000, 5, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     labels = torch.distributions.Categorical(logits=logits / 2).sample()
-    assert fit_temperature(logits, labels) == pytest.approx(2, rel=0.1)
-    assert math.isclose(fit_temperature(logits * 50, labels), 50 * fit_temperature(logits, labels), rel_tol=1e-4)
+    assert fit_temperature(logits, labels)[0] == pytest.approx(2, rel=0.1)
+    u = torch.rand(20000, 1, generator=torch.Generator().manual_seed(1)) + 0.1
+    assert fit_temperature(logits * u**0.5, labels, u[:, 0]) == pytest.approx((2, 0.5), rel=0.1)
+
+
+def test_resampled_measures_start_with_those_of_the_data():
+    generator = torch.Generator().manual_seed(0)
+    p, right = torch.rand(300, generator=generator), torch.rand(300, generator=generator) < 0.4
+    weights = cluster_weights(300, 5)
+    assert calibration_error(p, right, weights)[0].item() == pytest.approx(reliability(p, right.double())["ece"])
+    drawn = weights[3].long()
+    found = rank_correlations(p, right.double(), weights)
+    assert found[0].item() == pytest.approx(spearman(p, right))
+    again = spearman(p.repeat_interleave(drawn), right.repeat_interleave(drawn))
+    assert found[3].item() == pytest.approx(again, abs=0.02)  # whose ranks are those of the resample

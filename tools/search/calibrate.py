@@ -1,18 +1,23 @@
-"""Calibrate an index: the uncertainty up to which queries are answered precisely enough, in INDEX/calibration.json.
+"""Calibrate an index on held-out pairs, in INDEX/calibration.json: how many results to show, and what to refuse.
 
-Every caption of a validation set is a query (every image, for an index of captions). An answer is correct if the
-query's own item is among the K closest of the validation set; other fitting items make a query ambiguous.
+Every caption of a validation set is a query (every image, for an index of captions). The results that hold its own item
+in a promised share of queries are counted in the index itself, as if it held that item too, for each fifth of the
+queries by their uncertainty (split conformal prediction). The uncertainty up to which answers are precise is measured
+among the validation set alone; other fitting items make a query ambiguous.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from probemb import conformal
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.evaluation.embedding import embed_pairs
@@ -25,20 +30,20 @@ from tools.search.query import Searcher
 NAME = "calibration.json"
 GENERATOR = "probemb tools.search --calibrate"
 SLICE = 4096  # queries at a time
+FIFTHS = 5
+COVERAGES = range(50, 100)  # percent
 
 
 def calibrate(
-    searcher: Searcher, data: str, precision: float, within: int = 1, show: Callable = silent
+    searcher: Searcher, data: str, precision: float | None, within: int = 1, show: Callable = silent
 ) -> tuple[dict, PrecisionCurve]:
-    """The largest threshold of u below which the precision is at least that, by its lower bound (95 %).
+    """Content of calibration.json, and precisions at thresholds of u.
 
     Args:
         data: images with captions, as `find_captions` takes them.
-        within: K.
+        precision: that answers below the largest threshold should have, by its lower bound (95 %); None: no threshold.
+        within: K; an answer is correct if the query's own item is among the K closest.
         show: as `probemb.progress.progress`.
-
-    Returns:
-        content of calibration.json; precisions at other thresholds.
 
     Raises:
         UserError: the data cannot be read or is smaller than `within`, or no threshold reaches the precision.
@@ -47,23 +52,43 @@ def calibrate(
     if within > len(captions):
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
     embedded = embed_pairs(replace(searcher.encoder.embedder, workers=None, show=show), captions)
-    places = torch.arange(len(embedded.images))
+    images, texts, owner = embedded.images, embedded.texts, embedded.owner
+    places, u_images, u_texts = torch.arange(len(images)), images.uncertainty(), texts.uncertainty()
+    own = (images.mean[owner] - texts.mean).square().sum(1)  # then with both variances, as the index ranks
     if searcher.index.kind == "text":
-        kind, queries, gallery, wanted, holds = "image", embedded.images, embedded.texts, places, embedded.owner
+        kind, queries, gallery, wanted, holds, group = "image", images, texts, places, owner, places
+        own = own + u_images[owner] + searcher.weight * u_texts
+        own = torch.full((len(images),), torch.inf).scatter_reduce_(0, owner, own, "amin")
     else:
-        kind, queries, gallery, wanted, holds = "text", embedded.texts, embedded.images, embedded.owner, places
-    own = build_index(gallery, tolerance=searcher.weight)
-    found = torch.cat([search(own, queries[part], within)[1] for part in torch.arange(len(queries)).split(SLICE)])
-    curve = precision_curve(queries.uncertainty(), (holds[found] == wanted[:, None]).any(1))
-    threshold = highest_threshold(curve, precision)
-    if threshold is None:
+        kind, queries, gallery, wanted, holds, group = "text", texts, images, owner, places, owner
+        own = own + u_texts + searcher.weight * u_images[owner]
+    u, parts = queries.uncertainty(), torch.arange(len(queries)).split(SLICE)
+    alone = build_index(gallery, tolerance=searcher.weight)
+    found = torch.cat([search(alone, queries[part], within)[1] for part in parts])
+    curve = precision_curve(u, (holds[found] == wanted[:, None]).any(1))
+    threshold = None if precision is None else highest_threshold(curve, precision)
+    if precision is not None and threshold is None:
         raise UserError(
             f"On {data} no uncertainty promises a precision of {precision:g}, but at most {max(curve.at_least):.3f}.",
             "Ask for less with --min-precision, count the K closest with --within K, or calibrate on more queries.",
         )
+    ranks = torch.cat([searcher.ranks(queries[part], own[part]) for part in parts])
+    edges = u.double().quantile(torch.arange(1, FIFTHS).double() / FIFTHS)
+    fifth = torch.bucketize(u.double(), edges)
     about = {"weights": searcher.index.weights, "kind": kind, "data": str(data), "gallery": len(gallery)}
-    about |= {"within": within, "precision": precision, "max_uncertainty": threshold}
-    return about | {"coverage": curve.coverage[curve.threshold.index(threshold)]}, curve
+    about |= {"within": within, "precision": precision, "max_uncertainty": threshold, "weight": searcher.weight}
+    answered = None if threshold is None else curve.coverage[curve.threshold.index(threshold)]
+    results = {
+        str(percent): [_results(ranks[fifth == i], percent, group[fifth == i]) for i in range(FIFTHS)]
+        for percent in COVERAGES
+    }
+    return about | {"coverage": answered, "fifths": edges.tolist(), "results": results}, curve
+
+
+def _results(ranks: Tensor, percent: int, group: Tensor) -> int | None:
+    """How many results hold the own item of so many percent of new queries; None: more than can be shown."""
+    limit = conformal.threshold(ranks, 1 - percent / 100, group)
+    return None if math.isinf(limit) else int(limit)
 
 
 def save_calibration(folder: Path, calibration: dict) -> Path:

@@ -7,6 +7,7 @@
     python -m tools.search --serve --index index/cc3m --index index/cc12m              # a search page
     python -m tools.search --calibrate data/val --min-precision 0.8 --index index/cc3m
     python -m tools.search "a dog" --max-uncertainty calibrated --index index/cc3m
+    python -m tools.search "a dog" --coverage 0.9 --index index/cc3m         # as many as hold the right one, mostly
 
 Several texts and images form one query, by the composer that the model was trained with, else the product of their
 normals (MPC). Results are ranked by CSD. A query more uncertain than --max-uncertainty is refused with exit code 1.
@@ -34,7 +35,7 @@ from probemb.reports.results import finite
 from probemb.reports.text import printable
 from probemb.search import Index, load_index, set_effort
 from tools.search.calibrate import calibrate, load_calibration, save_calibration
-from tools.search.query import WITHOUT, QueryEncoder, Searcher, SearchRequest, read_image
+from tools.search.query import MAX_TOP, WITHOUT, QueryEncoder, Searcher, SearchRequest, read_image
 
 PROG = "python -m tools.search"
 REFUSED = 1
@@ -42,7 +43,7 @@ CALIBRATED = "calibrated"
 QUERY, SERVE, CALIBRATE = "a query", "--serve", "--calibrate"
 BELONGS = {  # options of some modes only
     **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "without", "without_image"), (QUERY,)),
-    **dict.fromkeys(("weights", "json"), (QUERY,)),
+    **dict.fromkeys(("weights", "json", "coverage"), (QUERY,)),
     **dict.fromkeys(("tolerance", "rerank"), (QUERY, SERVE)),
     **dict.fromkeys(("min_precision", "within"), (CALIBRATE,)),
     **dict.fromkeys(("host", "port", "allow_host", "max_upload"), (SERVE,)),
@@ -76,6 +77,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--weights", metavar="W,W,...", help=f"{weights}{WITHOUT} of what to leave out)")
     add("--model", help="run, model folder or hub name (default: the one the index was made with)")
     add("--top", type=int, default=10, help="results (default: %(default)s)")
+    coverage = "show as many results as hold the right one for this share of such queries, by --calibrate"
+    add("--coverage", type=Share, metavar="P", help=coverage)
     limit = f"refuse a query more uncertain than this; {CALIBRATED}: than the threshold of --calibrate"
     add("--max-uncertainty", type=_limit, metavar="U", help=limit)
     add("--max-item-uncertainty", type=float, metavar="U", help="leave out results above this")
@@ -87,10 +90,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     add("--precision", default="auto", help="auto, fp32, bf16, fp16 (default: %(default)s)")
     add = parser.add_argument_group("calibration").add_argument
-    data = "validation images with captions: writes the threshold of --max-uncertainty beside the index"
+    data = "held-out images with captions: writes what --coverage and --max-uncertainty need beside the index"
     add("--calibrate", metavar="DATA", help=data)
-    precision = "share of the answered queries whose answer is correct (default: %(default)s)"
-    add("--min-precision", type=Share, default=0.9, metavar="P", help=precision)
+    precision = "share of the answered queries whose answer is correct, for a threshold of --max-uncertainty"
+    add("--min-precision", type=Share, metavar="P", help=precision)
     within = "an answer is correct if the correct item is among the K closest (default: %(default)s)"
     add("--within", type=PositiveInt, default=1, metavar="K", help=within)
     add = parser.add_argument_group("page").add_argument
@@ -201,11 +204,13 @@ def search_once(options: argparse.Namespace) -> int:
     texts, limit = [*options.texts, *options.without], options.max_uncertainty
     request = SearchRequest(
         texts, images, signed_weights(options), options.top, None if limit == CALIBRATED else limit,
-        options.max_item_uncertainty,
+        options.max_item_uncertainty, options.coverage and math.ceil(100 * options.coverage - 1e-9),
     )  # fmt: skip
     (searcher,) = open_searchers(options).values()
     if limit == CALIBRATED:
-        limit = calibrated_limit(searcher.calibration, len(texts), len(images))
+        limit = searcher.calibrated(["text"] * len(texts) + ["image"] * len(images))["max_uncertainty"]
+        if limit is None:
+            raise UserError("This index was calibrated without a threshold.", "Calibrate it with --min-precision P.")
         request = replace(request, max_uncertainty=limit)
     answer = searcher.answer(request)
     if options.json:
@@ -214,19 +219,6 @@ def search_once(options: argparse.Namespace) -> int:
         print_answer(answer)
     require_output()
     return REFUSED if answer["refused"] else 0
-
-
-def calibrated_limit(calibration: dict | None, texts: int, images: int) -> float:
-    """The calibrated threshold for a query of so many parts. Raises UserError: there is none."""
-    if calibration is None:
-        remedy = "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or give a number."
-        raise UserError("This index has no calibration.", remedy)
-    if (texts, images) != ((1, 0) if calibration["kind"] == "text" else (0, 1)):
-        raise UserError(
-            f"The calibration of this index is of queries of one {calibration['kind']}.",
-            "Give --max-uncertainty as a number.",
-        )
-    return calibration["max_uncertainty"]
 
 
 def print_answer(answer: dict) -> None:
@@ -245,6 +237,8 @@ def print_answer(answer: dict) -> None:
     elif not answer["results"]:
         print(f"no certain enough result among the {answer['looked_at']:,} closest")
     else:
+        if answer["coverage"]:
+            print(f"of {answer['coverage']} % of queries as uncertain, the right one is among {len(answer['results'])}")
         print("rank  distance  uncertainty  match              key  caption")
         for one in answer["results"]:
             p, texts = one["match"], (one["key"], *one["captions"][:1])
@@ -265,7 +259,13 @@ def calibrate_index(options: argparse.Namespace) -> int:
     print("uncertainty up to  answered   correct  at least (95 %)")
     for u, *shares in zip(curve.threshold, curve.coverage, curve.precision, curve.at_least):
         print(f"{u:>17.4g}  {shares[0]:>8.1%}  {shares[1]:>8.1%}  {shares[2]:>15.1%}")
-    print(f"--max-uncertainty {CALIBRATED} is {found['max_uncertainty']:.4g}; written: {path}", flush=True)
+    print("results that hold the right one, for queries from the most certain to the least certain fifth:")
+    for percent in (50, 80, 90, 95):
+        shown = (f"over {MAX_TOP:,}" if k is None else f"{k:,}" for k in found["results"][str(percent)])
+        print(f"--coverage {percent / 100:.2f}: {', '.join(shown)}")
+    if found["max_uncertainty"] is not None:
+        print(f"--max-uncertainty {CALIBRATED} is {found['max_uncertainty']:.4g}")
+    print(f"written: {path}", flush=True)
     return 0
 
 

@@ -4,7 +4,7 @@
 const PAGE = 24; // results requested at first, and with every "More results"
 const AT_ONCE = 4; // pictures, of a browser's six connections to a server; the rest stay free for searches
 const PATIENCE = 30000; // ms of retries while the server answers 503
-const LIMITS = ["max_uncertainty", "max_item_uncertainty"];
+const LIMITS = ["max_uncertainty", "max_item_uncertainty", "coverage"];
 const $ = (id) => document.getElementById(id);
 const shorten = (x) => (x === 0 ? "0" : Math.abs(x) >= 1e-3 && Math.abs(x) < 1e4 ? x.toPrecision(4) : x.toExponential(1));
 const count = (n) => n.toLocaleString("en");
@@ -125,7 +125,8 @@ function showIndex(chosen) {
   const [queries, items] = [index.queries, index.items].map((ends) => ends.map(shorten).join(" to "));
   $("usual").textContent = `Uncertainty is how ambiguous something is among what the model was trained on. Usual here: queries ${queries}, results ${items}.`;
   const { calibrated } = index;
-  $("calibrated").textContent = calibrated
+  $("coverage").parentElement.hidden = !calibrated;
+  $("calibrated").textContent = calibrated?.max_uncertainty
     ? `Calibrated: of queries of one ${calibrated.kind} up to ${shorten(calibrated.max_uncertainty)}, at least ${Math.floor(100 * calibrated.precision)} % ` +
       `find the right one ${calibrated.within === 1 ? "as the first" : `among the first ${calibrated.within}`} of ${count(calibrated.gallery)} (${Math.floor(100 * calibrated.coverage)} % are answered).`
     : "";
@@ -190,7 +191,7 @@ function show(answer, wanted) {
   shown = new AbortController();
   $("results").append(...answer.results.map((result) => card(result, answer)));
   loadPictures([...$("results").querySelectorAll("img")], shown.signal);
-  $("more").hidden = answer.results.length < wanted || wanted === Math.min(about.max_results, index.count);
+  $("more").hidden = answer.coverage !== null || answer.results.length < wanted || wanted === Math.min(about.max_results, index.count);
   $("more").onclick = () => ask(wanted + PAGE);
   const unknown = answer.query.unknown_words.join(", ");
   const match = answer.results.some((result) => result.match !== null)
@@ -201,7 +202,8 @@ function show(answer, wanted) {
   const u = shorten(answer.query.uncertainty);
   if (answer.refused) return say(`Not answered: the query's uncertainty of ${u} is above ${shorten(answer.limit)}. Say more, or raise the limit.`, "refused");
   const n = answer.results.length;
-  say(`Uncertainty of the query: ${u}. ${n || "No"} result${n === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${n ? "" : " None is as certain as that."}`);
+  const promise = answer.coverage === null ? "" : ` Among so many is the right one for ${answer.coverage} % of queries as uncertain as this.`;
+  say(`Uncertainty of the query: ${u}. ${n || "No"} result${n === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${n ? promise : " None is as certain as that."}`);
 }
 
 function card(result, answer) {

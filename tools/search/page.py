@@ -4,7 +4,7 @@ GET /                the page
 GET /about           facts about the indexes, and limits of a query
 POST /search         a form with index (a name; by default the first), text, image, like (INDEX/ROW: an item's picture),
                      weight (one for every part in this order, below 0 to leave it out), top, max_uncertainty,
-                     max_item_uncertainty -> the answer
+                     max_item_uncertainty, coverage (percent, in place of top) -> the answer
 GET /picture/INDEX/ROW  a thumbnail of an item; …/large: up to 1600 pixels; 503 with Retry-After under load. INDEX is
                         the identity of the index, as browsers keep pictures and another index here has others
 
@@ -53,6 +53,7 @@ from tools.search.query import (
 
 HERE = Path(__file__).parent
 FILES = ("page.html", "page.css", "page.js")
+LIMITS = {"max_uncertainty": float, "max_item_uncertainty": float, "coverage": int}
 FORM_BYTES = 256 << 10  # of all texts of a form
 LARGE_FORM = 64 << 10  # bytes; larger ones are taken apart one after the other
 GAP = 0.02  # seconds from one large form to the next
@@ -128,11 +129,7 @@ def make_app(
             ],
             weights=[parse_number("weight", text, float) for text in form.getlist("weight")] or None,
             top=parse_number("top", form.get("top", "24"), int),
-            **{
-                limit: parse_number(limit, form[limit], float)
-                for limit in ("max_uncertainty", "max_item_uncertainty")
-                if form.get(limit)
-            },
+            **{name: parse_number(name, form[name], kind) for name, kind in LIMITS.items() if form.get(name)},
         )
         answer = named[name].answer(asked)
         for result in answer["results"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
@@ -77,6 +78,7 @@ class SearchRequest:
         top: number of results.
         max_uncertainty: a query above it is refused.
         max_item_uncertainty: items above it are left out.
+        coverage: percent of queries whose own item should be among the results, 50 to 99; in place of `top`.
     """
 
     texts: Sequence[str] = ()
@@ -85,6 +87,7 @@ class SearchRequest:
     top: int = 10
     max_uncertainty: float | None = None
     max_item_uncertainty: float | None = None
+    coverage: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "texts", [text.strip() for text in self.texts])
@@ -111,6 +114,8 @@ class SearchRequest:
             raise UserError("The query says only what to leave out.", "Give a text or an image to look for, too.")
         if not 1 <= self.top <= MAX_TOP:
             raise UserError(f"{self.top} results were requested.", f"Request 1 to {MAX_TOP:,}.")
+        if self.coverage is not None and not 50 <= self.coverage <= 99:
+            raise UserError(f"A coverage of {self.coverage} % was requested.", "Request 50 to 99 %.")
         for of, value in ("the query", self.max_uncertainty), ("a result", self.max_item_uncertainty):
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise UserError(f"The largest uncertainty of {of} is {value}.", "Give a number from 0 on.")
@@ -279,7 +284,8 @@ class Searcher:
         query, log_normaliser = self.encoder.compose(parts, request.weights)
         u = float(query.uncertainty())
         refused = request.max_uncertainty is not None and u > request.max_uncertainty
-        rows, csd = ([], {}) if refused else self.closest(query, request.top, request.max_item_uncertainty)
+        top = request.top if request.coverage is None else self.promised(request.coverage, u, kinds)
+        rows, csd = ([], {}) if refused else self.closest(query, top, request.max_item_uncertainty)
         matches = self.matches(query, csd, kinds)
         results = []
         for row, distance in rows:
@@ -304,12 +310,38 @@ class Searcher:
             },
             "weight": self.weight,
             "limit": request.max_uncertainty,
+            "coverage": request.coverage,
             "refused": refused,
             "results": results,
             "looked_at": len(csd),
             "gallery": len(self.index),
             "seconds": round(time.perf_counter() - started, 4),
         }
+
+    def calibrated(self, kinds: Sequence[str]) -> dict:
+        """The calibration for a query of such parts. Raises UserError: there is none."""
+        if self.calibration is None:
+            remedy = "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or give a number."
+            raise UserError("This index has no calibration.", remedy)
+        if list(kinds) != [self.calibration["kind"]] or self.calibration["weight"] != self.weight:
+            what = f"one {self.calibration['kind']}, ranked with the variances times {self.calibration['weight']:g}"
+            raise UserError(f"The calibration of this index is of queries of {what}.", "Give a number instead.")
+        return self.calibration
+
+    def promised(self, coverage: int, u: float, kinds: Sequence[str]) -> int:
+        """How many results hold the own item of so many percent of queries as uncertain as u. Raises UserError."""
+        found = self.calibrated(kinds)
+        results = found["results"][str(coverage)][bisect_left(found["fifths"], u)]
+        if results is None:
+            what = f"No {MAX_TOP:,} results of so uncertain a query promise {coverage} %."
+            raise UserError(what, "Ask for less, say more in the query, or calibrate on more pairs.")
+        return max(1, results)
+
+    def ranks(self, queries: Gaussian, own: Tensor) -> Tensor:
+        """The rank (Q,) that an item at the distance `own` (Q,) of each query would have; infinity beyond MAX_TOP."""
+        depth = min(MAX_TOP, len(self.index))
+        closer = (self._look(queries, depth)[0] < own[:, None] * (1 - 1e-5)).sum(1).double()
+        return torch.where((closer < depth) | (depth == len(self.index)), closer + 1, torch.inf)
 
     def closest(
         self, query: Gaussian, top: int, max_uncertainty: float | None

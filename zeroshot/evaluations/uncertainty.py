@@ -1,6 +1,6 @@
-"""`python -m zeroshot.uncertainty`: one table a question, every score on the same items.
+"""`python -m zeroshot.uncertainty`: what a model's uncertainty is worth, every score on the same queries.
 
-N images, C classes, Q queries, G gallery items, R resamples.
+N images, M captions, C classes, P prompts of a class, D dimensions.
 """
 
 from __future__ import annotations
@@ -10,289 +10,273 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, interpolate
 
-from probemb.conformal import Score, describe_sets, of_labels, prediction_sets, threshold, tune_raps
-from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.labelled import find_images, prompt_texts, read_templates, resolve_classes
-from probemb.evaluation.classification import normalise
-from probemb.evaluation.embedding import EmbeddedPairs, Embedder, centres, embed_pairs, true_ambiguity
-from probemb.evaluation.uncertainty import evenly, query_scores
+from probemb.conformal import evaluate_sets
+from probemb.data.captions.judgements import read_judgements
+from probemb.data.labelled import find_images, find_unlabelled, prompt_texts, read_templates, resolve_classes
+from probemb.evaluation.confidence import (
+    MEASURES,
+    Confidence,
+    Task,
+    U,
+    compare,
+    fitted_confidences,
+    measure,
+    unlabelled_confidences,
+    verdict,
+)
+from probemb.evaluation.embedding import Embedder, centre, centres, embed_pairs, true_ambiguity
+from probemb.evaluation.judgements import accepted_shares, judged_pairs
+from probemb.evaluation.uncertainty import probe
 from probemb.gaussian import Gaussian
-from probemb.laplace import prob_cosine, probit_softmax
-from probemb.metrics.bootstrap import cluster_weights, estimate
-from probemb.metrics.selective import fit_temperature, free_confidences, retrieval_levels, selective_metrics
-from probemb.metrics.uncertainty import rank_correlation, reliability
+from probemb.metrics.selective import nearest_is_of_class, retrieval_levels
+from probemb.metrics.uncertainty import rejection_curve
 from probemb.models.match import MatchModel
-from probemb.reports.pages import Figure, Page, Table, line_figure
-from probemb.reports.text import between, number, percent
+from probemb.reports.pages import Block, Cell, Figure, Page, Table, line_figure, rejection_figure
+from probemb.reports.text import between, number, percent, plus_minus
 from zeroshot.evaluations import runner
+from zeroshot.evaluations.imagenet import softmax_scale
 from zeroshot.uncertainty import UncertaintyConfig
 
-CROP = (0.1, 0.75)  # shares of the side
-TUNED = 0.3  # of the calibration half
-MEASURES = {"auroc": "AUROC", "fpr95": "FPR95", "aurc": "AURC", "e_aurc": "E-AURC"}
+PAIRS = 1 << 24  # of queries and gallery items; of more queries some are drawn
+QUERIES = {"captions": "captions → images", "images": "images → captions", "classes": "images → classes"}
+QUESTIONS = (  # the queries and the measure that answer each
+    ("Which captions fail to find their image?", "captions", "auroc"),
+    ("Which captions fit many images?", "captions", "ambiguity"),
+    ("Which captions do people accept for many images?", "captions", "acceptance"),
+    ("Which images fail to find a caption?", "images", "auroc"),
+    ("Which classifications are wrong?", "classes", "auroc"),
+    ("Refusing the least certain images, what risk is left?", "classes", "aurc"),
+    ("Which images have a nearest neighbour of another class?", "classes", "r_auroc"),
+    ("Which images show none of the classes?", "classes", "ood_auroc"),
+)
+CHARTED = (U, "probit softmax", "max softmax", "margin", "entropy", "MCM", "brevity", "logistic regression")
+NOTES = (
+    "± is half of the 95 % interval over resampled items, the same for all scores of a group; green is better and red "
+    "worse than the group's best score that needs neither labels nor variances, by a paired interval without zero. "
+    "Scores with labels are few-shot: fitted on one half of the queries and applied to the other, both ways round."
+)  # fmt: skip
 
 
 def evaluate(config: UncertaintyConfig) -> None:
     """Answer every question that the data allow. Raises UserError."""
-    out = runner.claim(config, "uncertainty")
-    captions, embedder = runner.open_captions(config), runner.open_model(config)
+    captions = runner.open_captions(config)
+    judgements = None if config.judgements is None else read_judgements(config.judgements, captions)
+    out, embedder = runner.claim(config, "uncertainty"), runner.open_model(config)
     pairs = centres(embed_pairs(embedder, captions))
-    results: dict[str, Any] = runner.settings(config, embedder, captions.split)
-    results["images_left_out"] = runner.left_out(pairs.bad)
-    results["retrieval"] = retrieval(config, embedder, captions, pairs)
-    results["crop_test"] = crop_test(config, embedder, captions, pairs) if embedder.model.probabilistic else None
+    bad, outcomes = runner.left_out(pairs.bad), {}
+    if captions.truth is not None:
+        outcomes["ambiguity"] = true_ambiguity(captions, pairs.kept)
+    if judgements is not None:
+        judgements = judgements.among(torch.tensor(captions.owner()), pairs.kept)
+        outcomes["acceptance"] = accepted_shares(judged_pairs(judgements, 0), len(pairs.texts))
+    words = torch.tensor([len(text.split()) for i in pairs.kept for text in captions.captions[i]], dtype=torch.float64)
+    scale, source = softmax_scale(embedder.model)
+    about = scale or 1.0, MatchModel.of(embedder.model)
+    n, m = len(pairs.images), len(pairs.texts)
+    rows, columns = drawn(m, n), drawn(n, m)
+    group = pairs.owner[rows].unique(return_inverse=True)[1]
+    by_caption = Task(pairs.texts[rows], pairs.images, pairs.owner[rows], group, *about)
+    own = pairs.owner == columns[:, None]
+    by_image = Task(pairs.images[columns], pairs.texts, own, torch.arange(len(columns)), *about)
+    of_captions = {key: x[rows] for key, x in outcomes.items()}
+    adapter = getattr(embedder.model, "adapter", None)
+    results: dict[str, Any] = {
+        **runner.settings(config, embedder, captions.split),
+        "images": n, "captions": m, "images_left_out": bad, "scale": {"value": scale, "source": source},
+        "adapter_parameters": adapter and sum(x.numel() for x in adapter.state_dict().values()),
+        "queries": {
+            "captions": answered(config, by_caption, of_captions, brevity=-words[rows]),
+            "images": answered(config, by_image, {}),
+        },
+        "sets": {
+            "captions": evaluate_sets(by_caption.variants(), pairs.owner[rows], group, config.alpha, config.splits)
+        },
+        "inputs": probe(embedder, captions, pairs, words, config.probes) if embedder.model.probabilistic else None,
+    }  # fmt: skip
     if config.classes:
-        results["classification"] = classification(config, embedder)
+        results["queries"]["classes"], results["sets"]["classes"] = classify(config, embedder, about)
     runner.finish(out, "uncertainty", results, make_page(config, results))
 
 
-# ----------------------------------------------------------------------------------------------------------- retrieval
+def drawn(n: int, gallery: int) -> Tensor:
+    """All of n rows, or as many as PAIRS allows, in ascending order."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[: max(1, PAIRS // gallery)].sort().values
 
 
-def retrieval(config: UncertaintyConfig, embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs) -> dict:
-    """How well each score of a query predicts R@1, and sets of results that hold the own item at the promised rate."""
-    model, images, texts = MatchModel.of(embedder.model), pairs.images, pairs.texts
-    similarity = texts.mean.float() @ images.mean.float().T  # (captions, images)
-    own = pairs.owner
-    hits = {"captions": similarity.argmax(1) == own, "images": own[similarity.argmax(0)] == torch.arange(len(images))}
-    words = torch.tensor([len(text.split()) for i in pairs.kept for text in captions.captions[i]], dtype=torch.float64)
-    truths = {} if captions.truth is None else {"ambiguity": true_ambiguity(captions, pairs.kept)}
-    found: dict[str, Any] = {"queries": {}, "sets": None}
-    for side, queries, gallery, cluster in (
-        ("captions", texts, images, own), ("images", images, texts, torch.arange(len(images))),
-    ):  # fmt: skip
-        scores = query_scores(queries, gallery, model)
-        scores |= {"brevity": -words} if side == "captions" else {}
-        weights = cluster_weights(int(cluster.max()) + 1)[:, cluster]
-        found["queries"][side] = [
-            {
-                "score": name,
-                **{key: estimate(x) for key, x in selective_metrics(-u, hits[side], weights).items()},
-                "levels": retrieval_levels(u, hits[side], config.levels),
-                **{key: rank_correlation(u, x, cluster) for key, x in truths.items() if side == "captions"},
-            }
-            for name, u in scores.items()
-        ]
-    scale = embedder.model.trained_temperature
-    if scale is not None:
-        found["sets"] = sets_of(config, set_probabilities(texts, images, scale), own, own)
-    return found
+def answered(
+    config: UncertaintyConfig, task: Task, outcomes: Mapping[str, Tensor], brevity: Tensor | None = None,
+    nearest: Tensor | None = None, strangers: Task | None = None,
+) -> dict:  # fmt: skip
+    """How well every score tells right answers: a row of each, with its levels and its curve of refusing."""
+    scores = unlabelled_confidences(task)
+    if brevity is not None:
+        scores["brevity"] = Confidence(brevity)
+    scores |= fitted_confidences(task, scores, config.vilu)
+    known = None if strangers is None else unlabelled_confidences(strangers)
+    rows = compare(measure(task, scores, outcomes, nearest, known), scores)
+    for row in rows:
+        u = -scores[row["score"]].values
+        row |= {"levels": retrieval_levels(u, task.right, config.levels), "refusing": rejection_curve(u, task.right)}
+    right = {name: task.are_right(logits.argmax(1)).double().mean().item() for name, logits in task.logits.items()}
+    return {"items": len(task.right), "gallery": len(task.gallery), "right": right, "rows": rows}
 
 
-def set_probabilities(queries: Gaussian, gallery: Gaussian, scale: float) -> dict[str, Tensor]:
-    """Softmax of each query over the gallery, without the variances and, where there are some, with them."""
-    found = {"means": (scale * queries.mean @ gallery.mean.T).softmax(1)}
-    if float(queries.log_var.max()) > -29:  # no point model
-        mean, var = prob_cosine(queries, gallery)
-        found["with variances"] = probit_softmax(scale * mean, scale**2 * var)
-    return found
-
-
-def sets_of(
-    config: UncertaintyConfig, probabilities: Mapping[str, Tensor], labels: Tensor, groups: Tensor
-) -> list[dict]:
-    """Prediction sets over random halves of the groups: means over splits, with the least and the largest coverage.
-
-    probabilities: (Q, G) by name; labels: (Q,); groups: (Q,) of queries that stay on one side.
-    """
-    found: dict[tuple[str, str], list[dict]] = {}
-    n = int(groups.max()) + 1
-    for split in range(config.splits):
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(split))
-        tune, calibrate, test = (torch.isin(groups, rows) for rows in order.split(split_sizes(n)))
-        for name, p in probabilities.items():
-            own = labels[tune | calibrate]
-            both = p[tune | calibrate]
-            scores = {"LAC": Score(), "APS": Score("aps"), "RAPS": tune_raps(p[tune], labels[tune], config.alpha)}
-            for title, score in scores.items():
-                seen, truth = (p[calibrate], labels[calibrate]) if title == "RAPS" else (both, own)
-                limit = threshold(of_labels(score(seen), truth), config.alpha)
-                sets = prediction_sets(score(p[test]), limit)
-                found.setdefault((title, name), []).append(describe_sets(sets, labels[test], config.alpha))
-    rows = []
-    for (title, name), splits in found.items():
-        mean = {key: sum(one[key] for one in splits) / len(splits) for key in splits[0]}
-        coverages = [one["coverage"] for one in splits]
-        rows.append({"score": title, "by": name, **mean, "least": min(coverages), "most": max(coverages)})
-    return rows
-
-
-def split_sizes(n: int) -> list[int]:
-    """Items that choose RAPS' penalty, that give the threshold, and that are tested."""
-    calibration = n // 2
-    tune = round(TUNED * calibration)
-    return [tune, calibration - tune, n - calibration]
-
-
-# ------------------------------------------------------------------------------------------------------ classification
-
-
-def classification(config: UncertaintyConfig, embedder: Embedder) -> dict:
-    """Errors and strangers by every confidence, calibration before and after a temperature, and prediction sets."""
+def classify(config: UncertaintyConfig, embedder: Embedder, about: tuple[float, MatchModel]) -> tuple[dict, list[dict]]:
+    """The answers and the prediction sets of labelled images. Raises UserError."""
     images = find_images(config.classes, None, config.exif)
     classes, labels = resolve_classes(images, config.class_names)
     templates = read_templates(config.templates, classes.names)
     if config.templates is None and images.templates:
         templates = list(images.templates)
     prompts = embedder.texts(prompt_texts(classes.names, templates), "prompts")
-    shape = (len(classes), -1, prompts.shape[-1])
-    mean = normalise(prompts.mean.reshape(shape).double().mean(1)).float()
-    vectors = Gaussian(mean, prompts.log_var.reshape(shape).logsumexp(1) - torch.tensor(shape[0]).log() * 0)
-    gaussian, kept, bad = embedder.images(images)
-    truth = torch.tensor([int(labels[i]) for i in kept])
-    scale = embedder.model.trained_temperature or 1.0
-    confidence = confidences(gaussian, vectors, scale)
-    right = (gaussian.mean.float() @ mean.T).argmax(1) == truth
-    weights = cluster_weights(len(right))
-    found: dict[str, Any] = {
-        "images": len(right), "classes": len(classes), "accuracy": right.double().mean().item(),
-        "images_left_out": runner.left_out(bad),
-        "errors": [
-            {"score": name, **{key: estimate(x) for key, x in selective_metrics(k, right, weights).items()}}
-            for name, k in confidence.items()
-        ],
-        "calibration": calibration(config, gaussian, vectors, scale, truth),
-        "sets": sets_of(config, set_probabilities(gaussian, vectors, scale), truth, torch.arange(len(truth))),
-    }  # fmt: skip
+    vectors = centre(Gaussian(*(x.unflatten(0, (len(classes), -1)) for x in (prompts.mean, prompts.log_var))))
+    found, kept, bad = embedder.images(images)
+    truth, strangers = torch.tensor([int(labels[i]) for i in kept]), None
+    task = Task(found, vectors, truth, torch.arange(len(truth)), *about)
     if config.ood:
-        strangers = embedder.images(find_captions(config.ood, exif=config.exif).images, "strangers").gaussian
-        theirs = confidences(strangers, vectors, scale)
-        known = torch.arange(len(right) + len(strangers)) < len(right)
-        weights = cluster_weights(len(known))
-        found["strangers"] = [
-            {"score": name}
-            | {key: estimate(x) for key, x in selective_metrics(torch.cat([k, theirs[name]]), known, weights).items()}
-            for name, k in confidence.items()
-        ]
-    return found
-
-
-def confidences(images: Gaussian, vectors: Gaussian, scale: float) -> dict[str, Tensor]:
-    """Confidences of images, (N,) each: those that need nothing, and what the variances add."""
-    found = free_confidences(images.mean.float() @ vectors.mean.T, scale)
-    if float(images.log_var.max()) > -29:
-        mean, var = prob_cosine(images, vectors)
-        found["−u of the image"] = -images.uncertainty()
-        found["max softmax, probit"] = probit_softmax(scale * mean, scale**2 * var).amax(1)
-    return found
-
-
-def calibration(config: UncertaintyConfig, images: Gaussian, vectors: Gaussian, scale: float, labels: Tensor) -> list:
-    """ECE and NLL of the softmax, of one temperature fitted on a half (few-shot), and of the probit softmax."""
-    logits = scale * images.mean.float() @ vectors.mean.T
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    fit, test = order.split([len(order) // 2, len(order) - len(order) // 2])
-    rows = {"softmax": logits[test].log_softmax(1)}
-    t = fit_temperature(logits[fit], labels[fit])
-    rows[f"softmax, temperature × {t:.2f}, few-shot"] = (logits[test] / t).log_softmax(1)
-    if float(images.log_var.max()) > -29:
-        mean, var = prob_cosine(images[test], vectors)
-        rows["probit softmax"] = probit_softmax(scale * mean, scale**2 * var).log()
-    found = []
-    for name, log_p in rows.items():
-        p, best = log_p.exp().max(1)
-        ece = reliability(p.clamp(0, 1), (best == labels[test]).double())["ece"]
-        found.append({"by": name, "ece": ece, "nll": cross_entropy(log_p, labels[test]).item()})
-    return found
-
-
-def crop_test(
-    config: UncertaintyConfig, embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs
-) -> dict | None:
-    """Share of images whose u grows when a random crop is enlarged to the whole. Source: URL (Kirchhof et al. 2023)."""
-    rows = evenly(len(pairs.kept), config.crops)
-    if not config.crops:
-        return None
-    pixels = torch.stack([embedder.transform(captions.images.open(pairs.kept[row])) for row in rows])
-    if pixels.ndim != 4:  # regions
-        return None
-    generator, cropped = torch.Generator().manual_seed(0), []
-    shares = torch.empty(len(rows)).uniform_(*CROP, generator=generator)
-    side = pixels.shape[-1]
-    for image, share in zip(pixels.float(), shares.tolist()):
-        size = max(1, round(share * side))
-        start = (side - size) // 2
-        part = image[None, :, start : start + size, start : start + size]
-        cropped.append(interpolate(part, (side, side), mode="bicubic", antialias=True)[0].to(pixels.dtype))
-    u, whole = (
-        embedder.pixels(torch.stack(cropped).split(embedder.batch_size)).uncertainty(),
-        pairs.images[rows].uncertainty(),
+        other = embedder.images(find_unlabelled(config.ood, config.exif), "strangers").gaussian
+        strangers = Task(other, vectors, None, torch.arange(len(other)), *about)
+    nearest = nearest_is_of_class(found.mean, truth)
+    sets = evaluate_sets(
+        task.variants(), truth, task.group, config.alpha, config.splits, config.class_conditional, True
     )
-    grew = (u > whole).double()
-    se = float((grew.mean() * (1 - grew.mean()) / len(grew)).sqrt())
-    return {"images": len(rows), "share": grew.mean().item(), "se": se, "of_size": rank_correlation(-u, shares)}
+    lost = {"images_left_out": runner.left_out(bad), "strangers": strangers and len(strangers.queries)}
+    return answered(config, task, {}, nearest=nearest, strangers=strangers) | lost, sets
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
 def make_page(config: UncertaintyConfig, results: dict) -> Page:
-    """A section a question, the table below one sentence."""
-    sections: list = []
-    for side, rows in results["retrieval"]["queries"].items():
-        title = "text → image" if side == "captions" else "image → text"
-        sections.append((f"Does it tell failing queries? {title}", [
-            best_of(rows, "auroc", "predicts R@1 best"), levels_figure(side, rows), score_table(rows, title)]))  # fmt: skip
-    if results["retrieval"]["sets"]:
-        text = (
-            f"Sets of images that hold a caption's own at a rate of {1 - config.alpha:g}, over {config.splits} splits."
-        )
-        sections.append(("How many results to show?", [text, set_table(results["retrieval"]["sets"])]))
-    if test := results["crop_test"]:
-        text = f"u grows for {percent(test['share'])} ± {percent(test['se'])} % of {test['images']:,} images that are cropped."
-        sections.append(("Does a crop make an image less certain?", [text]))
-    if found := results.get("classification"):
-        about = f"Accuracy {percent(found['accuracy'])} % of {found['images']:,} images, {found['classes']:,} classes. "
-        text = about + best_of(found["errors"], "auroc", "predicts errors best")
-        sections.append(("Does it tell wrong classifications?", [text, score_table(found["errors"], "errors")]))
-        if "strangers" in found:
-            text = best_of(found["strangers"], "auroc", "detects strangers best")
-            sections.append(("Does it tell strangers?", [text, score_table(found["strangers"], "out of distribution")]))
-        rows = [(row["by"], percent(row["ece"]), f"{row['nll']:.4f}") for row in found["calibration"]]
-        sections.append(("Are the probabilities right?", [Table(("probability", "ECE %", "NLL"), rows, "calibration")]))
-        sections.append(("Prediction sets", [set_table(found["sets"])]))
-    return Page("The worth of an uncertainty", f"{config.model} on {config.data}", sections)
-
-
-def best_of(rows: Sequence[dict], key: str, what: str) -> str:
-    """The best score, and those whose intervals reach it."""
-    best = max(rows, key=lambda row: row[key]["value"])
-    level = [row["score"] for row in rows if row is not best and row[key]["high"] >= best[key]["low"]]
-    also = f" Not told apart by their intervals: {', '.join(level)}." if level else ""
-    return f"{best['score']} {what}: {MEASURES[key]} {between(best[key])}.{also}"
-
-
-def score_table(rows: Sequence[dict], title: str) -> Table:
-    """Every score with its measures, and what is known of its order."""
-    more = [key for key in ("ambiguity",) if key in rows[0]]
-    levels = ["−S·R²"] if "levels" in rows[0] else []
-    cells = [
-        (row["score"], *(between(row[key]) for key in MEASURES),
-         *([f"{row['levels']['score']:+.2f}"] if levels else []),
-         *(f"{row[key]['value']:+.3f}" if row[key] else "" for key in more))
-        for row in rows
+    """One chart and a sentence for each question, then the tables."""
+    queries, sets = results["queries"], results["sets"]
+    lines = [told(queries[of]["rows"], text, key) for text, of, key in QUESTIONS if of in queries]
+    figures = [figure for side in queries for figure in charts(side, queries[side])]
+    sections: list[tuple[str, list[Block]]] = [
+        ("In short", [figures[:1], *filter(None, lines), *(calibration_line(one) for one in queries.values()),
+                      *(size_line(config, of, rows) for of, rows in sets.items()), *input_lines(results["inputs"])]),
+        ("Every score on the same items", [NOTES, score_table(queries)]),
+        ("Prediction sets", [
+            f"Sets that should hold the truth at a rate of {percent(1 - config.alpha)} %, over {config.splits} splits; "
+            "the band holds 95 % of splits. Half of the items calibrate; 30 % of these choose a temperature, k_reg and "
+            "λ, the others the threshold. An image's captions count as one item; smaller: than by the means.",
+            set_table(sets)]),
+        ("Refusing, and levels of uncertainty", [figures[1:]]),
     ]  # fmt: skip
-    return Table(("score", *MEASURES.values(), *levels, *(f"Spearman, {key}" for key in more)), cells, title)
+    size = f"{results['images']:,} images, {results['captions']:,} captions"
+    return Page("The worth of an uncertainty", f"{config.model} on {config.data}: {size}", sections)
 
 
-def set_table(rows: Sequence[dict]) -> Table:
+def told(rows: Sequence[dict], question: str, key: str) -> str:
+    """One sentence on u, or on the best score that needs nothing, by a measure; "" where nothing has it."""
+    known = {row["score"]: row for row in rows if key in row}
+    free = [row for row in known.values() if not row["labels"] and not row["own"]]
+    if not free:
+        return ""
+    title, sign = MEASURES[key]
+    best = max(free, key=lambda row: sign * row[key]["value"])
+    few_shot = [row for row in known.values() if row["labels"]]
+    text = f"{question} Of what needs neither labels nor variances, {best['score']}: {title} {between(best[key])}."
+    if U in known:
+        apart = between(known[U][key]["difference"], signed=True)
+        text += f" u: {between(known[U][key])}, a difference of {apart}: {verdict(known[U], key)}."
+    else:
+        level = [row["score"] for row in free if row is not best and verdict(row, key) == "not told apart"]
+        text += f" Not told apart from it: {', '.join(level)}." if level else ""
+    if few_shot:
+        top = max(few_shot, key=lambda row: sign * row[key]["value"])
+        text += f" With {top['labels']:,} labels, {top['score']}: {between(top[key])}."
+    return text
+
+
+def calibration_line(found: dict) -> str:
+    """ECE and NLL before and after a temperature, and of the probit softmax."""
+    rows = (row for row in found["rows"] if "nll" in row)
+    told = (f"{row['score']} {between(row['ece'])} (NLL {row['nll']['value']:.3f})" for row in rows)
+    return f"Are the probabilities right, of {found['items']:,} among {found['gallery']:,}? ECE: {'; '.join(told)}."
+
+
+def size_line(config: UncertaintyConfig, of: str, rows: Sequence[dict]) -> str:
+    """The smallest sets without and with the variances."""
+    known = [row for row in rows if row["score"] in ("LAC", "APS", "RAPS")]
+    both = ([row for row in known if (row["by"] == "means") == plain] for plain in (True, False))
+    smallest = [min(some, default=None, key=lambda row: row["size"]) for some in both]
+    top = next(row for row in rows if row["score"] == "top k")
+    text = f"How many results to show for {percent(1 - config.alpha)} % ({QUERIES[of]})? {number(top['size'])} always, "
+    text += f"or by {smallest[0]['score']} {number(smallest[0]['size'])} on average"
+    if smallest[1]:
+        apart = smallest[1]["smaller"]
+        same = " (not told apart)" if apart["low"] <= 0 <= apart["high"] else ""
+        text += f"; with the variances, {smallest[1]['score']} by {smallest[1]['by']}, {number(smallest[1]['size'])}, "
+        text += f"{number(apart['value'])} fewer than {smallest[1]['score']} without them{same}"
+    return f"{text}."
+
+
+def input_lines(found: dict | None) -> list[str]:
+    """What u answers to."""
+    if found is None:
+        return []
+    lines = [f"u of captions against their number of words: Spearman {plus_minus(found['length'], 1, 3, signed=True)}."]
+    if found["larger_of_nested"]:
+        lines.append(f"Of two captions, u is larger for the more general one: {between(found['larger_of_nested'])}.")
+    if test := found["crop"]:
+        lines.append(f"u grows when an image is cropped: {plus_minus(test['share'])} % of {test['images']:,}.")
+    rises = [f"{what} {one['spearman']:+.3f}" for what, one in (found["erased"] or {}).items() if one["spearman"]]
+    return lines + ([f"u against what is erased, Spearman: {', '.join(rises)}."] if rises else [])
+
+
+def score_table(queries: Mapping[str, dict]) -> Table:
+    """All scores of all queries by every measure."""
+    every = [row for found in queries.values() for row in found["rows"]]
+    keys = [key for key in MEASURES if any(key in row for row in every)]
+    cells: list = []
+    for of, found in queries.items():
+        for row in found["rows"]:
+            values = [cell(row, key) for key in keys]
+            labels = f"{row['labels']:,}" if row["labels"] else "none"
+            cells.append((QUERIES[of], row["score"], labels, *values, f"{row['levels']['score']:+.2f}"))
+        cells.append(())
+    right = ", ".join(f"{QUERIES[of]} {percent(found['right']['means'])} %" for of, found in queries.items())
+    headings = ("queries", "score", "labels needed", *(MEASURES[key][0] for key in keys), "−S·R²")
+    return Table(headings, cells, f"first answers right: {right}", left=2)
+
+
+def cell(row: dict, key: str) -> Cell:
+    """A measure with half of its interval, marked where it is told apart from the best free score."""
+    if key not in row:
+        return Cell("")
+    kind = {"better": "up", "worse": "down", "not told apart": ""}[verdict(row, key)]
+    return Cell(f"{row[key]['value']:.3f} ± {(row[key]['high'] - row[key]['low']) / 2:.3f}", kind)
+
+
+def set_table(sets: Mapping[str, Sequence[dict]]) -> Table:
     """Coverage and size of prediction sets."""
-    cells = [
-        (f"{row['score']}, {row['by']}", f"{percent(row['coverage'])} [{percent(row['least'])}, {percent(row['most'])}]",
-         number(row["size"]), percent(row["empty"]), percent(row["class_gap"]))
-        for row in rows
-    ]  # fmt: skip
-    return Table(
-        ("sets by", "coverage % [least, most]", "mean size", "empty %", "class gap %"), cells, "prediction sets"
-    )
+    cells: list = []
+    for of, rows in sets.items():
+        for row in rows:
+            gap = percent(row["class_gap"]) if of == "classes" else ""
+            cells.append((
+                QUERIES[of], row["score"], row["by"], percent(row["coverage"]),
+                *("–".join(map(percent, pair)) for pair in ((row["least"], row["most"]), row["band"])),
+                f"{100 * row['inside']:.0f}", number(row["size"]), between(row.get("smaller"), signed=True),
+                percent(row["empty"]), gap,
+            ))  # fmt: skip
+        cells.append(())
+    headings = ("queries", "sets by", "of", "coverage %", "least–most", "band", "inside %", "mean size", "smaller")
+    return Table((*headings, "empty %", "class gap %"), cells, "prediction sets", left=3)
 
 
-def levels_figure(side: str, rows: Sequence[dict]) -> list[Figure]:
-    """R@1 of equal groups, from certain to uncertain."""
-    lines = {
-        row["score"]: (range(1, len(row["levels"]["r@1"]) + 1), [100 * x for x in row["levels"]["r@1"]])
-        for row in rows if row["score"] in ("u", "lead", "closest", "brevity") or row is rows[0]
-    }  # fmt: skip
-    return [line_figure(f"levels-{side}", "level, from certain to uncertain", "R@1, %", lines)]
+def charts(side: str, found: dict) -> list[Figure]:
+    """R@1 or accuracy of what is left when the least certain are refused, and of equal groups."""
+    rows = {row["score"]: row for row in found["rows"] if row["score"] in CHARTED}
+    curves = {name: row["refusing"] for name, row in rows.items()}
+    levels = {
+        name: (range(1, len(row["levels"]["r@1"]) + 1), [100 * x for x in row["levels"]["r@1"]])
+        for name, row in rows.items()
+    }
+    right = "right answers among the others, %"
+    return [
+        *rejection_figure(f"refusing-{side}", curves, right, QUERIES[side]),
+        line_figure(f"levels-{side}", "level, from certain to uncertain", "right answers, %", levels, QUERIES[side]),
+    ]

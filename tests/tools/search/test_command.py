@@ -84,7 +84,17 @@ def test_a_calibration(gallery, searcher, index, capsys):
     assert main([*argv, "0.02"]) == 0
     last = capsys.readouterr().out.split("100.0%")[1]
     assert f"{right:.1%}" in last  # of all queries
+    texts = searcher.encoder.embed([text for _, text in captions])
+    ranks = csd(texts, gallery.embedded).argsort(1).argsort(1).gather(1, torch.tensor([[i] for i, _ in captions])) + 1
     found = load_calibration(index, open_searcher(index).index.weights)
+    results = found["results"]
+    shown = torch.tensor(results["90"])[torch.bucketize(texts.uncertainty(), torch.tensor(found["fifths"]))]
+    assert 0.9 <= (ranks[:, 0] <= shown + 1).double().mean() < 1  # rounding may swap two that nearly tie
+    assert main(["a red circle", "--coverage", "0.9", "--json", "--index", str(index)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["coverage"], len(answer["results"]) in results["90"]) == (90, True)
+    with pytest.raises(UserError, match="is of queries of one text"):
+        main(["a red circle", "a dog", "--coverage", "0.9", "--index", str(index)])
     u = open_searcher(index).answer(SearchRequest(["a red circle"]))["query"]["uncertainty"]
     assert main(["a red circle", "--max-uncertainty", "calibrated", "--index", str(index)]) == int(
         u > found["max_uncertainty"]

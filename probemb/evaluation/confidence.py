@@ -1,0 +1,257 @@
+"""Confidences of answers, compared on the same queries: a model's own, what needs nothing, what is fitted to labels.
+
+A query's answer is the gallery item with the largest cosine of the means: an image for a caption, a class for an image.
+Letters: N queries, K gallery items or classes, D dimensions, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from probemb.adapters import train_failure_predictor
+from probemb.conformal import Variant
+from probemb.gaussian import Gaussian
+from probemb.laplace import prob_cosine, probit_logits
+from probemb.metrics.bootstrap import cluster_weights, estimate
+from probemb.metrics.selective import (
+    calibration_error,
+    fit_temperature,
+    free_confidences,
+    own_log_p,
+    rank_correlations,
+    selective_metrics,
+)
+from probemb.models.encoder import POINT_LOG_VAR
+from probemb.models.match import MatchModel
+
+MEASURES = {  # of a confidence: its title, and 1 where more is better
+    "auroc": ("AUROC", 1),
+    "fpr95": ("FPR95", -1),
+    "aurc": ("AURC", -1),
+    "e_aurc": ("E-AURC", -1),
+    "ambiguity": ("Spearman, ambiguity", 1),
+    "acceptance": ("Spearman, people", 1),
+    "r_auroc": ("R-AUROC", 1),
+    "ood_auroc": ("OOD AUROC", 1),
+    "ood_fpr95": ("OOD FPR95", -1),
+    "ece": ("ECE", -1),
+    "nll": ("NLL", -1),
+}
+SOFTMAX = {"means": "max softmax", "probit": "probit softmax", "match": "match probability"}
+U = "u"
+
+
+class Confidence(NamedTuple):
+    """Confidences of N answers, higher is surer.
+
+    labels: how many labelled queries it was fitted on; own: it reads the model's variances; probability: it is one of
+    being right; nll: (N,) of the truth, where all of the gallery has probabilities.
+    """
+
+    values: Tensor
+    labels: int = 0
+    own: bool = False
+    probability: bool = False
+    nll: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Queries (N, D) with their gallery (K, D).
+
+    truth: labels (N,), or bool (N, K) where several are true; None: unknown. group: (N,) int64 of queries that depend
+    on each other, such as an image's captions. scale: of the cosines in the softmax.
+    """
+
+    queries: Gaussian
+    gallery: Gaussian
+    truth: Tensor | None
+    group: Tensor
+    scale: float
+    model: MatchModel
+
+    @cached_property
+    def cosine(self) -> Tensor:
+        return normalize(self.queries.mean.double(), dim=1) @ normalize(self.gallery.mean.double(), dim=1).T
+
+    @cached_property
+    def answer(self) -> Tensor:
+        return self.cosine.argmax(1)
+
+    @cached_property
+    def right(self) -> Tensor:
+        return self.are_right(self.answer)
+
+    def are_right(self, answer: Tensor) -> Tensor:
+        """(N,) bool, of any answers (N,)."""
+        several = self.truth.dtype == torch.bool
+        return self.truth.gather(1, answer[:, None])[:, 0] if several else answer == self.truth
+
+    @cached_property
+    def half(self) -> Tensor:
+        """(N,) bool: a random half of the groups."""
+        n = int(self.group.max()) + 1
+        return (torch.randperm(n, generator=torch.Generator().manual_seed(0)) % 2 == 0)[self.group]
+
+    @cached_property
+    def u(self) -> Tensor | None:
+        """(N,); None for points."""
+        return None if is_point(self.queries) else self.queries.uncertainty().double()
+
+    @cached_property
+    def logits(self) -> dict[str, Tensor]:
+        """Of a softmax over the gallery, (N, K) each: of the means, and what the variances make of them."""
+        found = {"means": self.scale * self.cosine}
+        if not (is_point(self.queries) and is_point(self.gallery)):
+            mean, var = prob_cosine(self.queries, self.gallery)
+            found["probit"] = probit_logits(self.scale * mean, self.scale**2 * var).double()
+            if self.model.form == "csd":
+                found["match"] = self.model.log_odds(self.queries, self.gallery).double()
+        return found
+
+    def variants(self) -> dict[str, Variant]:
+        """For prediction sets: `logits`, and u in the temperature and beside the score."""
+        found = {name: Variant(logits) for name, logits in self.logits.items()}
+        if self.u is not None:
+            means = self.logits["means"]
+            found |= {
+                "means, temperature by u": Variant(means, self.u),
+                "means, score / u": Variant(means, self.u, True),
+            }
+        return found
+
+    def softmax(self, logits: Tensor, **about) -> Confidence:
+        """The answer's probability."""
+        log_p = logits.log_softmax(1)
+        nll = None if self.truth is None else -own_log_p(log_p, self.truth)
+        return Confidence(log_p.gather(1, self.answer[:, None])[:, 0].exp(), probability=True, nll=nll, **about)
+
+    def halves(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows to fit on and the others, both ways round."""
+        for fit in (self.half, ~self.half):
+            yield fit.nonzero().flatten(), (~fit).nonzero().flatten()
+
+
+def is_point(g: Gaussian) -> bool:
+    """True if no item has a variance."""
+    return bool(g.log_var.max() < POINT_LOG_VAR + 1)
+
+
+def unlabelled_confidences(task: Task) -> dict[str, Confidence]:
+    """Those that no labelled query is needed for, by their names."""
+    found = {name: Confidence(values) for name, values in free_confidences(task.cosine, task.scale).items()}
+    for name, logits in task.logits.items():
+        found[SOFTMAX[name]] = task.softmax(logits, own=name != "means")
+    return found if task.u is None else {U: Confidence(-task.u, own=True)} | found
+
+
+def fitted_confidences(task: Task, known: Mapping[str, Confidence], steps: int) -> dict[str, Confidence]:
+    """Those that are fitted on the queries of one half and given to the other's, both ways round, so that all count.
+
+    One temperature; logistic regression on (max softmax, entropy, margin), also with log u; and ViLU for a gallery with
+    one true item each, trained for so many steps. Nothing if a half has only right or only wrong answers.
+    """
+    n, right = len(task.right) // 2, task.right
+    if any(len(right[fit].unique()) < 2 for fit, _ in task.halves()):
+        return {}
+    features = torch.stack([known[name].values for name in ("max softmax", "entropy", "margin")], 1)
+    found = {
+        "temperature": task.softmax(_tempered(task, torch.ones(len(right))), labels=n),
+        "logistic regression": _logistic(task, features),
+    }
+    if task.u is not None:
+        found["temperature by u"] = task.softmax(_tempered(task, task.u), labels=n, own=True)
+        features = torch.cat([features, task.u.log()[:, None]], 1)
+        found["logistic regression with u"] = _logistic(task, features)._replace(own=True)
+    if steps and task.truth.dtype != torch.bool:
+        logit = torch.empty(len(right), dtype=torch.float64)
+        queries, gallery = (normalize(g.mean.float(), dim=1) for g in (task.queries, task.gallery))
+        for fit, rest in task.halves():
+            predictor = train_failure_predictor(queries[fit], gallery, task.scale, right[fit], steps)
+            with torch.no_grad():
+                logit[rest] = predictor(queries[rest], gallery, task.scale).double()
+        found["vilu"] = Confidence(logit, n)
+    return found
+
+
+def _tempered(task: Task, u: Tensor) -> Tensor:
+    logits, out = task.logits["means"], torch.empty_like(task.logits["means"])
+    for fit, rest in task.halves():
+        temperature, power = fit_temperature(logits[fit], task.truth[fit], u[fit])
+        out[rest] = logits[rest] / (temperature * u[rest, None] ** power)
+    return out
+
+
+def _logistic(task: Task, features: Tensor) -> Confidence:
+    out = torch.empty(len(features), dtype=torch.float64)
+    for fit, rest in task.halves():
+        x = (features - features[fit].mean(0)) / features[fit].std(0).clamp_min(1e-12)
+        fitted = LogisticRegression(max_iter=1000).fit(x[fit].numpy(), task.right[fit].numpy())
+        out[rest] = torch.from_numpy(fitted.predict_proba(x[rest].numpy())[:, 1])
+    return Confidence(out, len(features) // 2, probability=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def measure(
+    task: Task, scores: Mapping[str, Confidence], outcomes: Mapping[str, Tensor], nearest: Tensor | None = None,
+    strangers: Mapping[str, Confidence] | None = None,
+) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+    """score -> key of MEASURES -> (R,), the first of the data and the others of the same resamples for all scores.
+
+    outcomes: "ambiguity" or "acceptance" -> (N,), NaN where unknown; nearest: (N,) bool, `nearest_is_of_class`;
+    strangers: confidences of items that the gallery has no answer for.
+    """
+    found = {}
+    weights = cluster_weights(int(task.group.max()) + 1)[:, task.group]
+    if strangers is not None:
+        known = torch.arange(len(weights[0]) + len(next(iter(strangers.values())).values)) < len(weights[0])
+        both = torch.cat([weights, cluster_weights(int((~known).sum()), seed=1)], 1)
+    for name, one in scores.items():
+        measured = found[name] = selective_metrics(one.values, task.right, weights)
+        for key, outcome in outcomes.items():
+            there = outcome.isfinite()
+            measured[key] = rank_correlations(-one.values[there], outcome[there], weights[:, there])
+        if nearest is not None:
+            measured["r_auroc"] = selective_metrics(one.values, nearest, weights)["auroc"]
+        if one.probability:
+            measured["ece"] = calibration_error(one.values, task.right, weights)
+        if one.nll is not None:
+            measured["nll"] = weights.double() @ one.nll / weights.double().sum(1)
+        if strangers is not None and name in strangers:
+            told = selective_metrics(torch.cat([one.values, strangers[name].values]), known, both)
+            measured |= {f"ood_{key}": told[key] for key in ("auroc", "fpr95")}
+    return found
+
+
+def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Confidence]) -> list[dict]:
+    """A row for each score: its measures with intervals, and the paired "difference" of each to the best one that needs
+    neither labels nor variances ("to"); "best" where it is that one.
+    """
+    rows = {name: {"score": name, "labels": one.labels, "own": one.own} for name, one in scores.items()}
+    for key, (_, sign) in MEASURES.items():
+        values = {name: one[key] for name, one in measured.items() if key in one and not one[key][0].isnan()}
+        free = [name for name in values if not scores[name].labels and not scores[name].own]
+        best = max(free, key=lambda name: sign * float(values[name][0]), default=None)
+        for name, x in values.items():
+            rows[name][key] = estimate(x)
+            if best not in (None, name):
+                rows[name][key] |= {"to": best, "difference": estimate(x - values[best])}
+    return list(rows.values())
+
+
+def verdict(row: Mapping, key: str) -> str:
+    """ "better" or "worse" than the best free score by a paired interval that excludes zero, else "not told apart"."""
+    apart, sign = row[key].get("difference"), MEASURES[key][1]
+    if apart is None or apart["low"] <= 0 <= apart["high"]:
+        return "not told apart"
+    return "better" if sign * apart["value"] > 0 else "worse"

@@ -1,0 +1,50 @@
+"""`python -m zeroshot.uncertainty`: every score on the same queries, sets, and the page."""
+
+import pytest
+import torch
+
+from probemb.data.captions.find import find_captions
+from probemb.models import load_model
+from zeroshot.uncertainty import main
+
+sklearn = pytest.importorskip("sklearn.metrics")
+FAST = ("--no-split", "--splits", 3, "--vilu", 4, "--levels", 3, "--alpha", 0.5)
+
+
+@pytest.fixture(scope="module")
+def judgements(captioned, tmp_path_factory):
+    ids = find_captions(captioned).image_ids
+    lines = [f"{i}\t{c}\t0\t{(n + k) % 3}\t1\n" for n, i in enumerate(ids) for k, c in enumerate(ids) if i != c]
+    path = tmp_path_factory.mktemp("judged") / "judgements.tsv"
+    path.write_text("image\tcaption_image\tcaption_index\tyes\tno\n" + "".join(lines))
+    return path
+
+
+def test_all_scores_are_measured_on_the_same_queries(run, run_folder, captioned, shards, scenes, judgements):
+    options = ("--classes", shards, "--ood", scenes / "val", "--judgements", judgements, "--probes", 2)
+    found = run(main, run_folder, captioned, *FAST, *options)
+    rows = {of: {row["score"]: row for row in one["rows"]} for of, one in found.json["queries"].items()}
+    model, tokenizer, transforms = load_model(run_folder)
+    data = find_captions(captioned)
+    with torch.no_grad():
+        images = model.encode_image(torch.stack([transforms.evaluate(data.images.open(i)) for i in range(24)]))
+        texts = model.encode_text(tokenizer(data.flat()))
+    cosine = texts.mean @ images.mean.T
+    right = cosine.argmax(1) == torch.tensor(data.owner())
+    for name, confidence in (("u", -texts.uncertainty()), ("max cosine", cosine.amax(1))):
+        auroc = sklearn.roc_auc_score(right.numpy(), confidence.numpy())
+        assert rows["captions"][name]["auroc"]["value"] == pytest.approx(auroc, abs=0.02)
+    assert {"ambiguity", "acceptance"} <= set(rows["captions"]["u"])
+    u, best = (rows["captions"][name]["auroc"] for name in ("u", rows["captions"]["u"]["auroc"]["to"]))
+    assert u["difference"]["value"] == pytest.approx(u["value"] - best["value"])
+    assert {"r_auroc", "ood_auroc"} <= set(rows["classes"]["margin"])
+    assert rows["classes"]["vilu"]["labels"] == rows["classes"]["logistic regression with u"]["labels"] == 16
+    assert found.json["inputs"]["crop"]["images"] == 2
+    assert {row["by"] for row in found.json["sets"]["classes"]} > {"means", "probit"}
+    assert "captions → images" in found.told
+
+
+def test_a_point_model_has_the_scores_that_need_no_variance(run, point_model, captioned):
+    found = run(main, point_model, captioned, *FAST)
+    assert not any(row["own"] for one in found.json["queries"].values() for row in one["rows"])
+    assert found.json["inputs"] is None
