@@ -191,7 +191,7 @@ def evaluate_sets(
     plain = next(iter(variants))
     parts = list(random_splits(groups, splits))
     for name, (logits, u, divides) in variants.items():
-        ordered, order = logits.double().sort(1, descending=True, stable=True)
+        ordered, order = logits.double().sort(dim=1, descending=True, stable=True)
         place = (order == labels[:, None]).int().argmax(1)
         one = torch.ones(len(labels), dtype=torch.float64)
         by, divisor = (one, u.double()) if divides else (one if u is None else u.double(), one)

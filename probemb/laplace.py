@@ -135,11 +135,6 @@ def expected_unit(x: Gaussian) -> Gaussian:
     return Gaussian(x.mean * (-0.5 * log_norm).exp(), x.log_var - log_norm)
 
 
-def probit_logits(mean: Tensor, var: Tensor) -> Tensor:
-    """Normal logits shrunk by the probit approximation, for a softmax. Source: MacKay 1992; BayesVLM."""
-    return mean / (1 + math.pi * var / 8).sqrt()
-
-
 def probit_softmax(mean: Tensor, var: Tensor) -> Tensor:
-    """Softmax of normal logits, (..., K), by `probit_logits`."""
-    return probit_logits(mean, var).softmax(-1)
+    """Softmax of normal logits, (..., K), by the probit approximation. Source: MacKay 1992; BayesVLM."""
+    return (mean / (1 + math.pi * var / 8).sqrt()).softmax(-1)

@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from probemb.adapters import train_failure_predictor
 from probemb.conformal import Variant
 from probemb.gaussian import Gaussian
-from probemb.laplace import prob_cosine, probit_logits
+from probemb.laplace import prob_cosine, probit_softmax
 from probemb.metrics.bootstrap import cluster_weights, estimate
 from probemb.metrics.selective import (
     calibration_error,
@@ -112,7 +112,7 @@ class Task:
         found = {"means": self.scale * self.cosine}
         if not (is_point(self.queries) and is_point(self.gallery)):
             mean, var = prob_cosine(self.queries, self.gallery)
-            found["probit"] = probit_logits(self.scale * mean, self.scale**2 * var).double()
+            found["probit"] = probit_softmax(self.scale * mean.double(), self.scale**2 * var.double()).log()
             if self.model.form == "csd":
                 found["match"] = self.model.log_odds(self.queries, self.gallery).double()
         return found
