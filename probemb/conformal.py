@@ -130,12 +130,17 @@ def describe_sets(sets: Tensor, labels: Tensor, alpha: float, classes: Tensor | 
     }  # fmt: skip
 
 
-def transported(logits: Tensor, labels: Tensor, epsilon: float = 1.0, rounds: int = 3) -> Tensor:
+def transported(
+    logits: Tensor, labels: Tensor | None = None, epsilon: float = 1.0, rounds: int = 3
+) -> Tensor:  # fmt: skip
     """Class probabilities (n + m, K) of calibration and test items together by Sinkhorn. Source: Conf-OT (2025).
 
-    labels: (n,) of the first items, which give the classes' marginal. Transductive: it sees the test items.
+    labels: (n,) of the first items, which give the classes' marginal as in the paper; the promise is then broken, as
+    calibration items fit it better than others. None: equal classes. Transductive: it sees the test items.
     """
-    classes = torch.bincount(labels, minlength=logits.shape[1]).to(logits)
+    classes = torch.ones(logits.shape[1]).to(logits)
+    if labels is not None:
+        classes = torch.bincount(labels, minlength=logits.shape[1]).to(logits)
     plan = (logits / epsilon - (logits / epsilon).amax()).exp()
     plan = plan / plan.sum()
     for _ in range(rounds):
@@ -181,7 +186,7 @@ def evaluate_sets(
 
     labels: (N,); groups: (N,) int64, of items that depend on each other; by_class: a threshold for each class. One
     temperature, and RAPS' k_reg and penalty, are fitted in each split on items that its threshold does not see.
-    transduce: also LAC of the first variant's `transported` probabilities.
+    transduce: also LAC of the first variant's `transported` probabilities, for equal classes.
 
     Returns:
         rows with the means over splits of `describe_sets`, "least" and "most" coverage, its "band" (`coverage_band` of
@@ -200,7 +205,7 @@ def evaluate_sets(
             p = (ordered / (temperature * by[:, None] ** power)).softmax(1)
             if transduce and name == plain:
                 both, seen = torch.cat([calibrate, test]), len(calibrate)
-                s = 1 - transported(logits[both].double() / temperature, labels[calibrate])
+                s = 1 - transported(logits[both].double() / temperature)
                 sets = prediction_sets(s[seen:], threshold(of_labels(s[:seen], labels[calibrate]), alpha))
                 found.setdefault(("LAC, transported", name), []).append(describe_sets(sets, labels[test], alpha))
             scores = {"LAC": Score(), "APS": Score("aps"), "RAPS": tune_raps(p[tune], place[tune], alpha)}

@@ -129,10 +129,11 @@ class Task:
         return found
 
     def softmax(self, logits: Tensor, **about) -> Confidence:
-        """The answer's probability."""
+        """The answer's probability, which is not one of being right where several are true."""
         log_p = logits.log_softmax(1)
         nll = None if self.truth is None else -own_log_p(log_p, self.truth)
-        return Confidence(log_p.gather(1, self.answer[:, None])[:, 0].exp(), probability=True, nll=nll, **about)
+        several = self.truth is not None and self.truth.dtype == torch.bool
+        return Confidence(log_p.gather(1, self.answer[:, None])[:, 0].exp(), probability=not several, nll=nll, **about)
 
     def halves(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows to fit on and the others, both ways round."""

@@ -76,6 +76,7 @@ def test_thresholds_are_the_exact_ranks(v):
 def test_transport(v):
     both, labels = torch.cat([v["cal_logits"], v["test_logits"]]), v["cal_labels"]
     torch.testing.assert_close(transported(both, labels), v["confot__codes_observed_marginal"])
+    torch.testing.assert_close(transported(both), v["confot__codes_uniform"])
 
 
 def test_a_group_counts_as_one_item():

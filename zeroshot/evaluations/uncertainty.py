@@ -50,7 +50,7 @@ QUESTIONS = (  # the queries and the measure that answer each
     ("Which images have a nearest neighbour of another class?", "classes", "r_auroc"),
     ("Which images show none of the classes?", "classes", "ood_auroc"),
 )
-CHARTED = (U, "probit softmax", "max softmax", "margin", "entropy", "MCM", "brevity", "logistic regression")
+CHARTED = (U, "probit softmax", "max softmax", "margin", "entropy", "MCM", "length", "logistic regression")
 NOTES = (
     "± is half of the 95 % interval over resampled items, the same for all scores of a group; green is better and red "
     "worse than the group's best score that needs neither labels nor variances, by a paired interval without zero. "
@@ -86,7 +86,7 @@ def evaluate(config: UncertaintyConfig) -> None:
         "images": n, "captions": m, "images_left_out": bad, "scale": {"value": scale, "source": source},
         "adapter_parameters": adapter and sum(x.numel() for x in adapter.state_dict().values()),
         "queries": {
-            "captions": answered(config, by_caption, of_captions, brevity=-words[rows]),
+            "captions": answered(config, by_caption, of_captions, length=words[rows]),
             "images": answered(config, by_image, {}),
         },
         "sets": {
@@ -105,13 +105,13 @@ def drawn(n: int, gallery: int) -> Tensor:
 
 
 def answered(
-    config: UncertaintyConfig, task: Task, outcomes: Mapping[str, Tensor], brevity: Tensor | None = None,
+    config: UncertaintyConfig, task: Task, outcomes: Mapping[str, Tensor], length: Tensor | None = None,
     nearest: Tensor | None = None, strangers: Task | None = None,
 ) -> dict:  # fmt: skip
     """How well every score tells right answers: a row of each, with its levels and its curve of refusing."""
     scores = unlabelled_confidences(task)
-    if brevity is not None:
-        scores["brevity"] = Confidence(brevity)
+    if length is not None:
+        scores["length"] = Confidence(length)
     scores |= fitted_confidences(task, scores, config.vilu)
     known = None if strangers is None else unlabelled_confidences(strangers)
     rows = compare(measure(task, scores, outcomes, nearest, known), scores)
@@ -154,7 +154,7 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
     lines = [told(queries[of]["rows"], text, key) for text, of, key in QUESTIONS if of in queries]
     figures = [figure for side in queries for figure in charts(side, queries[side])]
     sections: list[tuple[str, list[Block]]] = [
-        ("In short", [figures[:1], *filter(None, lines), *(calibration_line(one) for one in queries.values()),
+        ("In short", [figures[:1], *lines, *(calibration_line(one) for one in queries.values()),
                       *(size_line(config, of, rows) for of, rows in sets.items()), *input_lines(results["inputs"])]),
         ("Every score on the same items", [NOTES, score_table(queries)]),
         ("Prediction sets", [
@@ -192,9 +192,10 @@ def told(rows: Sequence[dict], question: str, key: str) -> str:
 
 def calibration_line(found: dict) -> str:
     """ECE and NLL before and after a temperature, and of the probit softmax."""
-    rows = (row for row in found["rows"] if "nll" in row)
+    rows = [row for row in found["rows"] if "ece" in row and "nll" in row]
     told = (f"{row['score']} {between(row['ece'])} (NLL {row['nll']['value']:.3f})" for row in rows)
-    return f"Are the probabilities right, of {found['items']:,} among {found['gallery']:,}? ECE: {'; '.join(told)}."
+    text = f"Are the probabilities right, of {found['items']:,} answers among {found['gallery']:,}? ECE: "
+    return f"{text}{'; '.join(told)}." if rows else ""
 
 
 def size_line(config: UncertaintyConfig, of: str, rows: Sequence[dict]) -> str:
@@ -235,7 +236,7 @@ def score_table(queries: Mapping[str, dict]) -> Table:
         for row in found["rows"]:
             values = [cell(row, key) for key in keys]
             labels = f"{row['labels']:,}" if row["labels"] else "none"
-            cells.append((QUERIES[of], row["score"], labels, *values, f"{row['levels']['score']:+.2f}"))
+            cells.append((of, row["score"], labels, *values, f"{row['levels']['score']:+.2f}"))
         cells.append(())
     right = ", ".join(f"{QUERIES[of]} {percent(found['right']['means'])} %" for of, found in queries.items())
     headings = ("queries", "score", "labels needed", *(MEASURES[key][0] for key in keys), "−S·R²")
@@ -247,7 +248,7 @@ def cell(row: dict, key: str) -> Cell:
     if key not in row:
         return Cell("")
     kind = {"better": "up", "worse": "down", "not told apart": ""}[verdict(row, key)]
-    return Cell(f"{row[key]['value']:.3f} ± {(row[key]['high'] - row[key]['low']) / 2:.3f}", kind)
+    return Cell(f"{row[key]['value']:.3f} ±{(row[key]['high'] - row[key]['low']) / 2:.3f}", kind)
 
 
 def set_table(sets: Mapping[str, Sequence[dict]]) -> Table:
@@ -257,7 +258,7 @@ def set_table(sets: Mapping[str, Sequence[dict]]) -> Table:
         for row in rows:
             gap = percent(row["class_gap"]) if of == "classes" else ""
             cells.append((
-                QUERIES[of], row["score"], row["by"], percent(row["coverage"]),
+                of, row["score"], row["by"], percent(row["coverage"]),
                 *("–".join(map(percent, pair)) for pair in ((row["least"], row["most"]), row["band"])),
                 f"{100 * row['inside']:.0f}", number(row["size"]), between(row.get("smaller"), signed=True),
                 percent(row["empty"]), gap,
