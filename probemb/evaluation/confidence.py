@@ -46,7 +46,7 @@ MEASURES = {  # of a confidence: its title, and 1 where more is better
     "nll": ("NLL", -1),
 }
 SOFTMAX = {"means": "max softmax", "probit": "probit softmax", "match": "match probability"}
-U = "u"
+U, SAME = "u", "not told apart"
 
 
 class Confidence(NamedTuple):
@@ -254,5 +254,5 @@ def verdict(row: Mapping, key: str) -> str:
     """ "better" or "worse" than the best free score by a paired interval that excludes zero, else "not told apart"."""
     apart, sign = row[key].get("difference"), MEASURES[key][1]
     if apart is None or apart["low"] <= 0 <= apart["high"]:
-        return "not told apart"
+        return SAME
     return "better" if sign * apart["value"] > 0 else "worse"

@@ -16,6 +16,7 @@ from probemb.data.captions.judgements import read_judgements
 from probemb.data.labelled import find_images, find_unlabelled, prompt_texts, read_templates, resolve_classes
 from probemb.evaluation.confidence import (
     MEASURES,
+    SAME,
     Confidence,
     Task,
     U,
@@ -169,25 +170,27 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
 
 
 def told(rows: Sequence[dict], question: str, key: str) -> str:
-    """One sentence on u, or on the best score that needs nothing, by a measure; "" where nothing has it."""
-    known = {row["score"]: row for row in rows if key in row}
-    free = [row for row in known.values() if not row["labels"] and not row["own"]]
-    if not free:
+    """One sentence on the best of the model's own scores by a measure, or of the others; "" where nothing has it."""
+    known = [row for row in rows if key in row]
+    best, own, fitted = (
+        max(some, key=lambda row: MEASURES[key][1] * row[key]["value"], default=None)
+        for some in (
+            [row for row in known if not row["labels"] and not row["own"]],
+            [row for row in known if not row["labels"] and row["own"]],
+            [row for row in known if row["labels"]],
+        )
+    )
+    if best is None:
         return ""
-    title, sign = MEASURES[key]
-    best = max(free, key=lambda row: sign * row[key]["value"])
-    few_shot = [row for row in known.values() if row["labels"]]
-    text = f"{question} Of what needs neither labels nor variances, {best['score']}: {title} {between(best[key])}."
-    if U in known:
-        apart = between(known[U][key]["difference"], signed=True)
-        text += f" u: {between(known[U][key])}, a difference of {apart}: {verdict(known[U], key)}."
+    text, free = f"{question} {MEASURES[key][0]}: ", f"{best['score']} {between(best[key])}"
+    if own:
+        than = "not told apart from" if verdict(own, key) == SAME else f"{verdict(own, key)} than"
+        apart = between(own[key]["difference"], signed=True)
+        text += f"{own['score']} {between(own[key])}, {than} the best without labels or variances, {free}: {apart}"
     else:
-        level = [row["score"] for row in free if row is not best and verdict(row, key) == "not told apart"]
-        text += f" Not told apart from it: {', '.join(level)}." if level else ""
-    if few_shot:
-        top = max(few_shot, key=lambda row: sign * row[key]["value"])
-        text += f" With {top['labels']:,} labels, {top['score']}: {between(top[key])}."
-    return text
+        level = [row["score"] for row in known if row is not best and not row["labels"] and verdict(row, key) == SAME]
+        text += free + (f", not told apart from {', '.join(level)}" if level else "")
+    return text + (f"; with {fitted['labels']:,} labels, {fitted['score']} {between(fitted[key])}." if fitted else ".")
 
 
 def calibration_line(found: dict) -> str:
@@ -247,7 +250,7 @@ def cell(row: dict, key: str) -> Cell:
     """A measure with half of its interval, marked where it is told apart from the best free score."""
     if key not in row:
         return Cell("")
-    kind = {"better": "up", "worse": "down", "not told apart": ""}[verdict(row, key)]
+    kind = {"better": "up", "worse": "down", SAME: ""}[verdict(row, key)]
     return Cell(f"{row[key]['value']:.3f} ±{(row[key]['high'] - row[key]['low']) / 2:.3f}", kind)
 
 
