@@ -23,58 +23,75 @@ from probemb.errors import UserError
 PROG = "python -m finetune.adapt"
 
 
+# The losses of a method, the default first, and the options that belong to one method alone.
+LOSSES = {
+    "gaussian": ("pcmepp", "prolip"), "asymvlm": ("power-spherical", "von-mises-fisher"),
+    "probvlm": ("density", "published"), "laplace": (), "loss-order": (),
+}  # fmt: skip
+OWN_OPTIONS = {"clip": "gaussian", "vib": "gaussian", "cross": "probvlm", "pseudo_data": "laplace", "exact": "laplace"}
+
+
 @dataclass(frozen=True)
 class AdaptConfig:
     """Options of an adapter.
 
     Args:
         embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace.
-        method: gaussian (a mean and variances by PCME++'s or ProLIP's loss), laplace (BayesVLM: no training),
+        method: gaussian (means and variances by PCME++'s or ProLIP's loss), laplace (BayesVLM, which trains nothing),
             loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
-        loss: of gaussian: pcmepp or prolip; of probvlm: exact (the paper's density) or code (the public code's).
-        form: of asymvlm: power-spherical or von-mises-fisher.
-        clip: weight of the CLIP loss beside pcmepp or prolip.
-        vib: weight of PCME++'s or ProLIP's bottleneck.
-        cross: weight of probvlm's other modality.
+        loss: of gaussian: pcmepp or prolip; of asymvlm: power-spherical or von-mises-fisher; of probvlm: density (the
+            paper's) or published (the public code's).
+        clip: of gaussian: weight of the CLIP loss.
+        vib: of gaussian: weight of PCME++'s or ProLIP's bottleneck.
+        cross: of probvlm: weight of the other modality.
         hidden: width of the adapter's layers; by default the method's own.
         epochs: passes over the images, each with one of its captions.
-        batch_size: pairs; of laplace, those that an item is compared with.
+        batch_size: pairs, 1,024 by default; of laplace, the items that each is compared with, by default 32,768.
         lr: peak learning rate of AdamW, cosine after a tenth of the steps.
         weight_decay: of AdamW.
         validation: share of the images that are held out, for the recall before and after (5,000 at most).
         pseudo_data: of laplace: how many times the pairs count.
-        damped: of laplace: the published factored precision in place of the exact one.
+        exact: of laplace: the exact posterior of the factors in place of the published one.
         seed: of weights, order and captions.
     """
 
     embeddings: str = ""
-    method: Literal["gaussian", "laplace", "loss-order", "asymvlm", "probvlm"] = "gaussian"
+    method: Literal[tuple(LOSSES)] = "gaussian"
     out: Folder | None = None
-    loss: Literal["pcmepp", "prolip", "exact", "code"] | None = None
-    form: Literal["power-spherical", "von-mises-fisher"] = "power-spherical"
+    loss: Literal[tuple(loss for some in LOSSES.values() for loss in some)] | None = None
     clip: NonNegativeFloat = 1.0
     vib: NonNegativeFloat = 1e-4
     cross: NonNegativeFloat = 1e-4
     hidden: PositiveInt | None = None
     epochs: NonNegativeInt = 10
-    batch_size: Count = 1024
+    batch_size: Count | None = None
     lr: PositiveFloat = 1e-3
     weight_decay: NonNegativeFloat = 1e-4
     validation: BelowOne = 0.05
     pseudo_data: PositiveFloat = 10.0
-    damped: bool = False
+    exact: bool = False
     seed: Seed = 0
+
+    def check(self) -> None:
+        """Raise UserError for missing options, and for those of another method."""
+        if not (self.embeddings and self.out):
+            remedy = f"Name both: {PROG} --embeddings embeddings/x --out runs/y."
+            raise UserError("--embeddings or --out is missing.", remedy)
+        losses = LOSSES[self.method]
+        if self.loss is not None and self.loss not in losses:
+            remedy = f"Choose {' or '.join(losses)}." if losses else "Leave --loss out."
+            raise UserError(f"The loss {self.loss} is not one of method {self.method}.", remedy)
+        for key, method in OWN_OPTIONS.items():
+            if method != self.method and getattr(self, key) != getattr(AdaptConfig, key):
+                raise UserError(f"--{key} is of method {method}, not of {self.method}.", f"Leave --{key} out.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the options, adapt and save; returns 0."""
     about = "Give a trained dual encoder an uncertainty, from its embeddings."
     config = parse_config(AdaptConfig, PROG, about, argv)
-    if not (config.embeddings and config.out):
-        raise UserError(
-            "--embeddings or --out is missing.", f"Name both: {PROG} --embeddings embeddings/x --out runs/y."
-        )
+    config.check()
     from finetune.adapters import adapt
 
     adapt(config)

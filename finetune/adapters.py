@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from finetune.adapt import AdaptConfig
+from finetune.adapt import LOSSES, AdaptConfig
 from probemb.adapters import asym_loss, order_loss, probvlm_loss, published_probvlm_nll
 from probemb.errors import UserError
 from probemb.files import replace_text
@@ -30,7 +31,9 @@ from probemb.progress import progress
 from probemb.search.embeddings import Embeddings, open_embeddings
 
 MOST_HELD_OUT = 5_000
-PROLIP_BIAS = -10.0
+BATCH = 1024
+BLOCK = 32_768  # of method laplace
+PROLIP_BIAS = -10.0  # where the base has none
 
 
 class Pairs(NamedTuple):
@@ -45,6 +48,12 @@ class Pairs(NamedTuple):
     owner: Tensor
     raw: tuple[Tensor, Tensor] | None = None
     inputs: tuple[Tensor, Tensor] | None = None
+
+    def draw(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        """The row of a random caption of each of these images."""
+        counts = torch.bincount(self.owner, minlength=len(self.images))
+        first = counts.cumsum(0) - counts
+        return first[rows] + (torch.rand(len(rows), generator=generator) * counts[rows]).long()
 
     def of_images(self, rows: Tensor) -> Pairs:
         """The images of the rows, in ascending order, and their captions."""
@@ -94,6 +103,8 @@ def adapt(config: AdaptConfig) -> None:
         raise UserError(
             f"{folder.model} is not the model that {folder.folder} was embedded with.", "Embed the data again."
         )
+    if base.adapter is not None:
+        raise UserError(f"{folder.model} has an adapter already.", "Embed with the model that it was made from.")
     pairs = read_pairs(folder, config.method == "laplace")
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(pairs.images), generator=generator)
@@ -102,65 +113,72 @@ def adapt(config: AdaptConfig) -> None:
     if len(train.images) < 2:
         raise UserError(f"{folder.folder} has {len(train.images)} images to train on.", "Embed more.")
     torch.manual_seed(config.seed)
-    options = adapter_options(config, train)
+    options, start = adapter_options(config, base, train), time.monotonic()
     adapter = Adapter(options, folder.dim)
     scalars = nn.ParameterDict({"logit_scale": base.logit_scale.detach().reshape(()).clone()})
     with torch.enable_grad():
         if config.method == "laplace":
-            fit_laplace(config, adapter, base, train)
+            fit_laplace(config, adapter, base, train, generator)
         else:
-            fit(config, adapter, scalars, train, generator)
-    model = adapted_model(base, options, adapter, scalars)
-    results = {"config": to_dict(config), "pairs": len(train.texts), "images": len(train.images)}
+            fit(config, adapter, scalars, base, train, generator)
+    results = {"config": to_dict(config), "images": len(train.images), "captions": len(train.texts)}
+    results["seconds"] = round(time.monotonic() - start, 1)
+    results["parameters"] = sum(x.numel() for x in adapter.state_dict().values())
     if n:
-        before = recall(held_out, None)
-        after = recall(held_out, adapter)
+        before, after = recall(held_out, None), recall(held_out, adapter)
         results |= {"held_out": n, "before": before, "after": after}
         for key, value in before.items():
-            print(f"{key:14} {value:6.2f} -> {after[key]:6.2f}   (of {n:,} images that the adapter did not see)")
-    save_model(model, out / "model")
+            print(f"{key:8} {value:6.2f} -> {after[key]:6.2f}   (of {n:,} images that the adapter did not see)")
+    save_model(adapted_model(base, options, adapter, scalars), out / "model")
     replace_text(out / "config.yaml", to_yaml(config))
     replace_text(out / "results.json", json.dumps(results, indent=1) + "\n")
-    print(f"saved in {out}")
+    print(f"saved in {out}, after {results['seconds']:,} s")
 
 
-def adapter_options(config: AdaptConfig, pairs: Pairs) -> dict:
+def loss_name(config: AdaptConfig) -> str | None:
+    """The loss of a method that has several: --loss, or the method's default."""
+    return config.loss or next(iter(LOSSES[config.method]), None)
+
+
+def adapter_options(config: AdaptConfig, base: DualEncoder, pairs: Pairs) -> dict:
     """`config["adapter"]` of the new model."""
     options: dict = {"method": config.method}
-    if config.hidden and config.method != "laplace":
+    if config.method == "laplace":
+        options |= {"inputs": [x.shape[1] for x in pairs.inputs], "exact": config.exact}
+        return options | {"pseudo_data": config.pseudo_data}
+    if config.hidden:
         options["hidden"] = config.hidden
     if config.method == "asymvlm":
-        options["form"] = config.form
-    if config.method == "probvlm" and config.loss == "code":
+        # The log-densities then start as the frozen logits: κ cos is the vMF's, and κ log(1 + cos) about half as steep.
+        steep = 1 if loss_name(config) == "von-mises-fisher" else 2
+        options |= {"form": loss_name(config), "start": steep * float(base.inverse_temperature())}
+    if loss_name(config) == "published":
         options["heads"] = "relu"
-    if config.method == "laplace":
-        options |= {"inputs": [x.shape[1] for x in pairs.inputs], "damped": config.damped}
-        options["pseudo_data"] = config.pseudo_data
     return options
 
 
-def fit_laplace(config: AdaptConfig, adapter: Adapter, base: DualEncoder, pairs: Pairs) -> None:
-    """The posteriors of both projections, from one caption of each image."""
+def fit_laplace(config: AdaptConfig, adapter: Adapter, base: DualEncoder, pairs: Pairs, generator) -> None:
+    """The posteriors of both projections, from a random caption of each image."""
     scale = float(base.inverse_temperature())
     bias = float(base.logit_bias) if base.options.match == "cosine" else None
-    first = torch.searchsorted(pairs.owner, torch.arange(len(pairs.images)))
-    raw = pairs.raw[0].double(), pairs.raw[1][first].double()
-    inputs = pairs.inputs[0].double(), pairs.inputs[1][first].double()
-    order = torch.randperm(len(first), generator=torch.Generator().manual_seed(config.seed))
-    raw, inputs = (tuple(x[order] for x in two) for two in (raw, inputs))
+    order = torch.randperm(len(pairs.images), generator=generator)
+    both = order, pairs.draw(order, generator)
+    inputs, raw = ([x[rows] for x, rows in zip(two, both)] for two in (pairs.inputs, pairs.raw))
     for i, (module, tower) in enumerate(((adapter.image, base.visual), (adapter.text, base.text))):
-        a, b = kronecker_factors(inputs[i], raw[i], raw[1 - i], scale, bias, config.batch_size)
-        module.take(LaplaceProjection.fit(a, b, last_projection(tower).norm2, config.pseudo_data))
+        a, b = kronecker_factors(inputs[i], raw[i], raw[1 - i], scale, bias, config.batch_size or BLOCK)
+        norm2 = last_projection(tower).norm2
+        module.take(LaplaceProjection.fit(a, b, norm2, config.pseudo_data, config.exact))
 
 
-def fit(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, pairs: Pairs, generator) -> None:
+def fit(
+    config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder, pairs: Pairs, generator
+) -> None:
     """Train the adapter, and the scalars of its loss, which are added to `scalars`."""
-    loss_of = LOSSES[config.method](config, adapter, scalars)
+    loss_of = OBJECTIVES[config.method](config, adapter, scalars, base)
     parameters = [*adapter.parameters(), *scalars.parameters()]
     optimizer = torch.optim.AdamW(parameters, config.lr, weight_decay=config.weight_decay)
-    n, batch = len(pairs.images), min(config.batch_size, len(pairs.images))
-    steps, counts = config.epochs * (n // batch), torch.bincount(pairs.owner, minlength=n)
-    first, step = counts.cumsum(0) - counts, 0
+    n, batch = len(pairs.images), min(config.batch_size or BATCH, len(pairs.images))
+    steps, step = config.epochs * (n // batch), 0
     adapter.train()
     with progress("pairs", steps * batch) as advance:
         for _ in range(config.epochs):
@@ -169,8 +187,7 @@ def fit(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, pairs:
                 share = min(1.0, (step + 1) / (0.1 * steps + 1))
                 for group in optimizer.param_groups:
                     group["lr"] = config.lr * share * 0.5 * (1 + math.cos(math.pi * step / steps))
-                caption = first[rows] + (torch.rand(batch, generator=generator) * counts[rows]).long()
-                loss = loss_of(pairs.images[rows], pairs.texts[caption])
+                loss = loss_of(pairs.images[rows], pairs.texts[pairs.draw(rows, generator)])
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
@@ -181,16 +198,18 @@ def fit(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, pairs:
     adapter.eval()
 
 
-def _gaussian(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
-    if config.loss == "prolip":
-        scalars["logit_bias"] = nn.Parameter(torch.tensor(PROLIP_BIAS))
+def _gaussian(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
+    prolip = loss_name(config) == "prolip"
+    if prolip:
+        bias = float(base.logit_bias) if base.options.match == "cosine" else PROLIP_BIAS
+        scalars["logit_bias"] = nn.Parameter(torch.tensor(bias))
     else:
         scalars["scale"], scalars["shift"] = (nn.Parameter(torch.tensor(5.0)) for _ in range(2))
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         image, text = adapter.image(x), adapter.text(y)
         scale = scalars["logit_scale"].exp()
-        if config.loss == "prolip":
+        if prolip:
             own = prolip_loss(image, text, scale, scalars["logit_bias"], vib=config.vib).loss
         else:
             own = pairwise_match_loss(image, text, scale=scalars["scale"], shift=scalars["shift"], vib=config.vib).loss
@@ -199,12 +218,12 @@ def _gaussian(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
     return loss
 
 
-def _loss_order(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
+def _loss_order(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
     """In the order of the item's own contrastive loss, with the frozen embeddings."""
-    scalars["logit_scale"].requires_grad_(False)
+    scale = base.inverse_temperature()
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        logits, own = scalars["logit_scale"].exp() * x @ y.T, torch.arange(len(x))
+        logits, own = scale * x @ y.T, torch.arange(len(x))
         losses = (F.cross_entropy(side, own, reduction="none") for side in (logits, logits.T))
         pairs = zip((adapter.image(x), adapter.text(y)), losses)
         return sum(order_loss(g.uncertainty().log(), of_item) for g, of_item in pairs)
@@ -212,30 +231,35 @@ def _loss_order(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict
     return loss
 
 
-def _asymvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
-    temperature = nn.Parameter(torch.tensor(1.0))
-    scalars["temperature"] = temperature
-    return lambda x, y: asym_loss(x, adapter.text.eta(y), temperature, config.form)
+def _asymvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
+    temperature = scalars["temperature"] = nn.Parameter(torch.tensor(1.0))
+    return lambda x, y: asym_loss(x, adapter.text.eta(y), temperature, adapter.text.form)
 
 
-def _probvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict):
-    nll = published_probvlm_nll if config.loss == "code" else None
+def _probvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
+    nll = published_probvlm_nll if loss_name(config) == "published" else None
     parameters = adapter.image.parameters_of, adapter.text.parameters_of
     return lambda x, y: probvlm_loss(parameters[0](x), parameters[1](y), x, y, config.cross, nll)
 
 
-LOSSES = {"gaussian": _gaussian, "loss-order": _loss_order, "asymvlm": _asymvlm, "probvlm": _probvlm}
+OBJECTIVES = {"gaussian": _gaussian, "loss-order": _loss_order, "asymvlm": _asymvlm, "probvlm": _probvlm}
 
 
 # --------------------------------------------------------------------------------------------------------------- model
 
 
 def adapted_model(base: DualEncoder, options: dict, adapter: Adapter, scalars: nn.ParameterDict) -> DualEncoder:
-    """The base with the adapter, and the scalars of the loss where it has some."""
+    """The base with the adapter, and the scalars of the loss where it has some.
+
+    Laplace keeps a sigmoid model's match probability, in which the expected cosine takes the cosine's place.
+    """
     match = "distance" if "scale" in scalars else "cosine" if "logit_bias" in scalars else "none"
+    if options["method"] == "laplace" and base.options.match == "cosine":
+        match = "cosine"
     ranking = ADAPTERS[options["method"]].ranking
-    config = base.config | {"adapter": options, "match": match, "ranking": ranking, "objective": options["method"]}
-    model = DualEncoder(config)
+    model = DualEncoder(
+        base.config | {"adapter": options, "match": match, "ranking": ranking, "objective": options["method"]}
+    )
     state = model.state_dict()
     state |= {key: value for key, value in base.state_dict().items() if key in state}
     state |= {f"adapter.{key}": value for key, value in adapter.state_dict().items()}

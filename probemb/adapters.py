@@ -1,8 +1,8 @@
 """Adapters: an uncertainty for the embeddings of a trained dual encoder, whose weights stay as they are.
 
-Each maps frozen unit embeddings x (B, D) to a Gaussian (B, D); `OWN_MEAN` says which also move the mean. Their losses
-are functions beside them. Losses that PCME++ and ProLIP define are in `probemb.losses`; the Laplace posterior, which is
-not trained, in `probemb.laplace`. Letters: B items, D embedding, K classes.
+Each maps frozen unit embeddings x (B, D) to a Gaussian (B, D); GaussianAdapter and SphericalAdapter move the mean too.
+Their losses are functions beside them, but for those of PCME++ and ProLIP (`probemb.losses`). The Laplace posterior,
+which is not trained, is in `probemb.laplace`. Letters: B items, D embedding, K classes.
 """
 
 from __future__ import annotations
@@ -84,22 +84,42 @@ def order_loss(u: Tensor, loss: Tensor, margin: float = 0.1, leeway: float = 0.0
 class SphericalAdapter(nn.Module):
     """Texts as distributions on the sphere: η (B, D), its direction the mean, its length the concentration κ.
 
-    Images stay points. Source: AsymVLM (Li et al., arXiv 2505.11029).
+    Images stay points. start: η is that many times x at first, and the network its residual, so that training starts
+    from the frozen model; None: the network alone, as published, which learns the directions anew. Source: AsymVLM (Li
+    et al., arXiv 2505.11029).
     """
 
-    def __init__(self, dim: int, hidden: int = 1024, form: str = "power-spherical"):
+    def __init__(self, dim: int, hidden: int = 1024, form: str = "power-spherical", start: float | None = None):
         super().__init__()
-        self.eta, self.form = mlp(dim, hidden, hidden, hidden, dim), form
+        self.network, self.form, self.start = mlp(dim, hidden, hidden, hidden, dim), form, start
+        if start is not None:
+            for parameter in self.network[-1].parameters():
+                nn.init.zeros_(parameter)
+
+    def eta(self, x: Tensor) -> Tensor:
+        found = self.network(x)
+        return found if self.start is None else self.start * (x + found)
 
     def forward(self, x: Tensor) -> Gaussian:
         """The mean direction, and E‖Z - mean‖² = 2 (1 - E cos) spread over the dimensions."""
         eta = self.eta(x)
         kappa, d = eta.norm(dim=-1, keepdim=True), x.shape[-1]
         if self.form == "power-spherical":
-            cosine = kappa / (d - 1 + kappa)
+            below = (d - 1) / (d - 1 + kappa)  # 1 - E cos
         else:
-            cosine = kappa / ((d - 1) / 2 + (((d + 1) / 2) ** 2 + kappa.square()).sqrt())  # Amos 1974: within 0.5 %
-        return Gaussian(eta / kappa, (2 * (1 - cosine) / d).log().expand_as(x))
+            below = 1 - bessel_ratio(kappa, d)
+        return Gaussian(eta / kappa, (2 * below / d).log().expand_as(x))
+
+
+def bessel_ratio(kappa: Tensor, d: int, steps: int = 64) -> Tensor:
+    """I_{d/2}(κ) / I_{d/2-1}(κ), the expected cosine of a von Mises-Fisher distribution: Amos' bound (1974) of a higher
+    order, taken down by the recurrence of Bessel functions.
+    """
+    order = d / 2 - 1 + steps
+    ratio = kappa / (order + 0.5 + ((order + 1.5) ** 2 + kappa.square()).sqrt())
+    for above in range(steps):
+        ratio = kappa / (2 * (order - above) + kappa * ratio)
+    return ratio
 
 
 def von_mises_fisher(x: Tensor, eta: Tensor) -> Tensor:
@@ -140,28 +160,31 @@ def asym_loss(image: Tensor, eta: Tensor, temperature: Tensor | float, form: str
 class ProbVLMAdapter(nn.Module):
     """A generalised Gaussian per dimension around a reconstruction of x. Source: ProbVLM (arXiv 2307.00398).
 
-    heads: "softplus", or "relu" as published, whose dead units have β = 0 and a variance without bound.
+    heads: "softplus", with β at least `least_beta`, or "relu" as published, whose dead units have β = 0. Without a
+    bound, training drives β towards 0, where the variance Γ(3/β)/Γ(1/β) has none.
     """
 
-    def __init__(self, dim: int, hidden: int = 256, dropout: float = 0.1, heads: str = "softplus"):
+    def __init__(
+        self, dim: int, hidden: int = 256, dropout: float = 0.1, heads: str = "softplus", least_beta: float = 0.5
+    ):
         super().__init__()
         self.trunk = mlp(dim, hidden, hidden, dim, dropout=dropout)
         self.mean, self.inverse_alpha, self.beta = (mlp(dim, dim, dim) for _ in range(3))
-        self.positive = F.softplus if heads == "softplus" else F.relu
+        self.positive, self.least_beta = (F.softplus, least_beta) if heads == "softplus" else (F.relu, 0.0)
 
     def parameters_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, 1/α and β, (B, D) each."""
         h = self.trunk(x) + x
-        return self.mean(h), self.positive(self.inverse_alpha(h)), self.positive(self.beta(h))
+        return self.mean(h), self.positive(self.inverse_alpha(h)), self.least_beta + self.positive(self.beta(h))
 
     def forward(self, x: Tensor) -> Gaussian:
-        """The frozen embedding with the aleatoric variance."""
+        """The frozen embedding with the aleatoric variance; see `epistemic` for the other part."""
         _, inverse_alpha, beta = self.parameters_of(x)
         return Gaussian(x, generalized_log_variance(inverse_alpha, beta))
 
     @torch.no_grad()
     def epistemic(self, x: Tensor, passes: int = 16) -> Tensor:
-        """Variance of the mean over passes with dropout, (B, D)."""
+        """Variance of the mean over passes with dropout, (B, D), to be added to the aleatoric one for the total."""
         training = self.training
         self.train()
         found = torch.stack([self.parameters_of(x)[0] for _ in range(passes)])
@@ -178,7 +201,9 @@ def generalized_log_variance(inverse_alpha: Tensor, beta: Tensor) -> Tensor:
 def generalized_gaussian_nll(mean: Tensor, inverse_alpha: Tensor, beta: Tensor, target: Tensor) -> Tensor:
     """Elementwise (|x - mean| / α)^β - log(β / α) + log Γ(1/β), a constant short. Source: ProbVLM Eq. 3."""
     a, b = inverse_alpha + EPS, beta + EPS
-    return ((mean - target).abs() * a).pow(b) - a.log() - b.log() + (1 / b).lgamma()
+    apart = (mean - target).abs() * a
+    power = torch.where(apart > 0, apart.clamp_min(1e-12).pow(b), 0.0)  # whose gradient at 0 would be infinite
+    return power - a.log() - b.log() + (1 / b).lgamma()
 
 
 def published_probvlm_nll(mean, inverse_alpha, beta, target, weights: tuple[float, float] = (1.0, 0.05)) -> Tensor:

@@ -1,9 +1,10 @@
 """A Laplace posterior over the last projections of a trained dual encoder: uncertainty without any training.
 
-Everything before a projection W stays fixed; W has a normal posterior around its trained value, whose precision is a
-Kronecker product of the inputs' second moments A and of the loss' curvature B in the outputs. Source: BayesVLM
-(Baumann et al., arXiv 2412.06014). Its public code maximises another function than the evidence, adds cross terms
-(`damped=True` here) and drops items that fill no batch from B; here both factors see every item.
+Everything before a projection W stays fixed; W has a normal posterior around its trained value, whose precision is made
+of two Kronecker factors: the inputs' second moments A, and the loss' curvature B in the outputs. Its variance is
+epistemic: it tells how far an item is from those that the factors saw, not how many things it could match. Source:
+BayesVLM (Baumann et al., arXiv 2412.06014), whose public code maximises another function than the evidence and drops
+the items that fill no block from B; here both factors see every item.
 
 Letters: N items, M items of the other modality, P inputs of the projection, D outputs, K classes.
 """
@@ -14,11 +15,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq
 from torch import Tensor
+from torch.nn import functional as F
 
 from probemb.gaussian import Gaussian
 
+ROWS = 1024  # items whose products with a block are in memory at once
 PSEUDO_DATA = 10.0  # how many times the pairs count; the authors' τ
 
 
@@ -29,7 +32,7 @@ def curvature(embeds: Tensor, others: Tensor, scale: float, bias: float | None =
     is the sigmoid loss, else the softmax from embeds to others. No (N, D, D) stack is formed.
     """
     norm = embeds.norm(dim=1, keepdim=True)
-    unit, other = embeds / norm, torch.nn.functional.normalize(others, dim=1)
+    unit, other = embeds / norm, F.normalize(others, dim=1)
     cosine = unit @ other.T  # (N, M)
     if bias is None:
         weight = (scale * cosine).softmax(1)
@@ -51,41 +54,64 @@ def curvature(embeds: Tensor, others: Tensor, scale: float, bias: float | None =
 def kronecker_factors(
     inputs: Tensor, embeds: Tensor, others: Tensor, scale: float, bias: float | None = None, block: int = 32_768
 ) -> tuple[Tensor, Tensor]:
-    """A (P, P) and B (D, D) of N pairs: A kron B is about the sum of a a' kron H over the items.
+    """A (P, P) and B (D, D) of N pairs, float64: A kron B is about the sum of a a' kron H over the items.
 
     inputs: (N, P), with a trailing 1 where the projection has a bias; embeds, others: (N, D) of the pairs. Items meet
     those of their block alone, as in a batch of the loss.
     """
-    a, b = inputs.T @ inputs, torch.zeros(embeds.shape[1], embeds.shape[1], dtype=embeds.dtype, device=embeds.device)
+    a, b = (torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device) for x in (inputs, embeds))
     for rows in torch.arange(len(embeds)).split(block):
-        b += curvature(embeds[rows], others[rows], scale, bias)
+        other = others[rows].double()
+        for some in rows.split(ROWS):
+            x = inputs[some].double()
+            a += x.T @ x
+            b += curvature(embeds[some].double(), other, scale, bias)
     return a / math.sqrt(len(inputs)), b / math.sqrt(len(embeds))
 
 
-def log_evidence(a: Tensor, b: Tensor, weight_norm2: float, prior: float, pseudo_data: float = PSEUDO_DATA) -> float:
+def log_evidence(
+    a: Tensor, b: Tensor, weight_norm2: float, prior: float, pseudo_data: float = PSEUDO_DATA, exact: bool = False
+) -> float:
     """Log marginal likelihood of a prior precision up to a constant; a (P,), b (D,): eigenvalues of the factors.
 
-    weight_norm2: squared norm of the projection's parameters.
+    weight_norm2: squared norm of the projection's parameters; pseudo_data, exact: as of `LaplaceProjection`.
     """
     p, d = len(a), len(b)
-    det_a, det_b = ((math.sqrt(pseudo_data) * x + math.sqrt(prior)).log().sum().item() for x in (a, b))
-    return 0.5 * (-prior * weight_norm2 + p * d * math.log(prior) - d * det_a - p * det_b)
+    if exact:
+        log_det = (pseudo_data * a[:, None] * b + prior).log().sum()
+    else:
+        of_a, of_b = ((math.sqrt(pseudo_data) * x + math.sqrt(prior)).log().sum() for x in (a, b))
+        log_det = d * of_a + p * of_b
+    return 0.5 * (p * d * math.log(prior) - prior * weight_norm2 - log_det.item())
 
 
-def fit_prior(a: Tensor, b: Tensor, weight_norm2: float, pseudo_data: float = PSEUDO_DATA) -> float:
-    """The prior precision with the largest `log_evidence`."""
-    found = minimize_scalar(
-        lambda x: -log_evidence(a, b, weight_norm2, math.exp(x), pseudo_data), bounds=(-20, 25), method="bounded",
-        options={"xatol": 1e-10},
-    )  # fmt: skip
-    return math.exp(found.x)
+def fit_prior(
+    a: Tensor, b: Tensor, weight_norm2: float, pseudo_data: float = PSEUDO_DATA, exact: bool = False
+) -> float:
+    """The prior precision with the largest `log_evidence`, which is concave in its logarithm."""
+
+    def slope(log_prior: float) -> float:
+        """Twice the derivative: each direction counts by how much of its precision is data."""
+        prior = math.exp(log_prior)
+        if exact:
+            data = pseudo_data * a[:, None] * b
+            known = (data / (data + prior)).sum()
+        else:
+            of_a, of_b = (math.sqrt(pseudo_data) * x for x in (a, b))
+            root = math.sqrt(prior)
+            known = (len(b) * (of_a / (of_a + root)).sum() + len(a) * (of_b / (of_b + root)).sum()) / 2
+        return known.item() - prior * weight_norm2
+
+    return math.exp(brentq(slope, -60, 60, xtol=1e-12))
 
 
 @dataclass(frozen=True)
 class LaplaceProjection:
     """The posterior of one projection, in the eigenbases of its factors.
 
-    a_values (P,), a_vectors (P, P), b_values (D,), b_vectors (D, D): eigenpairs; prior: precision; pseudo_data: τ.
+    a_values (P,), a_vectors (P, P), b_values (D,), b_vectors (D, D): eigenpairs; prior: precision λ; pseudo_data: τ.
+    exact: the precision is τ A kron B + λ I; else the published (√τ A + √λ I) kron (√τ B + √λ I), which adds cross
+    terms: the covariances of all items then differ by one factor alone.
     """
 
     a_values: Tensor
@@ -94,28 +120,28 @@ class LaplaceProjection:
     b_vectors: Tensor
     prior: float
     pseudo_data: float = PSEUDO_DATA
+    exact: bool = False
 
     @classmethod
-    def fit(cls, inputs_moment: Tensor, curvature: Tensor, weight_norm2: float, pseudo_data: float = PSEUDO_DATA):
+    def fit(
+        cls, a: Tensor, b: Tensor, weight_norm2: float, pseudo_data: float = PSEUDO_DATA, exact: bool = False
+    ) -> LaplaceProjection:
         """From `kronecker_factors` and the squared norm of the projection's parameters."""
-        (a, u), (b, v) = (torch.linalg.eigh(x.double()) for x in (inputs_moment, curvature))
+        (a, u), (b, v) = (torch.linalg.eigh(x.double()) for x in (a, b))
         a, b = a.clamp_min(0), b.clamp_min(0)
-        return cls(a, u, b, v, fit_prior(a, b, weight_norm2, pseudo_data), pseudo_data)
+        return cls(a, u, b, v, fit_prior(a, b, weight_norm2, pseudo_data, exact), pseudo_data, exact)
 
-    def log_var(self, inputs: Tensor, damped: bool = False) -> Tensor:
-        """Log-variances of the outputs, (N, D), for inputs (N, P) with the trailing 1 of a bias.
-
-        damped: the authors' factored precision (√τ A + √λ I) kron (√τ B + √λ I): items then differ by one factor.
-        """
+    def log_var(self, inputs: Tensor) -> Tensor:
+        """Log-variances of the outputs, (N, D), for inputs (N, P) with the trailing 1 of a bias."""
         squares = (inputs.to(self.a_vectors) @ self.a_vectors).square()  # (N, P)
         b_squares = self.b_vectors.square()  # (D, D): output x eigenvector
-        if damped:
-            root, prior = math.sqrt(self.pseudo_data), math.sqrt(self.prior)
-            of_item = (squares / (root * self.a_values + prior)).sum(1)
-            of_output = (b_squares / (root * self.b_values + prior)).sum(1)
-            return of_item.log()[:, None] + of_output.log()
-        precision = self.pseudo_data * self.a_values[:, None] * self.b_values + self.prior  # (P, D)
-        return ((squares @ precision.reciprocal()) @ b_squares.T).log()
+        if self.exact:
+            precision = self.pseudo_data * self.a_values[:, None] * self.b_values + self.prior  # (P, D)
+            return ((squares @ precision.reciprocal()) @ b_squares.T).log()
+        root, prior = math.sqrt(self.pseudo_data), math.sqrt(self.prior)
+        of_item = (squares / (root * self.a_values + prior)).sum(1)
+        of_output = (b_squares / (root * self.b_values + prior)).sum(1)
+        return of_item.log()[:, None] + of_output.log()
 
 
 def prob_cosine(x: Gaussian, y: Gaussian) -> tuple[Tensor, Tensor]:

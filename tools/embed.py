@@ -1,17 +1,21 @@
-"""Embed the images and captions of shards.
+"""Embed images and captions: shards, an annotation file, or a CSV.
 
     python -m tools.embed --model runs/x --data data/cc3m data/cc12m --out embeddings/x
+    python -m tools.embed --model ViT-B-16 --pretrained weights.pt --data captions.csv --out embeddings/x
+    python -m tools.embed --model runs/x --data dataset_coco.json --split train --images coco --out embeddings/x
     torchrun --nproc-per-node 8 -m tools.embed --model runs/x --data data/cc3m --out embeddings/x     # eight GPUs
     python -m tools.embed --part 3/16 …                                       # one of sixteen jobs; see docs/search.md
 
-Each shard becomes one partition, written when the shard is done: a repeated command resumes where the last one
-stopped. Several processes share the shards. Remote shards (http, s3, pipe:, …) are fetched as in pretraining.
-Unreadable samples are left out and counted; a shard with too many gets no partition, which the command reports.
+Each shard, or 5,000 images of an annotation file, becomes one partition, written when it is done: a repeated command
+resumes where the last one stopped. Several processes share them. Remote shards (http, s3, pipe:, …) are fetched as in
+pretraining. Unreadable samples are left out and counted; a shard with too many gets no partition, which the command
+reports.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import sys
@@ -22,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +40,9 @@ from torch import Tensor
 from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
+from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.failures import BadSample, BadShard
-from probemb.data.image_loader import find_tars
+from probemb.data.image_loader import Place, find_tars
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
 from probemb.data.remote import Remote, fetch, in_background, is_remote
@@ -65,6 +71,7 @@ AHEAD = 2  # remote shards that are fetched while one is read
 MAX_NAME = 60  # characters of a partition's name, before its hash
 MAX_CAPTIONS = 1_000  # of a sample: a file of 1 MiB could have 500,000, which would be embedded at once
 SHOWN = 5  # shards that an error names
+PART = 5_000  # images of an annotation file in one partition
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,15 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     kinds = KINDS if options.items == "both" else (options.items,)
     first, step = share(options.part)
-    corpora = {str(Remote(d)) if is_remote(d) else os.path.abspath(d): find_shards(d) for d in options.data}
+    data = [(str(Remote(d)) if is_remote(d) else os.path.abspath(d), d) for d in options.data]
+    corpora = {name: find_shards(d, options.split, options.images) for name, d in data}
     names = {shard: partition_name(shard) for shards in corpora.values() for shard in shards}
     device = choose_device(local_device(options.device), options.precision)
     if device.name.startswith("cuda"):
         torch.cuda.set_device(device.name)  # else every rank also takes memory of the first GPU
-    loaded = models.load_model(options.model, device=device.name)
-    models.check_single_embeddings(loaded.model, options.model)
+    model = f"{options.model}:{options.pretrained}" if options.pretrained else options.model
+    loaded = models.load_model(model, device=device.name)
+    models.check_single_embeddings(loaded.model, model)
+    if options.inputs:
+        for tower in (loaded.model.visual, loaded.model.text):
+            models.last_projection(tower)  # refuses those without one
     weights, dim = models.weights_sha256(loaded.model), loaded.model.embed_dim
-    name = models.lasting_name(options.model)
+    name = models.lasting_name(model)
     out = create_embeddings(options.out, name, weights, dim, options.mean_dtype, options.resize)
     assigned = list(names.items())[first::step]
     loaded = loaded._replace(transforms=models.create_transforms(loaded.model, resize=out.resize))
@@ -106,9 +118,13 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     """Options, checked as far as possible without reading anything."""
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, help="run folder, model folder, .safetensors file or hub name")
-    data = "folders, patterns or addresses of webdataset shards"
+    model = "run folder, model folder, .safetensors file, hub name, or an architecture of open_clip's with --pretrained"
+    add("--model", required=True, help=model)
+    add("--pretrained", help="open_clip's weights of the architecture --model: a tag such as openai, or a file")
+    data = "folders, patterns or addresses of webdataset shards; or any captions (docs/data.md), such as a CSV"
     add("--data", required=True, nargs="+", action="extend", help=data)
+    add("--split", help="of captions with splits: train, val, test; by default all")
+    add("--images", type=Path, help="folder of the images of an annotation file; by default searched beside it")
     add("--out", required=True, type=Path, help="folder for the embeddings")
     add("--items", choices=("both", *KINDS), default="both", help="(default: %(default)s)")
     kept = "type of the stored means; by default the folder's own, float16 for a new one"
@@ -149,22 +165,43 @@ def local_device(device: str) -> str:
 # ------------------------------------------------------------------------------------------------ shards
 
 
-def find_shards(data: str) -> list[Shard]:
+@dataclass(frozen=True)
+class AnnotatedPart(Shard):
+    """Some images of an annotation file, in the place of a shard."""
+
+    captions: CaptionDataset | None = field(default=None, compare=False)
+
+
+def find_shards(data: str, split: str | None = None, images: Path | None = None) -> list[Shard]:
     """The shards of a corpus. Remote ones are listed in an index.json, as in pretraining. Raises UserError.
 
-    Local tars need no index; without one their samples and bytes are unknown (0).
+    Local tars need no index; without one their samples and bytes are unknown (0). Captions in other forms are cut into
+    parts; split, images: as of `find_captions`.
     """
     if is_remote(data):
         return read_index(data)
     paths = [Path(os.path.abspath(tar)) for tar in find_tars(data) if tar.suffix == ".tar"]  # a link keeps its own name
     if not paths:
-        there = "holds no webdataset shards" if Path(data).exists() else "does not exist"
-        raise UserError(f"The data path {data} {there}.", "Name a folder of .tar files, a pattern, or one tar.")
+        return annotated_parts(find_captions(data, split, images, exif=True))
     listed = {}
     for folder in {path.parent for path in paths}:
         with suppress(UserError):  # no index, or another program's
             listed |= {shard.path: shard for shard in read_index_file(folder)}
     return [listed.get(path) or Shard(path.name, path, 0, 0) for path in paths]
+
+
+def annotated_parts(captions: CaptionDataset) -> list[Shard]:
+    """All images, PART in each; a part has changed if its captions or the names of its images have."""
+    found, source = [], Path(os.path.abspath(captions.source))
+    for start in range(0, len(captions.images), PART):
+        part = captions.only(range(start, min(start + PART, len(captions))))
+        told = json.dumps([part.images.places, part.captions]).encode("utf-8", "surrogateescape")
+        name = "-".join(filter(None, [source.stem, captions.split, f"{start // PART:05d}"]))
+        digest = hashlib.sha256(told).hexdigest()
+        found.append(
+            AnnotatedPart(f"{name}.json", source.with_name(f"{source.name}#{name}.json"), len(part), 0, digest, part)
+        )
+    return found
 
 
 def partition_name(shard: Shard) -> str:
@@ -221,8 +258,11 @@ def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequenc
 
 
 class ReadSample(NamedTuple):
-    """A sample: its pixels (3, H, W), in a batch whether it has some; tokens (n, L); captions; address; failure."""
+    """A sample: where its image lies; its pixels (3, H, W), in a batch whether it has some; tokens (n, L); captions;
+    address; failure.
+    """
 
+    place: Place
     image: Tensor | bool = False
     tokens: np.ndarray | None = None
     captions: Sequence[str] = ()
@@ -231,48 +271,69 @@ class ReadSample(NamedTuple):
 
 
 class Samples(torch.utils.data.Dataset):
-    """The samples of a tar."""
+    """The samples at some places; `read` gives a function that decodes the image, the captions and the address."""
 
-    def __init__(self, path: Path, spans: Sequence[SampleSpan], kinds: Sequence[str], transform, tokenizer):
-        self.path, self.spans, self.kinds, self.transform, self.tokenizer = path, spans, kinds, transform, tokenizer
-        self._file = None
+    def __init__(self, places: Sequence[Place], kinds: Sequence[str], transform, tokenizer):
+        self.places, self.kinds, self.transform, self.tokenizer = places, kinds, transform, tokenizer
 
     def __len__(self) -> int:
-        return len(self.spans)
+        return len(self.places)
 
     def __getitem__(self, row: int) -> ReadSample:
-        image, tokens, failure = False, None, ""
+        found = ReadSample(self.places[row])
         try:
-            self._file = self._file or open(self.path, "rb", buffering=0)  # noqa: SIM115 - of this process
-            sample = parse_sample(read_sample(self._file.fileno(), self.spans[row]), self.spans[row].key, None)
-            if len(sample.captions) > MAX_CAPTIONS:
-                raise BadSample(f"it has {len(sample.captions):,} captions, more than {MAX_CAPTIONS:,}")
+            decode, captions, url = self.read(row)
+            if len(captions) > MAX_CAPTIONS:
+                raise BadSample(f"it has {len(captions):,} captions, more than {MAX_CAPTIONS:,}")
         except (OSError, BadSample) as error:
-            return ReadSample(failure=str(error))
+            return found._replace(failure=str(error))
+        found = found._replace(captions=captions, url=url)
         if "image" in self.kinds:
             try:
-                image = self.transform(decode_image(sample.image, exif=True))
+                found = found._replace(image=self.transform(decode()))
             except BadSample as error:
-                failure = str(error)  # its captions can be used
-        if "text" in self.kinds and sample.captions:
-            tokens = self.tokenizer(sample.captions).int().numpy()
-        return ReadSample(image, tokens, sample.captions, web_link(sample.meta.get("url")), failure)
+                found = found._replace(failure=str(error))  # its captions can be used
+        if "text" in self.kinds and captions:
+            found = found._replace(tokens=self.tokenizer(captions).int().numpy())
+        return found
+
+
+class TarSamples(Samples):
+    """The samples of a tar that have an image; shard: its path or address. Raises BadShard."""
+
+    def __init__(self, path: Path, shard: str, *settings):
+        places, self.path, self.spans, self._file = [], path, [], None
+        for key, parts in group_members(walk_tar(path)):
+            image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
+            if image is not None:
+                kept = {ext: parts[ext] for ext in (image, *TEXT_EXTENSIONS) if ext in parts}
+                self.spans.append(SampleSpan(key, kept))
+                places.append(Place(key, shard, parts[image].offset, parts[image].size))
+        super().__init__(places, *settings)
+
+    def read(self, row: int) -> tuple[Callable, Sequence[str], str | None]:
+        self._file = self._file or open(self.path, "rb", buffering=0)  # noqa: SIM115 - of this process
+        sample = parse_sample(read_sample(self._file.fileno(), self.spans[row]), self.spans[row].key, None)
+        return partial(decode_image, sample.image, exif=True), sample.captions, web_link(sample.meta.get("url"))
+
+
+class AnnotatedSamples(Samples):
+    """Images with their captions, of an annotation file."""
+
+    def __init__(self, captions: CaptionDataset, *settings):
+        self.captions = captions
+        places = [at._replace(file=os.path.abspath(at.file)) for at in captions.images.places]
+        places = [at if at.size >= 0 else at._replace(size=os.path.getsize(at.file)) for at in places]
+        super().__init__(places, *settings)
+
+    def read(self, row: int) -> tuple[Callable, Sequence[str], str | None]:
+        return partial(self.captions.images.open, row), self.captions.captions[row], None
 
 
 def collate(samples: list[ReadSample]) -> tuple[list[ReadSample], Tensor | None]:
     """The samples of a batch, and the images of those that have one, (B, 3, H, W)."""
     images = [sample.image for sample in samples if sample.image is not False]
     return [one._replace(image=one.image is not False) for one in samples], stack(images) if images else None
-
-
-def list_samples(path: Path) -> list[SampleSpan]:
-    """Samples of a tar that have an image. Raises BadShard."""
-    found = []
-    for key, parts in group_members(walk_tar(path)):
-        image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
-        if image is not None:
-            found.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *TEXT_EXTENSIONS) if ext in parts}))
-    return found
 
 
 def start_fetch(shard: Shard, folder: str) -> Future[Path]:
@@ -309,16 +370,19 @@ def embed(
                 time.sleep(0.05)
             if stopped():
                 break
-            spans, damage = [], ""
-            path = task.shard.path
+            path, settings = task.shard.path, (task.kinds, loaded.transforms.evaluate, loaded.tokenizer)
+            samples, damage = Samples([], *settings), ""
             try:
-                path = fetches[number].result() if number in fetches else path
-                spans = list_samples(path)
-                if len(spans) < task.shard.samples:
-                    damage = f"holds {len(spans):,} samples, but its index says {task.shard.samples:,}"
+                if isinstance(task.shard, AnnotatedPart):
+                    samples = AnnotatedSamples(task.shard.captions, *settings)
+                else:
+                    path = fetches[number].result() if number in fetches else path
+                    samples = TarSamples(path, plain(str(task.shard.path)), *settings)
+                if len(samples) < task.shard.samples:
+                    damage = f"holds {len(samples):,} samples, but its index says {task.shard.samples:,}"
             except (BadShard, OSError) as error:
                 damage, task = str(error).removeprefix(f"{path}: "), task._replace(version="")  # tried again
-            damage = embed_shard(loaded, out, task, path, spans, damage, options, device, stopped, advance)
+            damage = embed_shard(loaded.model, out, task, samples, damage, options, device, stopped, advance)
             if number in fetches and isinstance(path, Path):
                 path.unlink(missing_ok=True)
             damaged += [f"{task.shard.path}: {damage}"] if damage else []
@@ -326,15 +390,13 @@ def embed(
 
 
 def embed_shard(
-    loaded, out: Embeddings, task: ShardTask, path: Path, spans: list[SampleSpan], damage: str, options: Namespace,
-    device: Device, stopped: Callable[[], bool], advance: Callable[[int], object],
+    model, out: Embeddings, task: ShardTask, samples: Samples, damage: str, options: Namespace, device: Device,
+    stopped: Callable[[], bool], advance: Callable[[int], object],
 ) -> str:  # fmt: skip
     """Write the partitions of a shard, unless it is damaged or `stopped`; returns the damage, "" if there is none."""
-    model, tokenizer, transforms = loaded
     workers, ranks = options.workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if workers is None:
-        workers = -(-loader_workers(None, len(spans), device.name) // ranks)
-    samples = Samples(path, spans, task.kinds, transforms.evaluate, tokenizer)
+        workers = -(-loader_workers(None, len(samples), device.name) // ranks)
     pin = device.name.startswith("cuda")
     loader = make_loader(samples, workers, batch_size=options.batch_size, collate_fn=collate, pin_memory=pin)
     found, means, uncertainties, more = [], [], [], {kind: [] for kind in KINDS}
@@ -348,26 +410,24 @@ def embed_shard(
                 uncertainties.append(images.uncertainty().float())
             found += batch
             advance(len(batch))
-    failures = [(span.key, one.failure) for span, one in zip(spans, found) if one.failure]
-    if len(failures) > options.max_bad * len(spans) and not damage:
-        damage = f"{len(failures):,} of {len(spans):,} samples cannot be used ({': '.join(failures[0])})"
+    failures = [(one.place.name, one.failure) for one in found if one.failure]
+    if len(failures) > options.max_bad * len(samples) and not damage:
+        damage = f"{len(failures):,} of {len(samples):,} samples cannot be used ({': '.join(failures[0])})"
     causes = Counter(re.sub(r"\d[\d,]*", "N", plain(why)) for _, why in failures)  # so that there are few causes
     causes.update([f"the shard {plain(damage)}"] if damage else [])
-    about = {"shard": plain(str(task.shard.path)), "version": task.version, "samples": len(spans)}
+    about = {"shard": plain(str(task.shard.path)), "version": task.version, "samples": len(samples)}
     about["failures"] = dict(causes.most_common())
     for kind in task.kinds if options.skip_damaged or not damage else ():
         mean, u = torch.zeros(0, out.dim), torch.zeros(0)
         if kind == "image":
-            rows = [(span, one, one.captions, None) for span, one in zip(spans, found) if one.image]
+            rows = [(one, one.captions, None) for one in found if one.image]
             if rows:
                 mean, u = torch.cat(means).cpu(), torch.cat(uncertainties).cpu()
         else:
-            rows = [(span, one, [text], i) for span, one in zip(spans, found) for i, text in enumerate(one.captions)]
+            rows = [(one, [text], i) for one in found for i, text in enumerate(one.captions)]
             if rows:
-                tokens = torch.from_numpy(
-                    np.concatenate([one.tokens for one in found if one.tokens is not None])
-                ).long()
-                size, cut = options.text_batch_size, model.cut_padding
+                tokens = torch.from_numpy(np.concatenate([one.tokens for one in found if one.tokens is not None]))
+                tokens, size, cut = tokens.long(), options.text_batch_size, model.cut_padding
                 if options.inputs:
                     parts = (cut(part, device.name) for part in tokens.split(size))
                     texts = Gaussian.cat([encode(model, "text", part, device, more, True).to("cpu") for part in parts])
@@ -378,8 +438,7 @@ def embed_shard(
             what = f"The model embeds items of {task.shard.path} as NaN or infinity."
             raise UserError(what, "Use another checkpoint, or --precision fp32.")
         raw_and_inputs = zip(("raw", "inputs"), (torch.cat(x).numpy() for x in zip(*more[kind])))
-        table = item_table(kind, about["shard"], rows)
-        out.write(kind, task.name, mean.numpy(), u.numpy(), table, about, **dict(raw_and_inputs))
+        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, rows), about, **dict(raw_and_inputs))
     return damage
 
 
@@ -394,16 +453,15 @@ def encode(model, kind: str, batch: Tensor, device: Device, more: dict[str, list
     return encoded.gaussian
 
 
-def item_table(kind: str, shard: str, rows: Sequence[tuple[SampleSpan, ReadSample, list[str], int | None]]) -> pa.Table:
+def item_table(kind: str, rows: Sequence[tuple[ReadSample, Sequence[str], int | None]]) -> pa.Table:
     """Metadata of a partition; `rows`: captions of each, and the number of a caption within its sample."""
-    images = [next(span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts) for span, *_ in rows]
     columns = {
-        "key": [plain(span.key) for span, *_ in rows],
-        "captions": [[plain(one) for one in captions] for _, _, captions, _ in rows],
-        "shard": [shard] * len(rows),
-        "offset": [image.offset for image in images],
-        "size": [image.size for image in images],
-        "url": [one.url for _, one, _, _ in rows],
+        "key": [plain(one.place.name) for one, *_ in rows],
+        "captions": [[plain(text) for text in captions] for _, captions, _ in rows],
+        "shard": [plain(one.place.file) for one, *_ in rows],
+        "offset": [one.place.offset for one, *_ in rows],
+        "size": [one.place.size for one, *_ in rows],
+        "url": [one.url for one, *_ in rows],
     }
     if kind == "text":
         columns["number"] = [number for *_, number in rows]

@@ -2,7 +2,9 @@
 
 model.encode_image(pixels)          # the towers' embedding, then the adapter: Gaussian (B, D)
 
-An adapter's options are `config["adapter"]`: {"method": a name of ADAPTERS, and the keywords of its modules}.
+An adapter's options are `config["adapter"]`: {"method": a name of ADAPTERS, and the keywords of its modules}. Where a
+method has an aleatoric and an epistemic part they are kept apart: the embeddings have the first, and
+`model.adapter.text.epistemic(means)` gives the second (ProbVLM); laplace's variance is epistemic alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.laplace import PSEUDO_DATA, LaplaceProjection, expected_unit
 from probemb.models.encoder import Encoded, Encoder
-from probemb.models.heads import Features
+from probemb.models.heads import Features, full_precision
 
 
 class LaplaceAdapter(nn.Module):
@@ -28,9 +30,9 @@ class LaplaceAdapter(nn.Module):
     `prob_cosine`.
     """
 
-    def __init__(self, dim: int, inputs: int, damped: bool = False, pseudo_data: float = PSEUDO_DATA):
+    def __init__(self, dim: int, inputs: int, exact: bool = False, pseudo_data: float = PSEUDO_DATA):
         super().__init__()
-        self.damped, self.pseudo_data = damped, pseudo_data
+        self.exact, self.pseudo_data = exact, pseudo_data
         for name, shape in (("a_values", (inputs,)), ("a_vectors", (inputs, inputs)), ("prior", ()),
                             ("b_values", (dim,)), ("b_vectors", (dim, dim))):  # fmt: skip
             self.register_buffer(name, torch.zeros(shape))
@@ -42,23 +44,24 @@ class LaplaceAdapter(nn.Module):
 
     def forward(self, raw: Tensor, inputs: Tensor) -> Gaussian:
         a, u, b, v = self.a_values, self.a_vectors, self.b_values, self.b_vectors
-        posterior = LaplaceProjection(a, u, b, v, float(self.prior), self.pseudo_data)
-        return expected_unit(Gaussian(raw, posterior.log_var(inputs, self.damped).to(raw.dtype)))
+        posterior = LaplaceProjection(a, u, b, v, float(self.prior), self.pseudo_data, self.exact)
+        return expected_unit(Gaussian(raw, posterior.log_var(inputs).to(raw.dtype)))
 
 
 class Kind(NamedTuple):
-    """Modules of images and of texts, None for points, and the ranking of the adapted model."""
+    """Modules of images and of texts, None for points; the ranking of the adapted model; whether it has other means."""
 
     image: type[nn.Module] | None
     text: type[nn.Module]
     ranking: str = "mean"
+    moves: bool = False
 
 
 ADAPTERS = {
     "laplace": Kind(LaplaceAdapter, LaplaceAdapter, "csd"),
-    "gaussian": Kind(GaussianAdapter, GaussianAdapter, "csd"),
+    "gaussian": Kind(GaussianAdapter, GaussianAdapter, "csd", moves=True),
     "loss-order": Kind(OrderAdapter, OrderAdapter),
-    "asymvlm": Kind(None, SphericalAdapter),
+    "asymvlm": Kind(None, SphericalAdapter, moves=True),
     "probvlm": Kind(ProbVLMAdapter, ProbVLMAdapter),
 }
 
@@ -72,15 +75,16 @@ class Adapter(nn.Module):
         both = {key: value if isinstance(value, list) else [value] * 2 for key, value in options.items()}
         image, text = ({key: two[i] for key, two in both.items() if key != "method"} for i in (0, 1))
         self.image = kind.image and kind.image(dim, **image)
-        self.text = kind.text(dim, **text)
+        self.text, self.moves = kind.text(dim, **text), kind.moves
 
     def adapt(self, module: nn.Module | None, tower: Encoder, encode: Callable[..., Encoded]) -> Gaussian:
         """The normals of `self.image` or `self.text`; `encode` runs the tower."""
-        if isinstance(module, LaplaceAdapter):
-            encoded, inputs = last_layer(tower, encode)
-            return module(at_least_float32(encoded.codes), inputs)
-        embedded = encode().gaussian
-        return embedded if module is None else module(embedded.mean).float()
+        if module is None:
+            return encode().gaussian
+        encoded, *inputs = last_layer(tower, encode) if isinstance(module, LaplaceAdapter) else [encode()]
+        given = [at_least_float32(encoded.codes), *inputs] if inputs else [encoded.gaussian.mean]
+        with full_precision(given[0]):
+            return module(*given)
 
 
 class Projection(NamedTuple):
@@ -97,17 +101,23 @@ class Projection(NamedTuple):
 
 
 def last_projection(tower: Encoder) -> Projection:
-    """The linear map that makes a tower's embedding. Raises UserError: there is none, or behind it is another layer."""
-    matrix = getattr(tower, "proj", None) if tower.mean_head is None else None
-    matrix = getattr(tower, "text_projection", None) if matrix is None and tower.mean_head is None else matrix
-    if isinstance(matrix, nn.Parameter):
-        return Projection(matrix.T, None, None)
-    pool = getattr(getattr(tower, "trunk", None), "attn_pool", None)
-    layers = [tower.mean_head, matrix, *getattr(tower, "head", ()), getattr(getattr(pool, "mlp", None), "fc2", None)]
-    layer = next((layer for layer in layers if layer is not None), None)
+    """The linear map that makes a tower's embedding. Raises UserError: there is none, or its inputs cannot be read.
+
+    Of SigLIP's images it is the last layer of the pooling's MLP, whose residual is added to the result.
+    """
+    layer = tower.mean_head
+    if layer is None and isinstance(trunk := getattr(tower, "trunk", None), nn.Module):  # timm's
+        *_, layer = [trunk.get_classifier(), *tower.head.children()]
+        layer = trunk.attn_pool.mlp if isinstance(layer, nn.Identity) and hasattr(trunk, "attn_pool") else layer
+        layer = getattr(layer, "fc2", layer)
+    elif layer is None:
+        layer = getattr(tower, "text_projection" if hasattr(tower, "text_projection") else "proj", None)
+        layer = layer[-1] if isinstance(layer, nn.Sequential) else layer
+    if isinstance(layer, nn.Parameter):
+        return Projection(layer.T, None, None)
     if not isinstance(layer, nn.Linear):
         raise UserError(
-            f"The {type(tower).__name__} does not end in a linear projection, which method laplace needs.",
+            f"The {type(tower).__name__} does not end in a linear layer whose inputs can be read, as laplace needs.",
             "Choose another method: gaussian, loss-order, asymvlm or probvlm.",
         )
     return Projection(layer.weight, layer.bias, layer)

@@ -123,10 +123,10 @@ def stock_image_tower(config: dict) -> nn.Module:
     return _build_vision_tower(config["embed_dim"], config["vision_cfg"], config.get("quick_gelu", False))
 
 
-def stock_text_tower(config: dict) -> nn.Module:
-    """open_clip's text tower of a configuration, with random weights: those of Hugging Face are not downloaded."""
+def stock_text_tower(config: dict, pretrained: bool = False) -> nn.Module:
+    """open_clip's text tower of a configuration, with random weights; `pretrained`: those of Hugging Face's model."""
     text = config["text_cfg"]
-    text = {**text, "hf_model_pretrained": False} if text.get("hf_model_name") else text
+    text = {**text, "hf_model_pretrained": pretrained} if text.get("hf_model_name") else text
     try:
         return _build_text_tower(config["embed_dim"], text, config.get("quick_gelu", False))
     except OSError as error:  # what transformers raises without network, and for a name that does not exist

@@ -18,7 +18,14 @@ from open_clip.transform import PreprocessCfg
 
 from probemb.data.words import count_words, find_vocabulary, frequent_words, read_vectors, read_vocabulary
 from probemb.errors import UserError
-from probemb.models.architectures import Stock, architecture, read_architecture, reads_words, tower_kind
+from probemb.models.architectures import (
+    Stock,
+    architecture,
+    read_architecture,
+    reads_words,
+    stock_text_tower,
+    tower_kind,
+)
 from probemb.models.dual_encoder import DualEncoder, plain
 from probemb.models.formats import CONFIG as OPEN_CLIP_CONFIG
 from probemb.models.formats import check_architecture, open_clip_preprocessing
@@ -58,6 +65,8 @@ def create_model(name: str, **options) -> DualEncoder:
         config["embed_dim"] = o.embed_dim
         if not text.get("projection", True):  # the states of a GRU in one direction are the embedding
             text["hidden"] = o.embed_dim
+    if o.text_weights:
+        text |= dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), str(Path(o.text_weights).absolute()))
     if o.vocabulary is not None:
         given = o.vocabulary
         if not reads_words(config):
@@ -116,6 +125,11 @@ def _starting_point(
             "image_weights are for a new model with an image tower from timm.",
             "Set image_weights to null, or name an architecture such as resnet-gru without pretrained.",
         )
+    if o.text_weights and (tower_kind(config, "text_cfg") != "open_clip.hf" or source is not None):
+        raise UserError(
+            "text_weights are for a new model with a text tower from Hugging Face.",
+            "Set text_weights to null, or name an architecture such as effnet-lite0-minilm without pretrained.",
+        )
     weights, wanted = None, {}
     if source is None and files is not None:
         weights = files.weights
@@ -127,6 +141,10 @@ def _starting_point(
         fill_stock(stock, read_state_dict(weights), weights)
     if o.image_weights:
         stock.visual, wanted = pretrained_trunk(config["vision_cfg"], o.image_weights)
+    if o.text_weights:
+        stock.text = stock_text_tower(config, pretrained=True)
+        if isinstance(stock.text.proj, torch.nn.Linear) and len(set(stock.text.proj.weight.shape)) == 1:
+            torch.nn.init.eye_(stock.text.proj.weight)  # so that a frozen text tower keeps its own embeddings
     if source is not None:
         return stock, source.config["preprocess"]
     return stock, plain({**vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))), **wanted})

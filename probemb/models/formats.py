@@ -23,9 +23,18 @@ from torch import Tensor, nn
 
 from probemb.errors import UserError
 from probemb.models.architectures import SIGLIP, Stock, complete, is_open_clip, obstacle, read_architecture
+from probemb.models.architectures import architecture as architecture_of
 from probemb.models.dual_encoder import DualEncoder, plain
 from probemb.models.heads import GPO_SIZES
-from probemb.models.weights import PREPROCESS_KEYS, fill_stock, load_strictly, refused, write_model
+from probemb.models.weights import (
+    PREPROCESS_KEYS,
+    fill_stock,
+    find_pretrained,
+    load_strictly,
+    read_state_dict,
+    refused,
+    write_model,
+)
 
 # ------------------------------------------------------------------------------------------- untrusted configurations
 
@@ -199,10 +208,26 @@ def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> D
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         architecture, preprocess = _open_clip_config(about)
         check_sizes(architecture, lambda: Stock(architecture), state)
-        fill_stock(stock := Stock(architecture), state, weights)
-        point = {"probabilistic": False, "n_unc_layers": 0, "max_logit_scale": None, "uncertainty_bias": True}
-        match = "distance" if stock.logit_bias is None else "cosine"
-        return _model("CLIP", architecture, stock, preprocess, match=match, **point)
+        return _point_model("CLIP", architecture, state, weights, preprocess)
+
+
+def named_open_clip(name: str, pretrained: str) -> tuple[DualEncoder, Path]:
+    """A point model of an architecture of open_clip's, with the weights of a tag or a file, and their file.
+
+    Raises UserError: an unknown tag, no network, or weights of another architecture.
+    """
+    config = architecture_of(name)
+    weights, preprocess = find_pretrained(name, pretrained, config.get("quick_gelu", False))
+    return _point_model(name, plain(config), read_state_dict(weights), weights, preprocess), weights
+
+
+def _point_model(name: str, architecture: dict, state: dict, weights: Path, preprocess: dict) -> DualEncoder:
+    if "logit_bias" in state:
+        architecture.setdefault("init_logit_bias", 0.0)
+    fill_stock(stock := Stock(architecture), state, weights)
+    point = {"probabilistic": False, "n_unc_layers": 0, "max_logit_scale": None, "uncertainty_bias": True}
+    match = "distance" if stock.logit_bias is None else "cosine"
+    return _model(name, architecture, stock, preprocess, match=match, **point)
 
 
 def _open_clip_config(about: dict) -> tuple[dict, dict]:
@@ -249,6 +274,10 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         (config["head"] != "clip", f"its head is '{config['head']}'"),
         (not is_open_clip(shape), "open_clip has no such architecture"),
         (config["uncertainty"] != "branch", "its means depend on an uncertainty token, which open_clip's towers lack"),
+        (
+            model.adapter is not None and model.adapter.moves,
+            "its adapter changes the means; those of laplace, loss-order and probvlm do not, and the base is a CLIP",
+        ),
     ):
         if applies:
             raise UserError(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.models import formats
+from probemb.models.architectures import is_open_clip, read_architecture
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.weights import SHA256, load_strictly, read_state_dict, refused, tensors_sha256, write_model
@@ -71,20 +72,34 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
     `path_or_name` is a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
     name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is looked
     at). Published weights of PCME++ and ProLIP are recognised, and so are folders and repositories in open_clip's
-    layout, which become point models. Tokenizer files beside the weights win over the hub's.
+    layout, which become point models, as do ARCHITECTURE:WEIGHTS, an architecture of open_clip's with the name or the
+    file of its weights ("ViT-B-16:laion2b_s34b_b88k"). Tokenizer files beside the weights win over the hub's.
 
     Raises UserError: nothing is found, or the weights are not this project's or do not fit their configuration.
     """
-    files = _locate(path_or_name)
-    model = build_saved(*files).to(device).eval().requires_grad_(False)
+    if named := _architecture_and_weights(path_or_name):
+        model, weights = formats.named_open_clip(*named)
+    else:
+        weights, config = _locate(path_or_name)
+        model = build_saved(weights, config)
+    model = model.to(device).eval().requires_grad_(False)
     _loaded[str(path_or_name)] = weakref.ref(model)
-    return LoadedModel(model, create_tokenizer(model, files.weights.parent), create_transforms(model, resize=resize))
+    return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model, resize=resize))
 
 
 def lasting_name(path_or_name: str | Path) -> str:
     """A name for `load_model` that holds in every working directory: a path made absolute, or a hub name as it is."""
+    if named := _architecture_and_weights(path_or_name):
+        return f"{named[0]}:{lasting_name(named[1])}"
     path = Path(path_or_name)
     return str(path.absolute()) if path.exists() else str(path_or_name)
+
+
+def _architecture_and_weights(source: str | Path) -> tuple[str, str] | None:
+    """The parts of ARCHITECTURE:WEIGHTS; None for any other name, and for a path of that name."""
+    name, _, weights = str(source).partition(":")
+    named = weights and not os.path.exists(source) and (config := read_architecture(name)) and is_open_clip(config)
+    return (name, weights) if named else None
 
 
 # ------------------------------------------------------------------------------------------------------------- finding
@@ -121,7 +136,8 @@ def _locate(source: str | Path) -> ModelFiles:
             f"There is no model at {name[:200]} (tried {WEIGHTS} and {PICKLED_WEIGHTS}, and {formats.CONFIG} with "
             f"{' or '.join(formats.WEIGHTS)}).",
             "Check the path, or the network; give a run that has saved its model, a folder with model.safetensors and "
-            f"config.json, a .safetensors file, or a hub name ({HUB_PREFIX}owner/name where a folder could be meant).",
+            f"config.json, a .safetensors file, a hub name ({HUB_PREFIX}owner/name where a folder could be meant), or "
+            "open_clip's architecture and weights (ViT-B-16:openai, ViT-B-16:weights.pt).",
         )
     return found
 

@@ -60,6 +60,8 @@ class Towers:
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
             training data or above.
         image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
+        text_weights: of a text tower from Hugging Face: the folder of its files, tokenizer too, which loading
+            the new model needs as well.
         crop_pct: share of an image's shorter side that evaluation's centre crop keeps: 0.875 for 224 of 256 pixels;
             empty for the pretrained run's, or 1.
         batch_norm: statistics that batch norms normalise by in training: batch (of all ranks), frozen (the stored ones)
@@ -74,6 +76,7 @@ class Towers:
     uncertainty: Uncertainty = "branch"
     vocabulary: str | None = None
     image_weights: str | None = None
+    text_weights: str | None = None
     crop_pct: PositiveFloat | None = None
     batch_norm: Literal["auto", "batch", "frozen"] = "auto"
 
@@ -140,7 +143,9 @@ class ModelOptions(Towers):
         hints = get_type_hints(ModelOptions)
         for field in fields(self):
             value, hint = getattr(self, field.name), hints[field.name]
-            if field.name not in ("pretrained", "vocabulary", "image_weights") and not _fits(value, hint):
+            if field.name not in ("pretrained", "vocabulary", "image_weights", "text_weights") and not _fits(
+                value, hint
+            ):
                 choices = get_args(hint) if get_origin(hint) is Literal else ()
                 remedy = f"Choose {', '.join(choices)}." if choices else f"Its type is {field.type}."
                 raise UserError(f"The model's {field.name} is {value!r}.{nearest(str(value), choices)}", remedy)

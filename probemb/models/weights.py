@@ -105,10 +105,13 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str | Path
 
 def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dict]:
     """The weights file of a tag of the architecture `name` (downloaded if it is not in the cache) or of a path, and
-    what the weights ask of the preprocessing (a part of open_clip's PreprocessCfg; empty for paths).
+    what the weights ask of the preprocessing (a part of open_clip's PreprocessCfg; of a path what all tags agree on).
     """
     if Path(source).is_file():
-        return Path(source), {}
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
+        asked = [{key: cfg[key] for key in PREPROCESS_KEYS if cfg.get(key)} for cfg in cfgs]
+        return Path(source), asked[0] if asked and all(one == asked[0] for one in asked) else {}
     tag = open_clip.get_pretrained_cfg(name, source)
     if not tag:
         tags = open_clip.list_pretrained_tags_by_model(name)

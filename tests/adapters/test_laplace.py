@@ -1,6 +1,7 @@
 """BayesVLM's posterior: the authors' numbers, the exact evidence, and samples."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,26 +37,32 @@ def test_curvature_and_factors_meet_the_authors_numbers(vectors):
         a, b = kronecker_factors(v[f"activations_{side}"], embeds, others, scale, block=12)
         torch.testing.assert_close(a, v[f"infonce__classes12_batch4__A_{side}"])
         torch.testing.assert_close(b, v[f"infonce__classes12_batch4__B_{side}"])
-    image, bias = v["siglip__embeds_img"], v["siglip__logit_bias"].item()
-    found = curvature(image[1:3], v["siglip__embeds_txt"], scale, bias)
-    torch.testing.assert_close(found, v["siglip__hessian_rows_1_2"])
+    image, text, bias = v["siglip__embeds_img"], v["siglip__embeds_txt"], v["siglip__logit_bias"].item()
+    torch.testing.assert_close(curvature(image[1:3], text, scale, bias), v["siglip__hessian_rows_1_2"])
+    inputs = torch.cat([v["activations_img"], torch.ones(len(image), 1)], 1)
+    for found, name in zip(kronecker_factors(inputs, image, text, scale, bias, block=12), "AB"):
+        torch.testing.assert_close(found, v[f"siglip__{name}_img"])
 
 
-def test_evidence_is_that_of_the_full_kronecker_product_and_its_maximum_is_found(vectors):
+@pytest.mark.parametrize("exact", [False, True])
+def test_evidence_is_that_of_the_full_kronecker_product_and_its_maximum_is_found(vectors, exact):
     v = vectors("20_bayesvlm_kfac")
     a, b = (v[f"infonce__classes12_batch4__{x}_img"] for x in "AB")
-    norm2, tau = v["weight_img"].square().sum().item(), v["prior__n"].item()
-    own = [
-        log_evidence(torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b), norm2, x.item(), tau)
-        for x in v["prior__grid_lambda"]
-    ]
-    torch.testing.assert_close(torch.tensor(own).double(), v["prior__grid_own_log_marginal_img"])
-    fitted = LaplaceProjection.fit(a, b, norm2, tau)
-    around = [log_evidence(fitted.a_values, fitted.b_values, norm2, fitted.prior * f, tau) for f in (0.999, 1, 1.001)]
-    assert around[1] > max(around[0], around[2])
+    norm2, tau, grid = v["weight_img"].square().sum().item(), v["prior__n"].item(), v["prior__grid_lambda"]
+    values = [torch.linalg.eigvalsh(x) for x in (a, b)]
+    own = torch.tensor([log_evidence(*values, norm2, x.item(), tau, exact) for x in grid]).double()
+    if exact:
+        full, one = tau * torch.kron(a, b), torch.eye(len(a) * len(b)).double()
+        terms = [len(one) * x.log() - x * norm2 - torch.logdet(full + x * one) for x in grid]
+        torch.testing.assert_close(own, torch.stack(terms).double() / 2)
+    else:
+        torch.testing.assert_close(own, v["prior__grid_own_log_marginal_img"])
+    fitted = LaplaceProjection.fit(a, b, norm2, tau, exact)
+    at = [log_evidence(*values, norm2, fitted.prior * f, tau, exact) for f in (1 - 1e-4, 1, 1 + 1e-4)]
+    assert at[1] > max(at[0], at[2])
 
 
-def test_variances_are_the_authors_if_damped_and_exact_if_not(vectors):
+def test_variances_are_the_authors_and_the_exact_ones(vectors):
     v, w = vectors("20_bayesvlm_kfac"), vectors("21_bayesvlm_probcosine")
     a, b = (v[f"infonce__classes12_batch4__{x}_img"] for x in "AB")
     (av, au), (bv, bu) = torch.linalg.eigh(a), torch.linalg.eigh(b)
@@ -63,15 +70,11 @@ def test_variances_are_the_authors_if_damped_and_exact_if_not(vectors):
     inputs = w["activations_img"]
     a_inv, b_inv = v["cov__A_inv_img"], v["cov__B_inv_img"]
     expected = (inputs @ a_inv * inputs).sum(1)[:, None] * b_inv.diagonal()
-    torch.testing.assert_close(posterior.log_var(inputs, damped=True).exp(), expected)
-    torch.testing.assert_close(
-        w["embed_var_img"], (inputs @ w["A_inv_img"] * inputs).sum(1)[:, None] * w["B_inv_img"].diagonal()
-    )
+    torch.testing.assert_close(posterior.log_var(inputs).exp(), expected)
     precision = posterior.pseudo_data * torch.kron(a, b) + posterior.prior * torch.eye(len(a) * len(b))
-    covariance = torch.linalg.inv(precision)
     spread = torch.kron(inputs, torch.eye(len(b)).double()).reshape(len(inputs), len(b), -1)
-    exact = (spread @ covariance @ spread.mT).diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(posterior.log_var(inputs).exp(), exact)
+    exact = (spread @ torch.linalg.inv(precision) @ spread.mT).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(replace(posterior, exact=True).log_var(inputs).exp(), exact)
 
 
 def test_prob_cosine_meets_the_authors_numbers_ranks_as_csd_and_follows_samples(vectors):
@@ -87,8 +90,7 @@ def test_prob_cosine_meets_the_authors_numbers_ranks_as_csd_and_follows_samples(
     torch.testing.assert_close(distance.double(), 2 - 2 * mean, rtol=1e-5, atol=1e-5)
     generator = torch.Generator().manual_seed(0)
     x, y = (g[:1].sample(10**6, generator)[0] for g in (image, text))
-    product = (x * y).sum(1) / (
-        (image.mean.square() + image.var).sum(1)[0] * (text.mean.square() + text.var).sum(1)[0]
-    ).sqrt()
+    norms = [(g.mean.square() + g.var).sum(1)[0] for g in (image, text)]
+    product = (x * y).sum(1) / (norms[0] * norms[1]).sqrt()
     assert product.mean().item() == pytest.approx(mean[0, 0].item(), rel=0.01, abs=1e-3)
     assert product.var().item() == pytest.approx(var[0, 0].item(), rel=0.01)

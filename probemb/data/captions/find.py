@@ -15,6 +15,7 @@ from probemb.data.captions.published import (
     CUB_TEXTS,
     Entry,
     Listing,
+    read_csv,
     read_cub,
     read_hierarcaps,
     read_karpathy,
@@ -185,7 +186,10 @@ FORMATS = {
     "precomp": Format("*_caps.txt", ("*_caps.txt*", "precomp/*_caps.txt*"), (".txt", ".txt.gz"), read_precomp),
     "regions": Format(f"*_caps.txt with *{REGIONS}", (f"*{REGIONS}", f"precomp/*{REGIONS}"), (), read_with_regions),
     "cub": Format(f"CUB's {CUB_TEXTS}", (CUB_TEXTS, CUB_IMAGES), (), read_cub),
-    "hierarcaps": Format("HierarCaps' table", ("hierarcaps*.csv",), (".csv", ".csv.gz"), read_hierarcaps),
+    "hierarcaps": Format("HierarCaps' table", ("hierarcaps*.csv",), (), read_hierarcaps),
+    "csv": Format(
+        "a CSV of images and captions", ("captions.[ct]sv",), (".csv", ".tsv", ".csv.gz", ".tsv.gz"), read_csv
+    ),
 }
 FormatName = Literal[tuple(FORMATS)]
 

@@ -1,4 +1,4 @@
-"""Readers of published annotation files: Karpathy's json, HierarCaps, CUB, and "precomp" files of VSE++ and SCAN."""
+"""Readers of annotation files: Karpathy's json, HierarCaps, any CSV, CUB, and "precomp" files of VSE++ and SCAN."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -110,6 +111,45 @@ def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> Listi
     entries = parse_all(path, HIERARCAPS, csv.DictReader(io.StringIO(read_text(path)), strict=True), parse, "row")
     names = [entry.id for entry in entries]
     return Listing(entries, _locate([[name] for name in names], names, path, images, [path.parent]), split, path)
+
+
+# Names of a CSV's columns: those of open_clip's --csv-img-key and --csv-caption-key, and others that are common.
+_CSV = {"image": ("filepath", "image", "filename", "file_name", "image_path", "path"),
+        "caption": ("title", "caption", "text", "comment"), "split": ("split",)}  # fmt: skip
+
+
+def read_csv(path: Path, split: str | None, images: Path | None) -> Listing:
+    """A line for each caption, with the path of its image, and maybe its split, in columns named as in _CSV.
+
+    Separators are tabs (open_clip's), commas, "|" or ";", whichever the first line has most of. Absolute paths must
+    lead into the folder of the images. HierarCaps' table is recognised by its columns. Raises UserError.
+    """
+    path = only_file(sorted(path.glob("captions.[ct]sv")), path, "a CSV") if path.is_dir() else path
+    text = read_text(path)
+    head = text.partition("\n")[0]
+    if "captions" in head and "image_url" in head:
+        return read_hierarcaps(path, split, images)
+    found = csv.DictReader(io.StringIO(text), delimiter=max("\t,|;", key=head.count), strict=True)
+    names = {(name or "").strip().lower(): name for name in found.fieldnames or ()}
+    column = {what: next((names[one] for one in known if one in names), None) for what, known in _CSV.items()}
+    if not (column["image"] and column["caption"]):
+        remedy = f"Name the columns in its first line: {' or '.join(_CSV['image'][:3])}, and title or caption."
+        raise UserError(f"{path} has no column of images, or none of captions ({head[:80].strip()}).", remedy)
+
+    def parse(row: dict) -> tuple[str, str, str] | None:
+        image, caption = row[column["image"]].strip(), row[column["caption"]].strip()[:MAX_CAPTION_CHARS]
+        if os.path.isabs(image):
+            image = os.path.relpath(image, os.path.abspath(images or path.parent))
+        part = split_name(row[column["split"]].strip()) if column["split"] else ""
+        return (as_inside(image), caption, part) if caption else None
+
+    rows, entries = parse_all(path, "a CSV of images and captions", found, parse, "row"), {}
+    split, parts = choose_split(split, {part for *_, part in rows} - {""}, path)
+    for image, caption, part in rows:
+        if part in parts or split is None:
+            entries.setdefault(image, Entry(image, [])).captions.append(caption)
+    candidates = [(image, PurePosixPath(image).name) for image in entries]
+    return Listing([*entries.values()], _locate(candidates, [*entries], path, images, [path.parent]), split, path)
 
 
 # --------------------------------------------------------------------------------------------------------------- CUB
