@@ -4,8 +4,6 @@ Shapes: N images, C classes, P prompts of a class, K = 1..P prompts kept, D dime
 Source: PCME++ §3.5 and §C.6; class vectors are means of the prompts' means, as in CLIP's prompt ensembles.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

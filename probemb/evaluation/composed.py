@@ -1,6 +1,4 @@
-"""Composed retrieval: queries of several parts, their metrics, and the feasibility of combinations.
-
-Feasibility (MPC, Fig. 5): scores that are larger the less feasible a combination seems, and their ROC AUC.
+"""Composed retrieval: queries of several parts, their metrics, and the feasibility of combinations (MPC, Fig. 5).
 
 Letters: Q queries of k parts, T items of the gallery, D dimensions; A low and B high scores.
 """
@@ -57,9 +55,7 @@ def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -
 
 @torch.no_grad()
 def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Query]) -> ComposedQueries:
-    """Embed every different part once, and compose; queries with a part that cannot be read are left out. Raises
-    UserError: the model has no composer, or too many parts cannot be read.
-    """
+    """Embed every different part once, and compose; queries with a part that cannot be read are left out. UserError."""
     composer, (crops, words, rows) = composer_of(embedder.model), query_parts(data.images, queries)
     images = embedder.images(crops, "image queries") if len(crops) else None
     texts = embedder.texts(words, "text queries") if words else None
@@ -91,8 +87,7 @@ def positives_of(data: Compositions, queries: Sequence[Query], kept: Sequence[in
     place = torch.full((len(data),), -1)
     place[torch.as_tensor(kept)] = torch.arange(len(kept))
     found = [place[torch.from_numpy(data.targets(query.concepts))] for query in queries]
-    rows = torch.arange(len(found)).repeat_interleave(torch.tensor([len(one) for one in found]))
-    items = torch.cat(found)
+    rows, items = torch.arange(len(found)).repeat_interleave(torch.tensor([len(x) for x in found])), torch.cat(found)
     return Positives.from_pairs(rows[items >= 0], items[items >= 0], len(queries), len(kept))
 
 
@@ -156,9 +151,6 @@ def combinations_of(queries: Sequence[Query]) -> Tensor:
     """The number of each query's combination of concepts, (Q,) int64."""
     numbers: dict[tuple[int, ...], int] = {}
     return torch.tensor([numbers.setdefault(query.concepts, len(numbers)) for query in queries], dtype=torch.int64)
-
-
-# ---------------------------------------------------------------------------------------------------------- feasibility
 
 
 class FeasibilityScore(NamedTuple):
@@ -234,9 +226,8 @@ def feasibility_strata(
 def measure_feasibility(
     composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """ROC AUC of telling infeasible queries from feasible ones of the same kind: score -> kind -> {"value", "se"}; 0.5
-    is chance. "all" is the mean of the kinds, each as often as the side with fewer of it has. Standard errors treat the
-    queries of one combination as dependent.
+    """ROC AUC of telling infeasible queries from feasible ones of the same kind: score -> kind -> {"value", "se"}.
+    "all" is the mean of the kinds. Standard errors treat the queries of one combination as dependent.
     """
     strata = feasibility_strata(composer, feasible, infeasible, counts).items()
     return {
@@ -278,7 +269,6 @@ def mean_roc_curve(strata: Sequence[Stratum], points: int = 201) -> tuple[np.nda
 
 
 def _labelled(low_A: Tensor, high_B: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and scores as scikit-learn takes them."""
     return np.repeat([0, 1], [len(low_A), len(high_B)]), torch.cat([low_A, high_B]).numpy()
 
 

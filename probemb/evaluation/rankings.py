@@ -1,9 +1,8 @@
 """Rankings of images and captions: the table of them, their scores by blocks, and searches. Source: PCME++ Table C.7.
 
-A ranking is one entry of RANKINGS. Scores are larger for closer pairs and without gradients; nothing of size N x M x D
-is held. CSD with any weights of the variances, 2-Wasserstein and the cosine of the means separate into one dot product:
-|x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y, 1, |y|^2 + c). Each side's vectors are computed once, and a block of
-scores is one matrix product.
+Scores are larger for closer pairs and without gradients; nothing of size N x M x D is held. CSD with any weights of the
+variances, 2-Wasserstein and the cosine of the means separate into one dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 +
+r), -1) . (y, 1, |y|^2 + c).
 
 Letters: N images, M captions, D dimensions, E = D + 2, J samples.
 """
@@ -33,7 +32,7 @@ SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
 PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache
 INSTANCE_ELEMENTS = 1 << 24  # dot products of single embeddings computed at a time
 WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
-IMAGES, TEXTS = 64, 512  # whose tokens are read from disk at a time
+IMAGES, TEXTS = 64, 512  # whose tokens are read at a time
 LARGE_U = 512.0  # float32 resolves 6e-5 there; squared distances of means of unit length are 4 at most
 ALL = slice(None)
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
@@ -56,9 +55,8 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class RankingOptions:
-    """Settings: a and b of the match probability, samples of each item, FAISS' index and how many of the means'
-    neighbours are re-ranked, where scores are computed, the weights of "tolerance", how "attention" scores and the
-    tokens of images and captions (`EmbeddedPairs.tokens`)."""
+    """a and b of the match probability, samples of each item, FAISS' index and how many of the means' neighbours are
+    re-ranked, the weights of "tolerance", how "attention" scores, and the tokens of images and captions."""
 
     scale: float = 1.0
     shift: float = 0.0
@@ -71,15 +69,9 @@ class RankingOptions:
     tokens: tuple[KeptTokens, KeptTokens] | None = None
 
 
-# --------------------------------------------------------------------------------------------------------------- scores
-
-
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of N rows with M columns: `scores(rows)` gives `block(left[rows], right)`, (rows, M).
-
-    left, right: tensors, Gaussians, samples or tokens.
-    """
+    """Scores of N rows with M columns, of tensors, Gaussians, samples or tokens: a slice of the rows -> (rows, M)."""
 
     left: Any
     right: Any
@@ -122,10 +114,8 @@ def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: 
 
 @torch.no_grad()
 def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.0) -> Scores:
-    """-(|mu_a - mu_b|^2 + t2i u_a + i2t u_b) of images (N, D) and captions (M, D), u the sum of the variances.
-
-    A weight bears the name of the direction whose gallery it weighs. 1 and 1 is -CSD, 0 and 0 the means; below 0, a
-    large variance is a tolerance. Float64 where u is so large that float32 would blur the ranking.
+    """-(|mu_a - mu_b|^2 + t2i u_a + i2t u_b) of images (N, D) and captions (M, D): 1 and 1 is -CSD. A weight bears the
+    name of the direction whose gallery it weighs. Float64 where u is so large that float32 would blur the ranking.
     """
     u_a, u_b = t2i * a.uncertainty()[:, None], i2t * b.uncertainty()[:, None]
     x, y = at_least_float32(a.mean), at_least_float32(b.mean)
@@ -140,7 +130,7 @@ def _wasserstein2(a: Gaussian, b: Gaussian) -> Scores:
 
 
 def _kl_sides(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor]:
-    """Both sides of -KL(a || b) as a dot product."""
+    """-KL(a || b) as a dot product."""
     left, right, row, column = (x if x.ndim == 2 else x[:, None] for x in distances.kl_factors(a.float(), b.float()))
     left = torch.cat([left, row, torch.ones_like(row)], 1)
     return -0.5 * left, torch.cat([right, torch.ones_like(column), column], 1)
@@ -167,7 +157,6 @@ def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int 
 
 
 def _closed_form(score: Callable[[Gaussian, Gaussian], Tensor]) -> Callable[[Gaussian, Gaussian, Any], Scores]:
-    """Some hundred times the work of CSD."""
     return lambda a, b, _: pairwise(a.float(), b.float(), score)
 
 
@@ -227,7 +216,7 @@ def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
 
 
 def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
-    """Stacked cross attention of tokens, read from disk; the Gaussians have no part in it. Source: SCAN."""
+    """Stacked cross attention of tokens; the Gaussians have no part in it. Source: SCAN."""
 
     def block(images: KeptTokens, texts: KeptTokens) -> Tensor:
         device = options.device
@@ -241,28 +230,22 @@ def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
     return Scores(*options.tokens, block)
 
 
-# --------------------------------------------------------------------------------------------------------- the rankings
-
-
 # Numbers that a gallery keeps of every item. Source: PCME Table 1.
 NUMBERS: dict[str, Callable[[Gaussian, RankingOptions], int]] = {
     "mean": lambda gallery, o: gallery.mean[0].numel(),
     "mean and u": lambda gallery, o: gallery.shape[-1] + 1,
     "both": lambda gallery, o: 2 * gallery.shape[-1],
     "samples": lambda gallery, o: o.samples * gallery.shape[-1],  # could be drawn again from 2 D numbers, as here
-    "tokens": lambda gallery, o: o.tokens[1].values.shape[1] * round(o.tokens[1].lengths.double().mean().item()),
+    "tokens": lambda gallery, o: o.tokens[1].items[0].shape[1] * round(sum(map(len, o.tokens[1].items)) / len(gallery)),
 }
 
 
 class Ranking(NamedTuple):
     """A ranking; its name in RANKINGS is that of --rankings, whose help lists them all.
 
-    Attributes:
-        title: for tables; how: it is computed, with fields of RankingOptions; keeps: one of NUMBERS.
-        scores: (images, captions, options) -> Scores; None: by a search in an index of the form `index`.
-        variances: it reads them, so it is not of points; CSD is, as the squared distance of the means.
-        usual: measured where no names are given.
-        several: of K embeddings an item; all others are of one.
+    how: it is computed, with fields of RankingOptions; keeps: one of NUMBERS; scores: of images and captions, None: by
+    a search in an index of the form `index`; variances: it reads them, so it is not of points; usual: measured where no
+    names are given; several: of K embeddings an item.
     """
 
     title: str
@@ -358,9 +341,6 @@ def check_factory(factory: str, names: Sequence[str]) -> None:
         new_index(width_of(ANY_DIMENSION, form, factory), factory)
 
 
-# --------------------------------------------------------------------------------------------------------- ranked lists
-
-
 class Ranked(NamedTuple):
     """Ranked lists of both directions, and their cost: milliseconds a query, seconds to build indexes."""
 
@@ -401,7 +381,6 @@ class Ranker:
 
 @torch.no_grad()
 def scores_of(name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()) -> Scores:
-    """The scores of a ranking that has them."""
     return RANKINGS[name].scores(images.to(options.device), captions.to(options.device), options)
 
 

@@ -4,8 +4,6 @@ Matches come from the package eccv_caption; each fold of COCO 1K is ranked alone
 CxC 1K, Probabilistic VSE++/VSRN §4.3.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
@@ -62,9 +60,8 @@ def coco_test_ids() -> tuple[list[int], list[int]]:
 
 
 def coco_rows(image_ids: Iterable | None, caption_ids: Iterable | None) -> tuple[Tensor, Tensor]:
-    """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data, which may hold others.
-
-    Raises UserError: the data has no ids, or some of COCO's are not among them.
+    """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data, which may hold others. Raises
+    UserError: some of COCO's ids are not among the data's.
     """
     remedy, found = "Give the data of COCO's Karpathy test split with its ids, or leave these benchmarks out.", []
     for what, ids, wanted in zip(("images", "captions"), (image_ids, caption_ids), coco_test_ids()):

@@ -1,10 +1,8 @@
-"""Results as blocks that the console prints and one HTML template draws (Jinja2 with autoescape).
+"""Results as blocks that the console prints and one HTML template draws.
 
-A page needs no other files: figures are inline SVG, pictures small JPEGs. Names of classes, files and models, and
-captions, are untrusted: they reach a page only through its template, which escapes them.
+Names of classes, files and models, and captions, are untrusted: they reach a page only through its template, which
+escapes them.
 """
-
-from __future__ import annotations
 
 import base64
 import io
@@ -71,8 +69,7 @@ def line_figure(name: str, x_label: str, y_label: str, lines: Mapping[str, Seque
 
 
 def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label: str, title: str = "") -> list[Figure]:
-    """A score in bins of uncertainty (a result of `uncertainty_bins`), in percent with a standard error; nothing
-    without bins."""
+    """A result of `uncertainty_bins`, in percent with a standard error; nothing without bins."""
     if bins is None:
         return []
     ys = [100 * y for y in bins["accuracy"]]
@@ -87,7 +84,7 @@ def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label:
 
 
 def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title: str) -> list[Figure]:
-    """Scores of what is left when the least certain are refused (results of `rejection_curve`)."""
+    """Results of `rejection_curve`."""
     if not curves:
         return []
     chart = Chart(name, x_label="least certain refused, %", y_label=y_label)
@@ -101,7 +98,7 @@ def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title:
 def reliability_figure(
     name: str, curves: Mapping[str, dict | None], x_label: str, y_label: str, title: str
 ) -> list[Figure]:
-    """Shares against probabilities (results of `reliability`), calibrated where they are equal."""
+    """Results of `reliability`."""
     chart = Chart(name, x_label=x_label, y_label=y_label).line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
     for (of, curve), colour in zip(curves.items(), PALETTE):
         if curve:
@@ -159,10 +156,7 @@ def print_page(page: Page) -> None:
 
 
 def write_page(file: Path, page: Page, generator: str) -> None:
-    """Write the page, and each of its figures as PDF and PNG to FIGURES beside it.
-
-    Raises OSError: a file cannot be written.
-    """
+    """Write the page, and each of its figures as PDF and PNG to FIGURES beside it. Raises OSError."""
     folder, shown = file.with_name(FIGURES), {}
 
     def draw(chart: Chart) -> Markup:

@@ -7,8 +7,7 @@
                                {"shard", "version", "samples", "failures": {cause: n}}. Written last
     OUT/text/…                 the same, a row for each caption: captions has that one, `number` is its index
 
-NAME is the tar's folder and name, so that several corpora fit into one folder. A kind is complete once every shard of
-every corpus has its npz. `tools.embed` writes the folder, `tools.build_index` reads it.
+NAME is the tar's folder and name. A kind is complete once every shard of every corpus has its npz.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A folder of embeddings of dimension D; what it reads raises UserError if it is damaged. model: as typed; weights:
-    its SHA-256; mean_dtype: of the means in the files; resize: backend that cropped and resized the images.
-    """
+    """A folder of embeddings; reading raises UserError if it is damaged. weights: the model's SHA-256."""
 
     folder: Path
     model: str
@@ -77,13 +74,12 @@ class Embeddings:
         return [part for name in names if (part := self.partition(kind, name))]
 
     def partition(self, kind: str, name: str) -> Partition | None:
-        """A partition by its name; None if it is not embedded."""
+        """None if it is not embedded."""
         if not self._file(kind, name).exists():
             return None
         u, about = self._arrays(kind, name, "u", "about")
-        return Partition(
-            kind, name, len(u), json.loads(str(about)), (float(u.min(initial=np.inf)), float(u.max(initial=0)))
-        )
+        ends = float(u.min(initial=np.inf)), float(u.max(initial=0))
+        return Partition(kind, name, len(u), json.loads(str(about)), ends)
 
     def count(self, kind: str) -> int | None:
         """Rows of a kind; None while it is incomplete."""
@@ -166,7 +162,7 @@ def create_embeddings(
     folder: str | Path, model: str, weights: str, dim: int, mean_dtype: str | None = None, resize: str | None = None
 ) -> Embeddings:
     """A folder for embeddings, which may already hold some of the same model; mean_dtype and resize None take its own.
-    Raises UserError: it holds embeddings of another model, of another of these choices, or other files.
+    Raises UserError: it holds others, or other files.
     """
     folder = Path(folder)
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
