@@ -3,10 +3,8 @@
 Letters: Q queries of k parts, T items of the gallery, D dimensions; A low and B high scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -36,8 +34,7 @@ class ComposedQueries(NamedTuple):
     composed: Product
     parts: Gaussian
 
-    def only(self, rows: Tensor) -> ComposedQueries:
-        """Some of the queries; rows: int64."""
+    def only(self, rows: Tensor) -> Self:
         composed = Product(self.composed.gaussian[rows], self.composed.log_normaliser[rows])
         return ComposedQueries([self.queries[row] for row in rows.tolist()], composed, self.parts[rows])
 
@@ -73,7 +70,6 @@ def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Quer
 
 
 def composer_of(model) -> Composer:
-    """The model's composer. Raises UserError: it has none."""
     if getattr(model, "composer", None) is None:
         raise UserError(
             "This model was not trained to compose queries of several parts.",

@@ -200,6 +200,5 @@ class KeptTokens:
         return encode
 
     def add(self, values: Tensor, mask: Tensor) -> None:
-        """A batch (B, T, D) with its mask (B, T)."""
         tokens = unit_tokens(values, mask)
         self.items += tokens.values[tokens.mask].half().cpu().split(tokens.mask.sum(1).tolist())

@@ -46,7 +46,6 @@ class JudgedPairs:
 
     @property
     def halves(self) -> list[Tensor]:
-        """The pairs' rows of both halves."""
         return [(self.half == h).nonzero().flatten() for h in (0, 1)]
 
     @property
@@ -55,7 +54,6 @@ class JudgedPairs:
         return all(len(self.label[rows].unique()) == 2 for rows in self.halves)
 
     def metrics(self, scores: Tensor, rows: Tensor | slice = slice(None), resamples: int = RESAMPLES) -> PairMetrics:
-        """Of some pairs, (R + 1,) each, under the first so many resamples."""
         clusters = ((place[rows], weights[: resamples + 1]) for place, weights in self.clusters)
         return pair_metrics(scores[rows], self.label[rows], *clusters)
 

@@ -1,20 +1,18 @@
 """Rankings of images and captions: the table of them, their scores by blocks, and searches. Source: PCME++ Table C.7.
 
 Scores are larger for closer pairs and without gradients; nothing of size N x M x D is held. CSD with any weights of the
-variances, 2-Wasserstein and the cosine of the means separate into one dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 +
-r), -1) . (y, 1, |y|^2 + c).
+variances and the cosine of the means separate into one dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y,
+1, |y|^2 + c).
 
-Letters: N images, M captions, D dimensions, E = D + 2, J samples.
+Letters: N images, M captions, D dimensions, J samples.
 """
-
-from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -85,7 +83,7 @@ class Scores:
     def shape(self) -> tuple[int, int]:
         return len(self.left), len(self.right)
 
-    def only(self, rows: Tensor, columns: Tensor) -> Scores:
+    def only(self, rows: Tensor, columns: Tensor) -> Self:
         """The scores of these rows and columns; with new samples, unless these are all."""
         return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
 
@@ -103,13 +101,7 @@ def _take(x, index: Tensor):
 
 
 def dots(left_NE: Tensor, right_ME: Tensor) -> Scores:
-    """left_NE @ right_ME.T."""
     return Scores(left_NE, right_ME, lambda left, right: left @ right.T)
-
-
-def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: Tensor | float = 0.0) -> Scores:
-    x_own, y_own = -(x.square().sum(1, keepdim=True) + row), y.square().sum(1, keepdim=True) + column
-    return dots(torch.cat([2 * x, x_own, -torch.ones_like(x_own)], 1), torch.cat([y, torch.ones_like(y_own), y_own], 1))
 
 
 @torch.no_grad()
@@ -121,29 +113,9 @@ def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.
     x, y = at_least_float32(a.mean), at_least_float32(b.mean)
     if any(len(u) and float(u.abs().max()) > LARGE_U for u in (u_a, u_b)):
         x, y, u_a, u_b = x.double(), y.double(), u_a.double(), u_b.double()
-    return _squared_euclidean(*distances.near_origin(x, y), u_a, u_b)
-
-
-def _wasserstein2(a: Gaussian, b: Gaussian) -> Scores:
-    x, y = (torch.cat([g.mean, g.std], 1) for g in (a.float(), b.float()))
-    return _squared_euclidean(*distances.near_origin(x, y))
-
-
-def _kl_sides(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor]:
-    """-KL(a || b) as a dot product."""
-    left, right, row, column = (x if x.ndim == 2 else x[:, None] for x in distances.kl_factors(a.float(), b.float()))
-    left = torch.cat([left, row, torch.ones_like(row)], 1)
-    return -0.5 * left, torch.cat([right, torch.ones_like(column), column], 1)
-
-
-def _both_kl_sides(a: Gaussian, b: Gaussian, weight: float = 1.0) -> tuple[Tensor, Tensor]:
-    """KL(a || b) and the reverse one side by side, (N, 2 E) and (M, 2 E)."""
-    (left, right), (back_right, back_left) = _kl_sides(a, b), _kl_sides(b, a)
-    return weight * torch.cat([left, back_left], 1), torch.cat([right, back_right], 1)
-
-
-def _larger(left: Tensor, right: Tensor) -> Tensor:
-    return torch.maximum(*(x @ y.T for x, y in zip(left.chunk(2, 1), right.chunk(2, 1))))
+    x, y = distances.near_origin(x, y)
+    row, column = -(x.square().sum(1, keepdim=True) + u_a), y.square().sum(1, keepdim=True) + u_b
+    return dots(torch.cat([2 * x, row, -torch.ones_like(row)], 1), torch.cat([y, torch.ones_like(column), column], 1))
 
 
 def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int | None = None, each: int = 1) -> Scores:
@@ -156,8 +128,12 @@ def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int 
     return Scores(a, b, block)
 
 
-def _closed_form(score: Callable[[Gaussian, Gaussian], Tensor]) -> Callable[[Gaussian, Gaussian, Any], Scores]:
-    return lambda a, b, _: pairwise(a.float(), b.float(), score)
+Score = Callable[[Gaussian, Gaussian], Tensor]
+
+
+def _closed_form(score: Score, separates: bool = False) -> Callable[[Gaussian, Gaussian, Any], Scores]:
+    """separates: the score is made of matrix products, so a whole block is computed at once."""
+    return lambda a, b, _: (Scores if separates else pairwise)(a.float(), b.float(), score)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +153,7 @@ class _Samples:
     def __len__(self) -> int:
         return len(range(len(self.gaussian))[self.rows])
 
-    def __getitem__(self, index: slice | Tensor) -> _Samples:
+    def __getitem__(self, index: slice | Tensor) -> Self:
         """Of a slice the same samples; of other rows new ones."""
         return replace(self, rows=index) if isinstance(index, slice) else _Samples(self.gaussian[index], self.seed, ALL)
 
@@ -264,7 +240,8 @@ RANKINGS: dict[str, Ranking] = {
     "csd": Ranking("CSD", "closed form", "mean and u", lambda a, b, o: tolerance_scores(a, b), usual=True),
     "mean": Ranking("mean only", "cosine of the means", "mean",
                     lambda a, b, o: dots(at_least_float32(a.mean), at_least_float32(b.mean)), usual=True),
-    "wasserstein2": Ranking("2-Wasserstein", "closed form", "both", lambda a, b, o: _wasserstein2(a, b), **_USUAL),
+    "wasserstein2": Ranking("2-Wasserstein", "closed form", "both",
+                            _closed_form(lambda x, y: -distances.wasserstein2(x, y), separates=True), **_USUAL),
     "match-probability": Ranking("match probability", _SAMPLES, "samples",
                                  lambda a, b, o: match_probability_scores(a, b, o.scale, o.shift, o.samples), **_USUAL),
     "tolerance": Ranking(
@@ -280,13 +257,13 @@ RANKINGS: dict[str, Ranking] = {
     "inclusion": Ranking("inclusion", "of the image in the caption, closed form", "both",
                          _closed_form(distances.inclusion), variances=True),
     "kl": Ranking("KL(image || caption)", "closed form, from the image to the caption", "both",
-                  lambda a, b, o: dots(*_kl_sides(a, b)), variances=True),
+                  _closed_form(lambda x, y: -distances.kl(x, y), separates=True), variances=True),
     "reverse-kl": Ranking("KL(caption || image)", "closed form, from the caption to the image", "both",
-                          lambda a, b, o: dots(*_kl_sides(b, a)[::-1]), variances=True),
+                          _closed_form(lambda x, y: -distances.kl(y, x).T, separates=True), variances=True),
     "min-kl": Ranking("smaller KL", "closed form, the smaller one of both directions", "both",
-                      lambda a, b, o: Scores(*_both_kl_sides(a, b), _larger), variances=True),
+                      _closed_form(lambda x, y: -distances.min_kl(x, y), separates=True), variances=True),
     "symmetric-kl": Ranking("symmetric KL", "closed form, the mean of both directions", "both",
-                            lambda a, b, o: dots(*_both_kl_sides(a, b, 0.5)), variances=True),
+                            _closed_form(lambda x, y: -distances.symmetric_kl(x, y), separates=True), variances=True),
     "bhattacharyya": Ranking("Bhattacharyya", "closed form", "both",
                              _closed_form(lambda x, y: -distances.bhattacharyya(x, y)), variances=True),
     "average-l2": Ranking("average L2", _SAMPLES, "samples", variances=True, scores=lambda a, b, o: sampled(
@@ -322,7 +299,6 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
 
 
 def _unfit(name: str, model) -> str | None:
-    """Why a ranking does not fit a model, or None."""
     ranking = RANKINGS[name]
     if name == "attention" and model.attention is None:
         return "that was not trained for it"

@@ -54,7 +54,6 @@ def _whole(positives: Positives) -> Kind:
 
 
 def own_captions(owner: Tensor, n_images: int) -> Positives:
-    """Every image matches its own captions; (N, M)."""
     return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
 
 

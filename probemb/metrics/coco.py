@@ -43,7 +43,6 @@ COCO: dict[str, tuple[CocoBenchmark, ...]] = {  # value of --benchmarks
 
 @lru_cache(1)
 def package_metrics():
-    """eccv_caption's ground truth."""
     with warnings.catch_warnings():  # it recommends a faster JSON package
         warnings.simplefilter("ignore")
         from eccv_caption import Metrics

@@ -142,7 +142,6 @@ class Chart:
 
     @_styled
     def save(self, path: Path, format: str, generator: str = "") -> None:
-        """Write "pdf" or "png" (200 dots an inch), on white."""
         self._finish()
         key = "Software" if format == "png" else "Creator"
         self._figure.savefig(path, format=format, dpi=200, metadata={key: generator})

@@ -136,7 +136,6 @@ class Page(NamedTuple):
 
 
 def print_page(page: Page) -> None:
-    """Print the paragraphs and tables of its sections."""
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for block in (block for _, blocks in page.sections for block in blocks):
         if isinstance(block, str) and block:
@@ -199,5 +198,4 @@ def picture_of(images: Images, index: int, note: str, kind: str = "") -> list[Pi
 
 
 def verdict(right) -> str:
-    """ "right" or "wrong", the mark of an answer."""
     return "right" if bool(right) else "wrong"

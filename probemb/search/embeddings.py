@@ -10,8 +10,6 @@
 NAME is the tar's folder and name. A kind is complete once every shard of every corpus has its npz.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -57,12 +55,10 @@ class Embeddings:
     resize: str = RESIZES[0]
 
     def corpora(self) -> dict[str, list[str]]:
-        """Names of the partitions by the path or address of each corpus."""
         found = [read_json(file, None, _AGAIN) for file in sorted((self.folder / CORPORA).glob("*.json"))]
         return {content["data"]: content["shards"] for content in found}
 
     def add_corpus(self, data: str, names: Sequence[str]) -> None:
-        """Record a corpus, which may be there already. Raises UserError."""
         digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
         content = json.dumps({"data": data, "shards": list(names)}, indent=1)
         with self._writing():

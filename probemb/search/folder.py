@@ -120,7 +120,6 @@ def _aside(out: Path) -> Iterator[Path]:
 def _read_rows(
     parts: Sequence[tuple[Embeddings, Partition]], drawn: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """mean and u of ascending rows of the gallery."""
     start = 0
     for source, part in parts:
         rows = drawn[(drawn >= start) & (drawn < start + part.count)] - start

@@ -11,8 +11,6 @@ do not find.
 Q queries, N gallery items, D dimensions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
