@@ -175,9 +175,8 @@ def sampled(a: Gaussian, b: Gaussian, score: Callable[[Tensor, Tensor], Tensor],
 
 
 def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: float, n_samples: int = 8) -> Scores:
-    return sampled(
-        a, b, partial(distances.match_probability_of_samples, scale=float(scale), shift=float(shift)), n_samples
-    )
+    score = partial(distances.match_probability_of_samples, scale=float(scale), shift=float(shift))
+    return sampled(a, b, score, n_samples)
 
 
 def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
