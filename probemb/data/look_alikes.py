@@ -37,21 +37,14 @@ def describe(image: Image.Image) -> Tensor:
 
 
 def seen_in(these: Images, those: Images, workers: int = 0, show: Callable = silent) -> list[int]:
-    """Indices of `these` that look like one of `those`; unreadable images look like none.
-
-    Args:
-        workers: processes that decode; show: as `probemb.progress.progress`.
-    """
+    """Indices of `these` that look like one of `those`; unreadable images look like none."""
     known, asked = _thumbnails(those, workers, show), _thumbnails(these, workers, show)
     near = [_near(part, known).any(dim=1) for part in asked.split(BATCH)]
     return torch.cat(near).nonzero().flatten().tolist()
 
 
 def same_picture(images: Images, workers: int = 0, show: Callable = silent) -> list[int]:
-    """For each image the index of the first one of its group; images that look alike, also by way of others, form one.
-
-    Args: as `seen_in`.
-    """
+    """The index of the first one of each image's group; images that look alike, also by way of others, form one."""
     thumbnails, first = _thumbnails(images, workers, show), np.arange(len(images))
     for start in range(0, len(images), BATCH):
         for i, near in enumerate(_near(thumbnails[start : start + BATCH], thumbnails[: start + BATCH]), start):

@@ -13,7 +13,7 @@ import torch
 
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.captions.judgements import Judgements, read_judgements
-from probemb.data.compositions.readers import read_objects
+from probemb.data.compositions.find import read_objects
 from probemb.errors import UserError
 from probemb.evaluation import retrieval
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, centres, embed_pairs

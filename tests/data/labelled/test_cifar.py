@@ -53,6 +53,6 @@ class Evil:
 def test_pickles_are_refused(tmp_path):
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(UserError, match=r"is the Python version of CIFAR-10: pickles") as refused:
+    with pytest.raises(UserError, match=r"is the Python version of CIFAR: pickles") as refused:
         find_images(tmp_path)
     assert "binary version" in str(refused.value)
