@@ -300,10 +300,8 @@ class Proposals:
 def grid_windows(width: int, height: int, scales: Sequence[float], ratios: Sequence[float], step: float) -> list[Box]:
     """Sliding windows over an image of width x height pixels.
 
-    Args:
-        scales: of windows, as the square root of their area over that of the image, in (0, 1].
-        ratios: width over height, where the image is taken for square; longer sides are cut to the image.
-        step: between neighbours, as a share of the window's side; places are spread evenly up to the borders.
+    `scales`: square roots of the windows' area over that of the image, in (0, 1]. `ratios`: width over height, where
+    the image is taken for square. `step`: between neighbours, as a share of the window's side.
     """
 
     def starts(side: float) -> list[float]:

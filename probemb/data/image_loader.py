@@ -114,9 +114,6 @@ def image_digest(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
     return size, hashlib.blake2b(data, digest_size=16).digest()
 
 
-# ------------------------------------------------------------------------------------------------------------ finding
-
-
 def find_tars(data: str | Path) -> list[Path]:
     """Tars of a folder (those of its index.json, if any), of a pattern with wildcards and braces, or one tar; perhaps
     none. Raises UserError if only some of the names of a brace range exist.
@@ -200,9 +197,6 @@ def locate(
     return Images(places=[Place(name, file) for name, file in zip(names, found)], source=str(source))
 
 
-# ------------------------------------------------------------------------------------------------------------ regions
-
-
 @dataclass(kw_only=True)
 class RegionImages(Images):
     """Images of which precomputed features of regions stand in for pixels; a place is a row of their file."""
@@ -241,9 +235,6 @@ def read_regions(path: Path, names: Sequence[str], per_image: int = 1) -> Region
                 raise ValueError(f"the {step} rows of {names[i]} differ")
         places = [Place(name, str(path), array.offset + i * step * size, size) for i, name in enumerate(names)]
     return RegionImages(places=places, source=str(path), shape=array.shape[1:], dtype=array.dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------ loading
 
 
 def _decode(images: Images, transform: Callable, rows: list[int]):

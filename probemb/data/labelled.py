@@ -75,9 +75,6 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     return replace(found, source=str(data), exif=exif, class_file=None if found.classes else class_file)
 
 
-# -------------------------------------------------------------------------------------- class folders and label files
-
-
 def _is_image(name: str) -> bool:
     base = name.rsplit("/", 1)[-1]
     return not base.startswith(".") and base.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
@@ -229,8 +226,6 @@ LAYOUTS: dict[str, Callable[[Path], LabelledImages | None]] = {
     "a folder or tar with a folder for each class": _read_images,
 }
 
-# ------------------------------------------------------------------------------------------------------------ classes
-
 
 def imagenet_classes(keys: tuple[str, ...] | None = None) -> Classes:
     """The 1000 ILSVRC classes under CLIP's names, in the order of the sorted WordNet ids; keys: `imagenet_folders`."""
@@ -340,9 +335,6 @@ def remarks(labels: Sequence[int], classes: Classes) -> list[str]:
         return []
     named = ", ".join(classes.names[i] for i in empty[:3]) + (", …" if len(empty) > 3 else "")
     return [f"{len(empty)} of {len(classes)} classes have no images ({named}): they only compete with the others."]
-
-
-# ------------------------------------------------------------------------------------------------------------ prompts
 
 
 def imagenet_templates() -> list[str]:

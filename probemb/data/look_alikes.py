@@ -55,10 +55,7 @@ def same_picture(images: Images, workers: int = 0, show: Callable = silent) -> l
 
 
 def leave_out(selection: Images, evaluated: Images, workers: int = 0, show: Callable = silent) -> tuple[list[int], str]:
-    """Rows of images to choose on that look like no evaluated one, and a sentence about the others, or "".
-
-    Raises UserError: more than MAX_SHARE of them look like evaluated images.
-    """
+    """Rows of images to choose on that look like no evaluated one, and a sentence about the others, or ""."""
     known = seen_in(selection, evaluated, workers, show)
     if not known:
         return list(range(len(selection))), ""

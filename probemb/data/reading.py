@@ -34,8 +34,6 @@ _SPLIT_NAMES = {"dev": "val", "valid": "val", "validation": "val"}  # other name
 _SPLIT_PARTS = {"train": ("train", "restval")}  # COCO's restval: images of val2014 that Karpathy gave to training
 T = TypeVar("T")
 
-# ------------------------------------------------------------------------------------------------------------- files
-
 
 def malformed(path: str | Path, what: str, error: Exception | str, entry: str = "", remedy: str = REMEDY) -> UserError:
     return UserError(f"{path} is not {what}: {entry and f'in {entry}, '}{reason(error)}.", remedy)
@@ -92,18 +90,17 @@ def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_FILE) -> str:
-    """The content of a file in UTF-8, also gzipped. Raises UserError."""
+    """The content of a file in UTF-8, also gzipped."""
     with checked(path, "a text in UTF-8"):
         return read_bytes(path, limit).decode("utf-8-sig")
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text that are not blank, stripped. Raises UserError."""
+    """The lines of a text that are not blank, stripped."""
     return [line.strip() for line in read_text(path).split("\n") if line.strip()]
 
 
 def read_json(path: Path) -> object:
-    """The content of a JSON file, also gzipped. Raises UserError."""
     text = read_text(path)
     with checked(path, "JSON"):
         return json.loads(text)
@@ -133,9 +130,6 @@ def read_npz(file: str | os.PathLike, *names: str) -> list[np.ndarray]:
         if sum(member.file_size for member in arrays.zip.infolist()) > MAX_ARRAYS:
             raise ValueError(f"it has more than {MAX_ARRAYS >> 30} GiB")
         return [arrays[name] for name in names]
-
-
-# ------------------------------------------------------------------------------------------------------------ values
 
 
 def is_id(value: object) -> bool:
@@ -192,11 +186,7 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-# ------------------------------------------------------------------------------------------------------------ splits
-
-
 def split_name(name: str) -> str:
-    """The canonical name of a split: "val" for "dev" and "validation"."""
     return _SPLIT_NAMES.get(name, name)
 
 

@@ -106,9 +106,6 @@ class Listing(NamedTuple):
     truth: Path | None = None  # the file that may hold it
 
 
-# ------------------------------------------------------------------------------------------------------------- shards
-
-
 def read_shards(path: Path, split: str | None, images: Path | None = None) -> Listing:
     """KEY.json may have "image_id", each caption as {"id", "caption"}, and "class", the image's, if all have it."""
     tars, split = _find_shards(path, split)
@@ -150,9 +147,6 @@ def _entry(sample: Sample) -> Entry:
     ids = [reading.as_id(row["id"], "a caption id") for row in rows if "id" in row]
     name = sample.key if number is None else reading.as_id(number, "the image_id")
     return Entry(name, sample.captions, ids if len(ids) == len(sample.captions) else None, sample.meta.get("class"))
-
-
-# ---------------------------------------------------------------------------------------------------- published files
 
 
 def _locate(candidates: Sequence[Sequence[str]], names: Sequence[str], *where) -> Images | UserError:
@@ -414,13 +408,11 @@ def find_captions(
     Args:
         data: a folder or file of one of FORMATS; also a pattern of tars, of which `train-*.tar` or `train/*.tar` name
             the split. Text files may be gzipped.
-        split: "train" (with Karpathy's "restval"), "val" ("dev"), "test", or another that the data names; None: all;
-            "auto": "test" of data with several splits, else all. Of precomp files "test" prefers testall_caps.txt.
+        split: as `reading.choose_split` has it. Of precomp files "test" prefers testall_caps.txt.
         images: image folder of an annotation file, for COCO the one with train2014 and val2014; by default searched
             beside the file.
-        format: one of FORMATS; recognised by default: caption files with `*_ims.npy` beside them are "regions", unless
-            `images` are named.
-        exif: turn images as their EXIF orientation says.
+        format: by default recognised: caption files with `*_ims.npy` beside them are "regions", unless `images` are
+            named.
 
     Raises UserError: the path or the split does not exist, or the data is malformed.
     """

@@ -27,23 +27,15 @@ COLUMNS = ("image", "caption_image", "caption_index", "yes", "no")
 
 @dataclass(frozen=True, eq=False)
 class Judgements:
-    """Judged pairs of images and captions that the data holds.
+    """Judged pairs of images and captions that the data holds."""
 
-    Attributes:
-        image: (P,) int64, the image's row; caption: (P,) int64, the caption's row among all M.
-        own: (P,) bool, whether the caption belongs to the image.
-        yes, no: (P,) int64, people who said so; their sum is at least 1.
-        names: the name of each pair's image.
-        unknown: judged pairs of images or captions that the data does not hold.
-    """
-
-    image: Tensor
-    caption: Tensor
-    own: Tensor
-    yes: Tensor
+    image: Tensor  # (P,) int64, the image's row
+    caption: Tensor  # (P,) int64, the caption's row among all M
+    own: Tensor  # (P,) bool: the caption belongs to the image
+    yes: Tensor  # (P,) int64, people who said so, as `no`; their sum is at least 1
     no: Tensor
-    names: list[str]
-    unknown: int = 0
+    names: list[str]  # of each pair's image
+    unknown: int = 0  # number of judged pairs that the data does not hold
 
     def __len__(self) -> int:
         return len(self.names)
@@ -65,10 +57,9 @@ class Judgements:
         return Judgements(*tensors, [self.names[i] for i in rows.tolist()], self.unknown)
 
     def among(self, owner: Tensor, kept: Sequence[int]) -> Judgements:
-        """The pairs of the images in `kept` and their captions, with rows counted among these.
+        """The pairs of the images in `kept` (ascending) and their captions, with rows counted among these.
 
-        Args:
-            owner: (M,) int64, each caption's image in the data; kept: ascending indices of images.
+        `owner`: (M,) int64, each caption's image in the data.
         """
         left = torch.zeros(int(owner.max()) + 1, dtype=torch.bool)
         left[torch.as_tensor(kept, dtype=torch.int64)] = True
@@ -81,10 +72,7 @@ class Judgements:
 def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     """The judged pairs of a file that `captions` holds, in the file's order; votes for a repeated pair are added up.
 
-    Images are known by their names without folder and ending.
-
-    Raises UserError: the file cannot be read or has a malformed line; no pair is in the data; a judged name belongs to
-    several images of the data.
+    Images are known by their names without folder and ending. Raises UserError.
     """
     rows, ambiguous = {}, set()
     files = [place.name for place in captions.located.places] if isinstance(captions.located, Images) else []
@@ -118,7 +106,6 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
 
 
 def _stem(name: str) -> str:
-    """The name without folder and ending."""
     return re.sub(r"\.(jpe?g|png)$", "", PurePosixPath(name.strip()).name, flags=re.IGNORECASE)
 
 

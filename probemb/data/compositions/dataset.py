@@ -224,8 +224,6 @@ class Compositions:
         return " + ".join(self.concepts[int(concept)] for concept in concepts)
 
 
-# --------------------------------------------------------------------------------------------- changes of attributes
-
 CHANGE = "replace {} with {}"
 Key = tuple[str, ...]  # a description without one of its words
 
@@ -292,9 +290,6 @@ def _shortened(text: str) -> set[Key]:
     """A description without each of its words in turn."""
     words = tuple(text.split())
     return {words[:place] + words[place + 1 :] for place in range(len(words))}
-
-
-# --------------------------------------------------------------------------------------------------- parts of queries
 
 
 @dataclass(kw_only=True)
