@@ -113,11 +113,8 @@ def find_phrases(
     ]
     if len(found) != 1:
         kinds = reading.listed([reading.listed(names) for names in FORMATS], "or")
-        raise UserError(
-            f"{path} holds {'several kinds of' if found else 'no'} phrases with boxes.",
-            f"Name one folder with {kinds}, or make the synthetic data with `python -m tools.make_scenes data/scenes "
-            "--boxes`.",
-        )
+        what = f"{path} holds {'several kinds of' if found else 'no'} phrases with boxes."
+        raise UserError(what, f"Name one folder with {kinds}, or make one: `python -m tools.make_scenes DIR --boxes`.")
     read, folder = found[0]
     result = read(folder, split, None if images is None else Path(images), sample)
     if not result.phrases:
@@ -371,10 +368,8 @@ def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None
 
 def _refuse_missing(path: Path, data: PhraseDataset, known: Iterable[str]) -> None:
     if missing := [one for one in data.image_ids if one not in known]:
-        raise UserError(
-            f"{path} has no proposals for {len(missing):,} of the {len(data):,} images, {missing[0]} for one.",
-            "Add them, or evaluate a split that the file covers.",
-        )
+        what = f"{path} has no proposals for {len(missing):,} of the {len(data):,} images, {missing[0]} for one."
+        raise UserError(what, "Add them, or evaluate a split that the file covers.")
 
 
 def _inside(boxes_P4, size: tuple[int, int], name: str, top: int | None = None) -> tuple[list[Box], list[int], int]:

@@ -129,10 +129,8 @@ def find_tars(data: str | Path) -> list[Path]:
     found = [[name] if os.path.isfile(name) else sorted(glob(name)) for name in names]
     missing = [name for name, tars in zip(names, found) if not tars]
     if 0 < len(missing) < len(names):
-        raise UserError(
-            f"{len(missing):,} of the {len(names):,} names in {data} do not exist, {missing[0]} for one.",
-            "Fetch what is missing, or correct the range.",
-        )
+        what = f"{len(missing):,} of the {len(names):,} names in {data} do not exist, {missing[0]} for one."
+        raise UserError(what, "Fetch what is missing, or correct the range.")
     return [Path(tar) for tars in found for tar in tars]
 
 

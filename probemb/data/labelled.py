@@ -297,10 +297,8 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
         names = tuple(folder.replace("_", " ").strip() or folder for folder in folders)
         classes = Classes(names, tuple(folders), "the names of the class folders")
     else:
-        raise UserError(
-            f"{images.source} has {n_marks} classes and does not say what they are called.",
-            "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's.",
-        )
+        remedy = "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's."
+        raise UserError(f"{images.source} has {n_marks} classes and does not say what they are called.", remedy)
     if not classes.source.startswith(BUILT_IN) and classes.names != tuple(IMAGENET_CLASSNAMES):  # which repeats two
         names = (" ".join(name.casefold().split()) for name in classes.names)
         reading.check_unique(names, "class name", classes.source)

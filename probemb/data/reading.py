@@ -191,9 +191,9 @@ def split_name(name: str) -> str:
 
 
 def choose_split(split: str | None, known: Iterable[str], source: str | Path) -> tuple[str | None, tuple[str, ...]]:
-    """The canonical split, None for all data, and the parts of the data that form it.
+    """The canonical split ("val" for "dev", None for all data), and the parts of the data that form it.
 
-    Raises UserError, naming the known ones, if there is no such split.
+    "auto" is "test" of data with several usual splits, else all. Raises UserError.
     """
     known, split = list(dict.fromkeys(known)), split and split_name(split)
     if split == AUTO:
@@ -203,8 +203,6 @@ def choose_split(split: str | None, known: Iterable[str], source: str | Path) ->
     parts = tuple(part for part in _SPLIT_PARTS.get(split, (split,)) if part in known)
     if not parts:
         others = f"only {listed(sorted(known))}" if known else "none at all"
-        raise UserError(
-            f"{source} has no split '{split}', {others}.{nearest(split, known)}",
-            "Name one of these splits." if known else "Leave the split out to use all data.",
-        )
+        what = f"{source} has no split '{split}', {others}.{nearest(split, known)}"
+        raise UserError(what, "Name one of these splits." if known else "Leave the split out to use all data.")
     return split, parts

@@ -304,10 +304,8 @@ class ShardCache:
                 with suppress(BlockingIOError), self._locked(f"{part.stem}.lock", fcntl.LOCK_NB):
                     part.unlink(missing_ok=True)
         except OSError as error:
-            raise UserError(
-                f"{folder} cannot be used as the cache of shards: {error.strerror}.",
-                "Name a writable folder on a local disk with data.cache.",
-            ) from None
+            what = f"{folder} cannot be used as the cache of shards: {error.strerror}."
+            raise UserError(what, "Name a writable folder on a local disk with data.cache.") from None
 
     def open(self, remote: Remote, size: int) -> BinaryIO:
         """The shard, of `size` bytes, fetched first if needed. Raises BadShard, OSError."""

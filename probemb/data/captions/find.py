@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -61,7 +62,6 @@ class CaptionDataset:
 
     @property
     def n_captions(self) -> int:
-        """M."""
         return sum(map(len, self.captions))
 
     def only(self, rows: Sequence[int]) -> CaptionDataset:
@@ -110,10 +110,6 @@ def read_shards(path: Path, split: str | None, images: Path | None = None) -> Li
     """KEY.json may have "image_id", each caption as {"id", "caption"}, and "class", the image's, if all have it."""
     tars, split = _find_shards(path, split)
     located, entries = read_samples(tars, ("txt", "json"), _entry)
-    if not entries:
-        why = f" ({': '.join(located.bad[0])})" if located.bad else ""
-        remedy = "Name shards with KEY.txt or KEY.json beside each image."
-        raise UserError(f"{path} holds no image with a caption{why}.", remedy)
     if len({entry.id for entry in entries}) < len(entries):  # keys are unique in a tar
         named = zip(entries, located.places)
         entries = [entry._replace(id=place.name) if isinstance(entry.id, str) else entry for entry, place in named]
@@ -200,9 +196,8 @@ def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> Listi
         texts = [text.strip() for text in row["captions"].split("=>") if text.strip()]
         return Entry(reading.as_inside(PurePosixPath(urlsplit(row["image_url"]).path).name), texts)
 
-    entries = reading.parse_all(
-        path, HIERARCAPS, csv.DictReader(io.StringIO(reading.read_text(path)), strict=True), parse, "row"
-    )
+    rows = csv.DictReader(io.StringIO(reading.read_text(path)), strict=True)
+    entries = reading.parse_all(path, HIERARCAPS, rows, parse, "row")
     names = [entry.id for entry in entries]
     return Listing(entries, _locate([[name] for name in names], names, path, images, [path.parent]), split, path)
 
@@ -260,15 +255,19 @@ _FILES_OF = {"test": ("testall", "test"), "val": ("dev", "val")}  # the files of
 _PCME = {"testall": "test", "val": "dev"}  # its names of these files
 
 
-def read_precomp(path: Path, split: str | None, images: Path | None) -> Listing:
+def read_precomp(path: Path, split: str | None, images: Path | None, regions: bool = False) -> Listing:
     """`NAME_caps.txt` of VSE++ and SCAN, five lines an image, with the ids of the images or captions beside it, if any.
 
     `NAME_ids.txt` (one image id a line, or one for each caption) as SCAN and VSE++ ship it, or `coco_NAME_ids.npy` of
     COCO annotation ids as PCME does. Images are found by COCO's names, by ID.jpg, or through `id_mapping.json`. Without
-    ids, images cannot be located and are named by their number.
+    ids, images cannot be located and are named by their number. With `regions`, those of `NAME_ims.npy` stand in for
+    the images' pixels.
     """
-    file, split = _find_caps(path, split, regions=False)
+    file, split = _find_caps(path, split, regions)
     entries, has_ids = _read_captions(file)
+    if regions:
+        located = read_regions(file.with_name(_stem(file) + REGIONS), [str(entry.id) for entry in entries], PER_IMAGE)
+        return Listing(entries, located, split, file, file.with_name(f"{_stem(file)}_truth.npz"))
     if not has_ids:
         what = f"Nothing beside {file} says which images its captions belong to."
         remedy = f"Put {_stem(file)}_ids.txt with one image id a line there, or name a Karpathy json."
@@ -279,14 +278,6 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> Listing:
         known = {key: reading.as_inside(name) for key, name in (reading.read_json(mapping) if mapping else {}).items()}
     candidates = [[*filter(None, [known.get(str(entry.id))]), *_image_files(entry.id)] for entry in entries]
     return Listing(entries, _locate(candidates, [str(e.id) for e in entries], file, images, folders), split, file)
-
-
-def read_with_regions(path: Path, split: str | None, images: Path | None) -> Listing:
-    """`read_precomp` of captions with `NAME_ims.npy` beside them, whose regions stand in for the images' pixels."""
-    file, split = _find_caps(path, split, regions=True)
-    entries, _ = _read_captions(file)
-    regions = read_regions(file.with_name(_stem(file) + REGIONS), [str(entry.id) for entry in entries], PER_IMAGE)
-    return Listing(entries, regions, split, file, file.with_name(f"{_stem(file)}_truth.npz"))
 
 
 def _stem(file: Path) -> str:
@@ -331,10 +322,8 @@ def _read_ids(file: Path, total: int) -> tuple[list[int | str] | None, list[int]
     lines, of_pcme = PER_IMAGE * total, beside.suffix == ".npy"
     with reading.checked(beside, "a row of ids"):
         if of_pcme:  # dev_caps and test_caps are the first part of PCME's splits
-            ids = [
-                reading.as_id(one, "an id")
-                for one in reading.read_npy(io.BytesIO(reading.read_bytes(beside))).tolist()[:lines]
-            ]
+            stored = reading.read_npy(io.BytesIO(reading.read_bytes(beside))).tolist()
+            ids = [reading.as_id(one, "an id") for one in stored[:lines]]
         else:
             ids = [reading.as_inside(line) for line in reading.read_lines(beside)]
             ids = list(map(int, ids)) if all(re.fullmatch("[0-9]{1,18}", one) for one in ids) else ids
@@ -388,11 +377,12 @@ class Format(NamedTuple):
     read: Callable[[Path, str | None, Path | None], Listing]  # of a path, a split and a folder of images
 
 
+_read_regions = partial(read_precomp, regions=True)
 FORMATS = {
     "webdataset": Format("webdataset shards", ("*.tar", "*/*.tar"), (".tar",), read_shards),
     "karpathy": Format("a Karpathy json", ("dataset*.json*",), (".json", ".json.gz"), read_karpathy),
     "precomp": Format("*_caps.txt", ("*_caps.txt*", "precomp/*_caps.txt*"), (".txt", ".txt.gz"), read_precomp),
-    "regions": Format(f"*_caps.txt with *{REGIONS}", (f"*{REGIONS}", f"precomp/*{REGIONS}"), (), read_with_regions),
+    "regions": Format(f"*_caps.txt with *{REGIONS}", (f"*{REGIONS}", f"precomp/*{REGIONS}"), (), _read_regions),
     "cub": Format(f"CUB's {CUB_TEXTS}", (CUB_TEXTS, CUB_IMAGES), (), read_cub),
     "hierarcaps": Format("HierarCaps' table", ("hierarcaps*.csv",), (".csv", ".csv.gz"), read_hierarcaps),
 }
@@ -419,10 +409,10 @@ def find_captions(
     path, folder = Path(data), None if images is None else Path(images)
     entries, located, split, source, truth = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
     if not entries:
-        raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
-    for entry in entries:
-        if not entry.captions:
-            raise UserError(f"The image {entry.id} of {source} has no caption.", "Add one, or remove the image.")
+        why = f" ({': '.join(located.bad[0])})" if isinstance(located, Images) and located.bad else ""
+        raise UserError(f"{source} holds no image with a caption{why}.", "Name data that has images with captions.")
+    if bare := [entry.id for entry in entries if not entry.captions]:
+        raise UserError(f"The image {bare[0]} of {source} has no caption.", "Add one, or remove the image.")
     ids, captions, caption_ids, classes = map(list, zip(*entries))
     reading.check_unique(ids, "image id", source)
     caption_ids = None if None in caption_ids else caption_ids

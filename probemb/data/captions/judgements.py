@@ -83,10 +83,8 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     starts, votes, unknown = [0, *accumulate(map(len, captions.captions))], {}, set()
     for image, caption_image, index, yes, no in _read(Path(path)):
         if name := ambiguous & {image, caption_image}:
-            raise UserError(
-                f"{captions.source} has several images of the name {min(name)}, which {path} judges.",
-                "Name data in which each name belongs to one image, such as one split.",
-            )
+            what = f"{captions.source} has several images of the name {min(name)}, which {path} judges."
+            raise UserError(what, "Name data in which each name belongs to one image, such as one split.")
         row, other = rows.get(image), rows.get(caption_image)
         if row is None or other is None or index >= len(captions.captions[other]):
             unknown.add((image, caption_image, index))
@@ -96,10 +94,8 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
         vote[1] += no
     if not votes:
         split = f" ({captions.split})" if captions.split else ""
-        raise UserError(
-            f"None of the {len(unknown):,} judged pairs of {path} is in {captions.source}{split}.",
-            "Name the data and the split that were judged: of Flickr8k --split test.",
-        )
+        what = f"None of the {len(unknown):,} judged pairs of {path} is in {captions.source}{split}."
+        raise UserError(what, "Name the data and the split that were judged: of Flickr8k --split test.")
     image, caption, own = (torch.tensor(column) for column in zip(*votes))
     yes, no, names = zip(*votes.values())
     return Judgements(image, caption, own, torch.tensor(yes), torch.tensor(no), list(names), len(unknown))

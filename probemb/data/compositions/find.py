@@ -220,10 +220,8 @@ def shard_splits(path: Path) -> dict[str, list[Path]]:
     if splits := {split: tars for split in SPLITS if split in folders and (tars := find_tars(folders[split]))}:
         return splits
     raise UserError(
-        f"{path} holds no data of composed retrieval: no shards (*.tar, train/*.tar), no instances_*.json and no "
-        f"{LABELS}.",
-        "Name the data itself, or make the synthetic data with `python -m tools.make_scenes data/scenes "
-        "--compositions 15000`.",
+        f"{path} holds no data of composed retrieval: no shards (*.tar, train/*.tar), instances_*.json or {LABELS}.",
+        "Name the data itself, or make some with `python -m tools.make_scenes data/scenes --compositions 15000`.",
     )
 
 

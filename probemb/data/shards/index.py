@@ -98,10 +98,8 @@ def _split(address: str) -> tuple[Path | Remote, str]:
     if address.startswith("pipe:"):
         names = [*_TAR_WORD.finditer(address)]
         if len(names) != 1:
-            raise UserError(
-                f"The command of {address} names {len(names)} tars where it should name one.",
-                "Write the command that prints one tar, as in 'pipe:ssh host cat data/cc3m/{00000..00331}.tar'.",
-            )
+            remedy = "Write the command that prints one tar, as in 'pipe:ssh host cat data/cc3m/{00000..00331}.tar'."
+            raise UserError(f"The command of {address} names {len(names)} tars where it should name one.", remedy)
         return Remote(address[: names[0].start()] + INDEX_NAME + address[names[0].end() :]), names[0][0]
     remote = is_remote(address)
     whole, query = Remote(address).split() if remote else (address, "")
@@ -129,11 +127,8 @@ def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY)
         if not path.is_file():
             if any(folder.glob("*.tar")):
                 raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
-            raise UserError(
-                f"{folder} {'holds no webdataset shards' if folder.exists() else 'does not exist'}.",
-                "Name the folder of the .tar files, or make the synthetic data with "
-                "`python -m tools.make_scenes data/scenes`.",
-            )
+            what = f"{folder} {'holds no webdataset shards' if folder.exists() else 'does not exist'}."
+            raise UserError(what, "Name the folder of .tar files, or make it: `python -m tools.make_scenes FOLDER`.")
         content = path.read_bytes()
     shards = []
     try:
@@ -195,10 +190,8 @@ def read_columns(shards: Sequence[Shard], names: Sequence[str], given: str | Non
     """Numbers of all samples of the shards, in their order; `given`: path of the columns, by default beside them."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     if not given and (remote := [shard.path for shard in shards if isinstance(shard.path, Remote)]):
-        raise UserError(
-            f"{remote[0]} is remote, and data.filter needs columns on this machine.",
-            f"Copy {COLUMNS_NAME} from beside the shards, and name it in data.filter.columns.",
-        )
+        what = f"{remote[0]} is remote, and data.filter needs columns on this machine."
+        raise UserError(what, f"Copy {COLUMNS_NAME} from beside the shards, and name it in data.filter.columns.")
     for path, group in groupby(shards, lambda shard: Path(given) if given else shard.path.parent):
         path = path / COLUMNS_NAME if path.is_dir() else path
         remedy = "Make them with `python -m tools.shards measure FOLDER`, and --score NAME for a score."
