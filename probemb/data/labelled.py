@@ -11,13 +11,10 @@ from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
-from PIL import Image
 
 from probemb.data import reading
-from probemb.data.failures import BadSample
-from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_place, read_samples
+from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_samples
 from probemb.data.shards.samples import IMAGE_EXTENSIONS
 from probemb.errors import UserError, nearest
 
@@ -177,50 +174,8 @@ def _read_benchmark(path: Path) -> LabelledImages | None:
     return replace(_read_shards(tars), classes=read_classes(names), templates=templates)
 
 
-# -------------------------------------------------------------------------------------------------------------- CIFAR
-
-_CIFAR_PIXELS = 3 * 32 * 32
-_CIFAR = (  # bytes before the pixels, of which the last is the label; files of names and of test images; Python version
-    (1, "batches.meta.txt", "test_batch.bin", "cifar-10-batches-py"),
-    (2, "fine_label_names.txt", "test.bin", "cifar-100-python"),
-)
-
-
-@dataclass(kw_only=True)
-class CifarImages(LabelledImages):
-    """Images of 32 x 32 pixels that are stored as they are: the red plane, the green one, the blue one."""
-
-    def open(self, index: int) -> Image.Image:
-        data = read_place(self.places[index])
-        if len(data) != _CIFAR_PIXELS:
-            raise BadSample(f"has {len(data)} of {_CIFAR_PIXELS} bytes")
-        return Image.fromarray(np.frombuffer(data, np.uint8).reshape(3, 32, 32).transpose(1, 2, 0).copy())
-
-
-def _read_cifar(path: Path) -> CifarImages | None:
-    """The test images of a folder, or those of a file, beside the file of the class names."""
-    remedy = "Fetch the binary version from https://www.cs.toronto.edu/~kriz/cifar.html, and name its folder."
-    for folder in (path, *sorted(path.glob("cifar-*"))):
-        for before, names, test, pickles in _CIFAR:
-            if folder.name == pickles:
-                raise UserError(f"{folder} is the Python version of CIFAR: pickles, which can run code.", remedy)
-            file = folder / test if folder.is_dir() else folder
-            names = file.with_name(names)
-            if file.suffix == ".bin" and file.is_file() and names.is_file():
-                size = before + _CIFAR_PIXELS
-                with reading.checked(file, "a binary file of CIFAR", remedy):
-                    marks = np.memmap(file, np.uint8, "r").reshape(-1, size)[:, before - 1].tolist()
-                starts = range(before, len(marks) * size, size)
-                places = [Place(f"{file.name}/{i:05d}", str(file), at, _CIFAR_PIXELS) for i, at in enumerate(starts)]
-                words = tuple(line.replace("_", " ") for line in reading.read_lines(names))
-                classes = Classes(words, None, str(names))
-                return CifarImages(places=places, marks=marks, classes=classes, source=str(path))
-    return None
-
-
 # The readers give None for data of another layout; the first that does not counts, and the last always gives images.
 LAYOUTS: dict[str, Callable[[Path], LabelledImages | None]] = {
-    "CIFAR's binary files": _read_cifar,
     "a data set of CLIP_benchmark": _read_benchmark,
     "webdataset shards with KEY.cls": _read_labelled_shards,
     "a folder or tar with a folder for each class": _read_images,
