@@ -407,7 +407,10 @@ def find_captions(
     Raises UserError: the path or the split does not exist, or the data is malformed.
     """
     path, folder = Path(data), None if images is None else Path(images)
-    entries, located, split, source, truth = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
+    format = format or _recognise(path, folder)
+    if folder is not None and format in ("webdataset", "regions"):
+        raise UserError(f"{path} holds its images itself; {images} would not be used.", "Leave the image folder out.")
+    entries, located, split, source, truth = FORMATS[format].read(path, split, folder)
     if not entries:
         why = f" ({': '.join(located.bad[0])})" if isinstance(located, Images) and located.bad else ""
         raise UserError(f"{source} holds no image with a caption{why}.", "Name data that has images with captions.")

@@ -73,6 +73,8 @@ def find_compositions(
         folder = path
     test = None if folder is None else read_test_images(folder)
     instances = find_instances(path)
+    if pictures and not instances:
+        raise UserError(f"{path} holds its images itself; {images} would not be used.", "Leave the images out.")
     found = read_coco(instances, pictures, seed, test) if instances else read_concept_shards(path, seed, test)
     here, notes = found.of_split(split), [*found.notes]
     tuples = sample_tuples(found, k, seed) if folder is None else published_tuples(found, folder, k, split, notes)
