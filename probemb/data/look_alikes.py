@@ -1,8 +1,7 @@
 """Finds pictures that occur twice although their files differ: saved in another format, quality or size.
 
-Two images look alike if small colour thumbnails of their decoded pixels are nearly the same. Squared distances of
-photographs saved again (JPEG of quality 30, WebP of 50, half the size) are some 0.01 at most, of distinct ones 0.2 and
-more. Crops, mirrored and repainted copies are not found. Memory is 780 bytes for each image.
+Two images look alike if small colour thumbnails of them are nearly the same: squared distances of photographs saved
+again are some 0.01 at most, of distinct ones 0.2 and more. Crops and mirrored or repainted copies are not found.
 """
 
 from __future__ import annotations

@@ -96,13 +96,9 @@ class TransferFailed(Exception):
 
 
 def fetch(
-    remote: Remote,
-    file: BinaryIO,
-    size: int | None,
-    policy: FetchPolicy = DEFAULT_POLICY,
-    limit: int = 1 << 50,
+    remote: Remote, file: BinaryIO, size: int | None, policy: FetchPolicy = DEFAULT_POLICY, limit: int = 1 << 50,
     state: dict[str, str] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Write a whole remote file, of at most `limit` bytes, to `file`; returns the number of bytes.
 
     `state` gets the "version" of the bytes so far, a strong ETag or a date, or ""; with that of an earlier call the

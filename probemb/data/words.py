@@ -1,7 +1,6 @@
-"""Words: splitting texts, vocabulary files, and word vectors in GloVe's text format.
+"""Words (lower-case ASCII letters and digits, and an ending such as "'s"), vocabulary files, and word vectors.
 
-A vocabulary file is UTF-8 with one word a line, the most frequent first, each optionally followed by a tab and its
-count. A word is a run of lower-case ASCII letters and digits, possibly with an ending such as "'s".
+A vocabulary file is UTF-8 with a word a line, the most frequent first, each perhaps followed by a tab and its count.
 """
 
 import gzip

@@ -3,7 +3,7 @@
 table          a header and lines of `image, caption_image, caption_index, yes, no`, separated by tabs
 CrowdFlower    Flickr8k's CrowdFlowerAnnotations.txt: `NAME.jpg, NAME.jpg#k, share of yes, yes, no`, separated by tabs
 
-Either may be gzipped. Caption k of an image is its k-th one in the data, from 0. N images, M captions, P judged pairs.
+Caption k of an image is its k-th one in the data, from 0. N images, M captions, P judged pairs.
 """
 
 from __future__ import annotations

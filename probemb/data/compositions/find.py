@@ -1,10 +1,5 @@
 """Finds the data of composed retrieval in any of its formats, and the combinations of concepts to ask for.
 
-find_compositions("data/composed", "train", k=2)                            composed scenes, or other shards
-find_compositions("annotations/instances_train2017.json", "test", k=3)      COCO, with newly drawn combinations
-find_compositions("data/coco_small", "test", lists="data/coco_text/mpc")    the published combinations and queries
-find_compositions("data/fashion200k", "test")                               Fashion200k, changes of an attribute
-
 Images with at least one category are read, as the benchmark has it. Crops are taken of single objects only, not of
 groups (`iscrowd`). All JSON files may be gzipped.
 """
@@ -296,9 +291,13 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
     named = {file: file.name.removesuffix("_detect_all.txt").rpartition("_")[2] for file in sorted(path.glob(LABELS))}
     reading.choose_split(split, named.values(), path)
     files = [file for file, of in named.items() if of == split]
-    rows = [row for file in files for row in reading.parse_lines(file, "a list of PATH, score and description", _label)]
-    if not rows:
-        raise UserError(f"The labels of {path} list no image in the split '{split}'.", "Fetch the labels again.")
+
+    def label(line: str) -> tuple[str, str] | None:
+        name, _, description = line.split("\t")
+        words = [word[:MAX_WORD] for word in description.split()][:MAX_WORDS]
+        return (reading.as_inside(name), " ".join(words)) if words else None
+
+    rows = [row for file in files for row in reading.parse_lines(file, "a list of PATH, score and description", label)]
     names, texts = map(list, zip(*rows))
     located = locate([(name,) for name in names], names, path, images, [path])
     number = {text: place for place, text in enumerate(sorted(set(texts)))}
@@ -318,13 +317,6 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
 
     what = "a list of source and target images of the test labels"
     return replace(result, queries=reading.parse_lines(file, what, parse))
-
-
-def _label(line: str) -> tuple[str, str] | None:
-    """Path and description."""
-    name, _, description = line.split("\t")
-    words = [word[:MAX_WORD] for word in description.split()][:MAX_WORDS]
-    return (reading.as_inside(name), " ".join(words)) if words else None
 
 
 # ------------------------------------------------------------------------------------------------- drawn combinations
@@ -429,7 +421,7 @@ def published_tuples(found: Compositions, lists: Path, k: int, split: str, notes
     """The combinations of the lists that images here have; `notes` gets sentences on those that are left out.
 
     Seen ones have an image in "train" and in the split, others in the split that they are asked for in; infeasible ones
-    have none in any split. Raises UserError: no list of seen combinations of k.
+    have none in any split.
     """
     needed = {
         "seen": {"train", split},
@@ -459,19 +451,14 @@ def published_tuples(found: Compositions, lists: Path, k: int, split: str, notes
         if left_out := len(rows) - len(usable):
             why = f"no image in {' or '.join(sorted(where))} has them" if where else "an image has them"
             notes.append(f"{left_out:,} of the {len(rows):,} of {listed_in} are left out: {why}.")
-    if not len(kept["seen"]):
-        what = f"No combination of {lists / COMBINATIONS['seen'][1].format(k)} has an image in train and in {split}."
-        raise UserError(what, "Use more images, or ask for another number of concepts.")
     return kept
 
 
 def with_published_queries(data: Compositions, lists: Path, seen: np.ndarray) -> Compositions:
-    """The data with the published test queries whose images and targets are here; the same where there is no list.
+    """The data with the published test queries whose images and targets are here, if there is a list of them.
 
-    A part that is an image is the largest crop of its category in the published image.
-
-    Args:
-        seen: (T, k) combinations that training images have; queries of others would pass for seen ones.
+    A part that is an image is the largest crop of its category in the published image. Queries of other combinations
+    than `seen`, those that training images have, would pass for seen ones.
     """
     file, content = _read_list(lists, f"{data.k}_test_cases.json")
     if content is None:
