@@ -64,6 +64,8 @@ def find_compositions(
     if any(path.glob(LABELS)):
         return read_fashion200k(path, split, pictures)
     folder = None if lists is None else Path(lists)
+    if folder and not folder.is_dir():
+        raise UserError(f"There is no folder {lists}.", "Check the path.")
     if folder is None and any(path.glob(COMBINATIONS["seen"][1].format("*") + "*")):
         folder = path
     test = None if folder is None else read_test_images(folder)
