@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,14 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLES = 8  # of an item, for a match probability
-SLICE_ELEMENTS = 1 << 22  # elements of one (N, M, d) slice of a sum that does not separate: 16 MiB in float32
-ORDER_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of some rows times M x D: a CPU's cache, 128 MiB of a GPU
+BLOCK_ELEMENTS = 1 << 22  # elements of an intermediate result: 16 MiB in float32
+ORDER_ELEMENTS = 1 << 18  # of some rows times M x D: a CPU's cache
 RECOMPUTED = dict(use_reentrant=False, preserve_rng_state=False)
 
 
 def _full_precision(fn):
-    """Run `fn(a, b)` outside autocast, on float32 or wider inputs."""
-
     @wraps(fn)
     def wrapped(a: Gaussian, b: Gaussian) -> Tensor:
         with torch.autocast(a.mean.device.type, enabled=False):
@@ -56,7 +55,7 @@ def csd(a: Gaussian, b: Gaussian) -> Tensor:
 
 @_full_precision
 def wasserstein2(a: Gaussian, b: Gaussian) -> Tensor:
-    """Squared 2-Wasserstein distance |mu_a - mu_b|^2 + |std_a - std_b|^2. Source: PCME++ §2.2."""
+    """|mu_a - mu_b|^2 + |std_a - std_b|^2, the squared distance. Source: PCME++ §2.2."""
     return squared_euclidean(*near_origin(torch.cat([a.mean, a.std], 1), torch.cat([b.mean, b.std], 1)))
 
 
@@ -129,12 +128,24 @@ def inclusion(a: Gaussian, b: Gaussian) -> Tensor:
     Antisymmetric, and no distance: 0 for equal variances wherever the means are. Source: ProLIP, inclusion loss.
     """
 
-    def term(mu_a, var_a, mu_b, var_b):
-        left, right = 2 * var_a + var_b, var_a + 2 * var_b
-        return (mu_a - mu_b).square() * ((var_b - var_a) / left / right) + 0.5 * (left / right).log()
+    def term(mu_a, log_var_a, mu_b, log_var_b):
+        return inclusion_per_dimension(Gaussian(mu_a, log_var_a), Gaussian(mu_b, log_var_b))
 
-    separable = 0.5 * (b.log_var.sum(1)[None, :] - a.log_var.sum(1)[:, None])
-    return sum_over_slices(term, (a.mean, a.var), (b.mean, b.var)) + separable
+    return sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
+
+
+def inclusion_per_dimension(
+    inner: Gaussian, outer: Gaussian, form: Literal["exact", "code"] = "exact", eps: float = -10.0
+) -> Tensor:
+    """The terms of `inclusion` row by row, (B, D), or for shapes that broadcast. The public code's form, "code", counts
+    the ratio of the widths twice and weighs the distance of the means by e^eps. Source: ProLIP §3.3.
+    """
+    v1, v2 = inner.var, outer.var
+    left, right = 2 * v1 + v2, v1 + 2 * v2
+    apart, widths = (inner.mean - outer.mean).square() * ((v2 - v1) / left / right), outer.log_var - inner.log_var
+    if form == "code":
+        apart, widths = math.exp(eps) * apart, 2 * widths
+    return apart + 0.5 * (left / right).log() + 0.5 * widths
 
 
 def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
@@ -143,7 +154,7 @@ def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequenc
     `term` takes a's (N, D) tensors as (N, 1, d), then b's (M, D) as (1, M, d), and returns (N, M, d).
     """
     (n, d), m = a[0].shape, len(b[0])
-    width = max(1, min(d // 2, SLICE_ELEMENTS // max(1, n * m)))  # at most half of D, so never N x M x D
+    width = max(1, min(d // 2, BLOCK_ELEMENTS // max(1, n * m)))  # at most half of D, so never N x M x D
 
     def one_slice(*columns: Tensor) -> Tensor:
         return term(*(x[:, None] for x in columns[: len(a)]), *(x[None] for x in columns[len(a) :])).sum(-1)
@@ -152,6 +163,18 @@ def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequenc
     for start in range(0, d, width):
         total = total + checkpoint(one_slice, *(x[:, start : start + width] for x in (*a, *b)), **RECOMPUTED)
     return total
+
+
+def in_row_blocks(
+    fn: Callable[..., Tensor], tensors: Sequence[Tensor], elements_per_row: int, held: int = BLOCK_ELEMENTS
+) -> Tensor:
+    """fn(*tensors), by blocks of rows whose intermediate results have at most `held` elements; several blocks are
+    recomputed in the backward pass, so that one at a time is held.
+    """
+    rows = max(1, held // max(1, elements_per_row))
+    if rows >= len(tensors[0]):
+        return fn(*tensors)
+    return torch.cat([checkpoint(fn, *block, **RECOMPUTED) for block in zip(*(x.split(rows) for x in tensors))])
 
 
 # Values of --distance, beside match-probability, whose logits are its log-odds.
@@ -222,34 +245,14 @@ def order_similarity(image_ND: Tensor, text_MD: Tensor, squared: bool = True) ->
     `squared`: False for the norm itself, as the public code of VSE++ and PVSE has it.
     """
     with torch.autocast(image_ND.device.type, enabled=False):
-        penalty = _Penalty.apply(at_least_float32(image_ND).abs(), at_least_float32(text_MD).abs())
+        text_MD = at_least_float32(text_MD).abs()
+
+        def penalty_of(rows_nD: Tensor) -> Tensor:
+            excess_nMD = (text_MD - rows_nD[:, None]).relu()
+            return torch.linalg.vecdot(excess_nMD, excess_nMD)
+
+        penalty = in_row_blocks(penalty_of, [at_least_float32(image_ND).abs()], text_MD.numel(), ORDER_ELEMENTS)
         return -(penalty if squared else root(penalty))
-
-
-class _Penalty(torch.autograd.Function):
-    """sum_d max(0, y_jd - x_id)^2, (N, M), a few rows at a time; the backward pass computes the excess again."""
-
-    @staticmethod
-    def forward(ctx, x_ND: Tensor, y_MD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, y_MD)
-        held = ORDER_ELEMENTS.get(x_ND.device.type, ORDER_ELEMENTS["cuda"])
-        ctx.rows = max(1, held // max(1, y_MD.numel()))
-        excess = (_excess(x, y_MD) for x in x_ND.split(ctx.rows))
-        return torch.cat([torch.linalg.vecdot(e, e) for e in excess])
-
-    @staticmethod
-    def backward(ctx, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
-        x_ND, y_MD = ctx.saved_tensors
-        grad_x, grad_y = [], torch.zeros_like(y_MD)
-        for x, grad in zip(x_ND.split(ctx.rows), grad_NM.split(ctx.rows)):
-            excess = _excess(x, y_MD)
-            grad_x.append(torch.einsum("nm,nmd->nd", grad, excess))
-            grad_y += excess.mul_(grad[..., None]).sum(0)
-        return -2 * torch.cat(grad_x), 2 * grad_y
-
-
-def _excess(x_ND: Tensor, y_MD: Tensor) -> Tensor:
-    return (y_MD[None] - x_ND[:, None]).clamp_(min=0)  # (n, M, D)
 
 
 def root(squared: Tensor) -> Tensor:

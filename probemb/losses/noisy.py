@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemb.distances import sum_over_slices
+from probemb.distances import in_row_blocks, sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks
-from probemb.losses.triplet import hardest_of_scores, hinges, sum_of_hardest, triplet_loss
+from probemb.losses.output import LossOutput, cosine_similarity
+from probemb.losses.triplet import hinges, sum_of_hardest, triplet_loss
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -212,33 +212,13 @@ def decl_loss(
 # cosine - 1 for half-sides of 0, so that margins keep their meaning; the mean of both directions; weight and start.
 
 
-def _outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
-    """Squared distance from a rectangle in each dimension, 0 inside."""
-    return ((point - centre).abs() - half_side).clamp(min=0).square()
-
-
 def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor) -> Tensor:
     """Squared Euclidean distance from points to axis-aligned rectangles, (N, M)."""
-    return sum_over_slices(_outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
 
+    def outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
+        return ((point - centre).abs() - half_side).clamp(min=0).square()
 
-def rectangle_triplet(
-    point_ND: Tensor, centre_ND: Tensor, half_side_D: Tensor, match_NN: Tensor | None, margin: float, hardest: bool
-) -> Tensor:
-    """`triplet_loss` of minus half of `point_to_rectangle`, points in rows."""
-
-    def similarity() -> Tensor:
-        return -0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D)
-
-    def of(points: Tensor, centres: Tensor) -> Tensor:
-        return -0.5 * _outside(points, centres, half_side_D).sum(1)
-
-    def chosen(centres: Tensor, points: Tensor) -> list[Tensor]:
-        return [of(point_ND, centre_ND), of(point_ND, centre_ND[centres]), of(point_ND[points], centre_ND)]
-
-    if hardest:
-        return hardest_of_scores(similarity, chosen, match_NN, margin).loss
-    return triplet_loss(similarity(), match_NN, margin, False).loss
+    return sum_over_slices(outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
 
 
 def p2rm_loss(
@@ -249,9 +229,9 @@ def p2rm_loss(
     point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
     with torch.autocast(point_i.device.type, enabled=False):
         triplet = triplet_loss(cosine_similarity(image, text), match, margin, hardest).loss
-        i2t = rectangle_triplet(point_i, point_t, half_text_D, match, margin, hardest)
-        t2i = rectangle_triplet(point_t, point_i, half_image_D, None if match is None else match.T, margin, hardest)
-        rectangle = 0.5 * (i2t + t2i)
+        i2t = -0.5 * point_to_rectangle(point_i, point_t, half_text_D)
+        t2i = -0.5 * point_to_rectangle(point_t, point_i, half_image_D).T
+        rectangle = 0.5 * sum(triplet_loss(x, match, margin, hardest).loss for x in (i2t, t2i))
     return LossOutput(triplet + weight * rectangle, {"triplet": triplet, "rectangle": rectangle})
 
 

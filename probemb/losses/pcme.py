@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from probemb.distances import near_origin, root, squared_euclidean
+from probemb.distances import in_row_blocks, near_origin, root, squared_euclidean
 from probemb.gaussian import Gaussian
 from probemb.losses.match import vib_kl
-from probemb.losses.output import LossOutput, in_row_blocks
+from probemb.losses.output import LossOutput
 
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
