@@ -1,6 +1,5 @@
-"""Pairwise distances between diagonal normals, (N, D) and (M, D) to (N, M); smaller is closer.
+"""Pairwise distances between diagonal normals, (N, D) and (M, D) to (N, M), in at least float32; smaller is closer.
 
-a ~ N(mu_a, diag var_a), b ~ N(mu_b, diag var_b). All are differentiable and at least float32, also under autocast.
 Nothing of size N x M x D is held: a distance that separates into per-item vectors is one matrix product; any other (a
 sum of variances in a denominator or a logarithm) is summed over slices of D, recomputed in the backward pass.
 """
@@ -192,17 +191,14 @@ def match_probability(a: Gaussian, b: Gaussian, scale: Tensor | float = 1.0, shi
 def match_probability_of_samples(
     z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
 ) -> Tensor:
-    """Mean over all J x K sample pairs of sigmoid(2 (shift - scale |z_a - z_b|)), (N, M). Source: PCME.
-
-    The factor 2 is the authors' s(x) = e^x / (e^x + e^-x). Holds N x M x K values at a time.
-    """
+    """Mean over all J x K sample pairs of sigmoid(2 (shift - scale |z_a - z_b|)), (N, M); 2 as in PCME's code."""
     return _mean_over_samples(z_a_NJD, z_b_MKD, lambda distance: torch.sigmoid(2 * (shift - scale * distance)))
 
 
 def match_log_odds_of_samples(
     z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
 ) -> Tensor:
-    """Log-odds of `match_probability_of_samples`, (N, M), with a gradient also where it rounds to 0 or 1."""
+    """Log-odds of `match_probability_of_samples`, with a gradient also where that rounds to 0 or 1."""
 
     def log_odds(distance_NMK: Tensor) -> Tensor:
         logit = 2 * (shift - scale * distance_NMK)
@@ -222,16 +218,12 @@ def _mean_over_samples(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor
 
 
 def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """`value` of the distances (N, M, K) of b's samples to a's first one, second one, …, recomputed in the backward
-    pass.
-    """
-    n, (m, k, d) = len(z_a_NJD), z_b_MKD.shape
-    flat_b = z_b_MKD.reshape(m * k, d)
+    """`value` of the distances (N, M, K) of b's samples to each of a's; recomputed in the backward pass."""
 
     def one_sample(z_a_ND: Tensor) -> Tensor:
-        squared = squared_euclidean(*near_origin(z_a_ND, flat_b))
+        squared = squared_euclidean(*near_origin(z_a_ND, z_b_MKD.flatten(0, 1)))
         distance = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
-        return value(distance.view(n, m, k))
+        return value(distance.view(-1, *z_b_MKD.shape[:2]))
 
     return (checkpoint(one_sample, z_a_ND, **RECOMPUTED) for z_a_ND in z_a_NJD.unbind(1))
 

@@ -37,17 +37,14 @@ def alone() -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process' rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() and not _alone else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() and not _alone else 1
 
 
 def is_main() -> bool:
-    """True on rank 0, which writes and prints."""
     return rank() == 0
 
 
@@ -74,8 +71,9 @@ def init_process_group(timeout_minutes: float = 30) -> None:
     if world > 1 and port == 0:  # no rank could be reached
         what = "The launcher gave the ranks port 0 to meet at."
         raise UserError(what, "Use torchrun --standalone, or name a free port.")
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher, instead of rank 0
     try:
-        store = dist.TCPStore(address, port, world, this_rank == 0 and not launcher_has_store(), timeout)
+        store = dist.TCPStore(address, port, world, this_rank == 0 and not served, timeout)
         store = dist.PrefixStore(f"attempt{_attempt()}", store)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
         control_group(timeout)
@@ -87,9 +85,9 @@ def init_process_group(timeout_minutes: float = 30) -> None:
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """All ranks by gloo, for messages between hosts that no GPU waits for and that wait for no GPU.
+    """All ranks by gloo, for messages between hosts that wait for no GPU; None: the default group, if it is gloo's.
 
-    None stands for the default group, if that is gloo's; else collective at the first call, which sets the timeout.
+    Else collective at the first call, which sets the timeout.
     """
     global _control
     if dist.get_backend() == "gloo":
@@ -101,11 +99,6 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
 
 def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def launcher_has_store() -> bool:
-    """True if the launcher serves the store at which the ranks meet, rather than rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect_to_store(name: str) -> dist.Store | None:
@@ -173,10 +166,7 @@ def gather_pairs(image: Gaussian, text: Gaussian) -> tuple[Gaussian, Gaussian]:
 
 
 def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
-    """All ranks' images and texts, n to W n items each, with gradient, in one collective.
-
-    Tokens of texts are padded to the longest of any rank, which takes one more collective of one number.
-    """
+    """`gather_pairs` with tokens; those of texts are padded to the longest of any rank, in one more collective."""
     if world_size() == 1:
         return image, text
     if text.tokens is not None:
@@ -215,11 +205,10 @@ def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str,
     return dict(zip(values, (sum_over_ranks(list(values.values()), device) / world_size()).tolist()))
 
 
-# --------------------------------------------------------------------------------- between hosts, which wait for no GPU
+# --------------------------------------------------------------------- collective, between hosts, which wait for no GPU
 
 
 def sum_host(numbers: list[int]) -> list[int]:
-    """Each whole number's sum over all ranks; collective."""
     packed = torch.tensor(numbers, dtype=torch.int64)
     if world_size() > 1:
         dist.all_reduce(packed, group=control_group())
@@ -227,7 +216,6 @@ def sum_host(numbers: list[int]) -> list[int]:
 
 
 def all_of(own: Any) -> list[Any]:
-    """Every rank's object, in rank order; collective."""
     if world_size() == 1:
         return [own]
     everyone = [None] * world_size()

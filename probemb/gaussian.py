@@ -38,7 +38,7 @@ class Gaussian:
         return (0.5 * self.log_var).exp()
 
     def uncertainty(self) -> Tensor:
-        """u = sum of the variances, (...,) in at least float32. Source: PCME++ §3.4."""
+        """Sum of the variances, (...,) in at least float32. Source: PCME++ §3.4."""
         return at_least_float32(self.log_var).exp().sum(-1)
 
     def log_det(self) -> Tensor:
@@ -61,7 +61,6 @@ class Gaussian:
         return Gaussian(self.mean.to(*args, **kwargs), self.log_var.to(*args, **kwargs))
 
     def float(self) -> Gaussian:
-        """In at least float32."""
         return Gaussian(at_least_float32(self.mean), at_least_float32(self.log_var))
 
     def detach(self) -> Gaussian:

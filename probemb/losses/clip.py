@@ -15,13 +15,9 @@ from probemb.losses.ring import BLOCK, blocks, number, pass_on, round_trip
 
 
 def clip_loss(
-    image_BD: Tensor,
-    text_BD: Tensor,
-    logit_scale: Tensor | float,
-    all_image_ND: Tensor | None = None,
-    all_text_ND: Tensor | None = None,
-    offset: int = 0,
-) -> LossOutput:
+    image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | float, all_image_ND: Tensor | None = None,
+    all_text_ND: Tensor | None = None, offset: int = 0,
+) -> LossOutput:  # fmt: skip
     """Mean of both directions' cross entropies of logit_scale * cosine, of unit rows; item i of one matches that of the
     other. `logit_scale` is the inverse temperature itself, not its logarithm.
 
@@ -41,10 +37,9 @@ def clip_loss(
 
 
 def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | float, block: int = BLOCK) -> LossOutput:
-    """`clip_loss` over all ranks' items, B on each: texts pass around a ring; memory is O(B * block + B D) for any W.
+    """`clip_loss` over all ranks' items, B on each: texts pass around a ring, `block` are compared at a time.
 
-    The mean over the ranks is the loss of one process on the whole batch, in value and gradient; a text's gradient is
-    the sum over the ranks. There are no gradients of second order. `block` texts are compared at a time.
+    Memory is O(B * block + B D). A text's gradient is the sum over the ranks; there are none of second order.
     """
     with torch.autocast(image_BD.device.type, enabled=False):
         image_BD, text_BD = at_least_float32(image_BD), at_least_float32(text_BD)
@@ -55,9 +50,7 @@ def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | floa
 
 
 class _RingCrossEntropy(torch.autograd.Function):
-    """Two rounds: the log-normalisers of rows and columns, and with these, from logits computed again, the gradients:
-    nothing of the size of the pairs is kept.
-    """
+    """Two rounds: the log-normalisers, and with these, from logits computed again, the gradients."""
 
     @staticmethod
     def forward(ctx, block: int, wanted: bool, image_BD: Tensor, text_BD: Tensor, scale: Tensor) -> Tensor:

@@ -39,13 +39,10 @@ def ncr_loss(
     similarity_NN: Tensor, label_N: Tensor | None = None, match_NN: Tensor | None = None, *, margin: float = 0.2,
     soft_margin: str = "exponential", hardest: bool = True, published_margins: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """Triplet loss whose margin is SOFT_MARGINS of a pair's label, wherever it is the positive. Source: NCR.
+    """Triplet loss whose margin is SOFT_MARGINS of a pair's label in [0, 1], wherever it is the positive. Source: NCR.
 
-    Args:
-        label_N: estimated labels in [0, 1]; None is the full margin for all.
-        hardest: the largest hinge of every row and column; False (the warm-up) is the mean over all N.
-        published_margins: broadcast labels of shape (N,), (N, 1) or (N, N) over both hinges, as the authors' code
-            does: (N,) is then the margin of the column's pair and (N, 1) of the row's, whichever is the positive.
+    Not `hardest` (the warm-up) is the mean over all N. `published_margins` broadcasts labels of shape (N,), (N, 1) or
+    (N, N) over both hinges, as the authors' code does: (N,) is the margin of the column's pair, (N, 1) of the row's.
     """
     row_margin, column_margin = margin, None
     if label_N is not None:
@@ -58,7 +55,7 @@ def ncr_loss(
 
 
 def ncr_pair_losses(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
-    """Every pair's mean hinge of both directions, (N,): what `clean_probability` splits. Source: NCR."""
+    """Every pair's mean hinge of both directions, (N,). Source: NCR."""
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
     return row_NN.mean(1) + column_NN.mean(0)
 
@@ -109,10 +106,7 @@ def clean_probability(
 
 
 def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
-    """Pairs classified as clean, (N,) bool: more probable than the threshold.
-
-    If all of two pairs or more are, the N // 100 + 1 least probable ones are not, so that neither part is empty.
-    """
+    """Pairs more probable than the threshold, (N,) bool; never all: then the N // 100 + 1 least probable are not."""
     clean = clean_probability_N > threshold
     if clean.all() and len(clean) > 1:
         clean[clean_probability_N.argsort(stable=True)[: len(clean) // 100 + 1]] = False
@@ -144,8 +138,7 @@ def evidential_loss(evidence_NM: Tensor, label_NM: Tensor, kl_weight: float = 0.
     """Expected squared error of the matches' probabilities plus kl_weight * misplaced evidence, (N,), rows are queries.
 
     With alpha = evidence + 1 the expectation over the Dirichlet is (label - mean)^2 plus the variance. The second
-    term is the KL to the uniform Dirichlet without the evidence of the query's matches. Labels are in [0, 1]: a row of
-    zeros is a query without a match; several matches share the probability.
+    term is the KL to the uniform Dirichlet without the evidence of the query's matches, which share the probability.
     """
     alpha = evidence_NM + 1
     total = alpha.sum(1, keepdim=True)

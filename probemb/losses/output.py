@@ -31,7 +31,7 @@ def cosine_similarity(image: Gaussian, text: Gaussian) -> Tensor:
 
 
 def identity(n: int, m: int | None = None, offset: int = 0, device=None, dtype=torch.float32) -> Tensor:
-    """Row i matches column offset + i alone, (n, m). `offset` is where this rank's rows start in the gathered batch."""
+    """Row i matches column offset + i alone, (n, m)."""
     rows, columns = torch.arange(n, device=device) + offset, torch.arange(n if m is None else m, device=device)
     return (rows[:, None] == columns[None, :]).to(dtype)
 

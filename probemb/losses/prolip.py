@@ -23,8 +23,7 @@ def siglip_loss(
     """-1/B * sum over pairs of log sigmoid(y l), l = scale * cosine + bias, y = 1 for own pairs and else -1; unit rows.
 
     With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
-    value and gradient. `scale` is the inverse temperature itself; `block` texts are compared at a time.
-    Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
+    value and gradient. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
     """
     none_B = image_BD.new_zeros(len(image_BD))
     loss = _sigmoid_loss(image_BD, none_B, text_BD, none_B, scale, bias, block)

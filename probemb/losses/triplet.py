@@ -28,12 +28,8 @@ def triplet_loss(
     """Both directions' hinges max(0, margin + s(negative) - s(pair)) of N pairs. Source: VSE++, PVSE (reduce "mean").
 
     A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image) are
-    neither negatives nor positives; None is the identity.
-
-    Args:
-        hardest: the largest hinge of every row and column (VSE++) rather than the sum (VSE0; VSE infinity's warm-up).
-        reduce: "sum" over the pairs, or PVSE's "mean": over N hardest hinges of a direction, or over all N x N, in
-            which positives count as 0.
+    neither negatives nor positives. `hardest`: the largest hinge of every row and column (VSE++) rather than the sum
+    (VSE0; VSE infinity's warm-up). The "mean" is over N hardest hinges of a direction, or over all N x N.
     """
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
     loss = sum_of_hardest(row_NN, column_NN) if hardest else row_NN.sum() + column_NN.sum()
@@ -48,9 +44,8 @@ def hinges(
     margin: Tensor | float = 0.2,
     column_margin: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hinges against the row's own pair (image to text) and against the column's (text to image), (N, N) each.
-
-    They are 0 for positives. The margins are numbers or broadcast to (N, N); by default both are the same.
+    """Hinges against the row's own pair (image to text) and against the column's (text to image), (N, N) each, 0 for
+    positives. Margins are numbers or broadcast to (N, N).
     """
     column_margin = margin if column_margin is None else column_margin
     positive = torch.eye(len(similarity_NN), dtype=torch.bool, device=similarity_NN.device)

@@ -21,13 +21,9 @@ BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and
 
 # ------------------------------------------------------------------------------------------------ before a run starts
 def newest_checkpoint(
-    out: str | Path,
-    resume: bool,
-    tell: Callable[[str], object] = print,
-    minutes: float = 0.0,
-    trains: bool = True,
+    out: str | Path, resume: bool, tell: Callable[[str], object] = print, minutes: float = 0.0, trains: bool = True,
     fetch: Callable[[], object] = lambda: None,
-) -> Path | None:
+) -> Path | None:  # fmt: skip
     """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
     `tell` gets a sentence about newer, damaged ones, or about the wait of up to `minutes` for an earlier start of this
@@ -96,8 +92,8 @@ def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free:
 
 
 def refuse_endless_starts(run: Path, first: int, step: int) -> None:
-    """Count a start that was asked to stop at `step` and began at `first`, or a scheduler would repeat it forever;
-    collective. Raises UserError on all ranks: it is the third in a row without a new step.
+    """Raise UserError on all ranks if a start that began at `first` and was asked to stop at `step` is the third in a
+    row without a new step, which a scheduler would repeat forever; collective.
     """
     count = count_start(run / ".starts", first, step) if is_main() else 0
     if all_of(count)[0] >= MAX_STARTS:
@@ -145,7 +141,6 @@ class RunOutput:
         return RunLog(self.path, step, wandb)
 
     def line(self, step: int, values: dict[str, float]) -> str:
-        """The progress line; `values` as in metrics.jsonl."""
         return train_line(step, self.steps, values)
 
     def report(self, step: int, values: dict[str, float]) -> None:
@@ -157,7 +152,7 @@ class RunOutput:
 
     @property
     def failed(self) -> bool:
-        """True if a checkpoint could not be written, or the folder is gone, on this rank."""
+        """True on a rank that could not write a checkpoint, or whose folder is gone."""
         return self._failure is not None
 
     def check(self) -> None:
@@ -216,7 +211,6 @@ class RunOutput:
         )
 
     def prune(self) -> None:
-        """Delete checkpoints that are not to be kept."""
         prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0), self.protected)
 
     def write_more(self, snapshot: Snapshot) -> str:
