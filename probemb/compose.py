@@ -5,8 +5,6 @@ product = compose(Gaussian.stack([text, image]), weights=[1, -0.5])  # the image
 query = as_query(product.gaussian)                                   # on the unit sphere, like single inputs
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -12,8 +12,6 @@ Gram matrix G, so besides the products s only numbers of a pair of tokens are co
 Letters: N images, M texts, D dimensions; C items of context with c tokens, Q items of queries with q tokens, P pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,7 +27,6 @@ BLOCK_ELEMENTS = 1 << 18, 1 << 21  # products of tokens in a block: a CPU's cach
 QUERY_ITEMS = 16  # of similar length in a block, which so have little padding
 SLOPE = 0.1  # of negative products where they are clipped (a leaky ReLU)
 EPS, TINY = 1e-8, 1e-30
-LARGEST_EXPONENT = 30.0  # exp of it, squared and summed, is far inside float32
 
 
 class Tokens(NamedTuple):
@@ -116,24 +113,13 @@ def _scores(
     how: CrossAttention,
 ) -> Tensor:  # fmt: skip
     """(C, Q) from the products of tokens and the queries' lengths and mask, (C or 1, q, Q)."""
-    weights = _weights(products_CcqQ, context_mask_Cc, mask_CqQ, how)
+    attention_CcqQ = _normalised(products_CcqQ, mask_CqQ[:, None], how.norm, how.lambda_softmax)
+    weights = attention_CcqQ.masked_fill(~context_mask_Cc[:, :, None, None], -torch.inf).softmax(1)
     along_CqQ = (weights * products_CcqQ).sum(1)
     flat = weights.flatten(2)
     attended_CqQ = _root((flat * (gram_Ccc @ flat)).sum(1)).view_as(along_CqQ)
     cosine_CqQ = along_CqQ / (attended_CqQ * length_CqQ).clamp(min=EPS)
     return _aggregate(cosine_CqQ, mask_CqQ, how)
-
-
-def _weights(products_CcqQ: Tensor, context_mask_Cc: Tensor, mask_CqQ: Tensor, how: CrossAttention) -> Tensor:
-    """Attention before the division by its sum, which the cosine does not see, (C, c, q, Q); not zero for context that
-    does not exist, as its products and its Gram matrix are.
-    """
-    a_CcqQ = _normalised(products_CcqQ, mask_CqQ[:, None], how.norm, how.lambda_softmax)
-    if how.norm in ("none", "clipped") or how.lambda_softmax > LARGEST_EXPONENT:  # else at most lambda_softmax
-        missing = ~context_mask_Cc[:, :, None, None]
-        largest = a_CcqQ.detach().masked_fill(missing, -torch.inf).amax(1, keepdim=True)
-        a_CcqQ = (a_CcqQ - largest).masked_fill(missing, 0)  # these may lie above the largest that exists
-    return a_CcqQ.exp()
 
 
 def _normalised(x: Tensor, mask: Tensor, norm: Norm, scale: float) -> Tensor:

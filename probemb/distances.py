@@ -4,8 +4,6 @@ Nothing of size N x M x D is held: a distance that separates into per-item vecto
 sum of variances in a denominator or a logarithm) is summed over slices of D, recomputed in the backward pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps

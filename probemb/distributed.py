@@ -1,14 +1,12 @@
 """Collectives over ranks, with gradient where it is needed; all of them work in a single process too."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +14,6 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-
-if TYPE_CHECKING:
-    from probemb.models.encoder import Encoded
 
 T = TypeVar("T")
 _control: tuple[Any, Any] | None = None  # the default group, and the one of `control_group` beside it
@@ -165,8 +160,8 @@ def gather_pairs(image: Gaussian, text: Gaussian) -> tuple[Gaussian, Gaussian]:
     return Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t)
 
 
-def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
-    """`gather_pairs` with tokens; those of texts are padded to the longest of any rank, in one more collective."""
+def gather_encoded(image, text):
+    """`gather_pairs` of `Encoded`; tokens of texts are padded to the longest of any rank, in one more collective."""
     if world_size() == 1:
         return image, text
     if text.tokens is not None:

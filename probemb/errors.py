@@ -1,7 +1,5 @@
 """Errors for the person who typed the command: what is wrong, and what to do about it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The machine of a command: its cores and memory, the device and precision of a model, threads and workers."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass

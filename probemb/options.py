@@ -1,7 +1,5 @@
 """Options as dataclasses: as plain values and YAML, and paths with names of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

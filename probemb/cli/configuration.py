@@ -1,7 +1,5 @@
 """A command's configuration: a frozen dataclass read from YAML files and dotted options by jsonargparse."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -7,8 +7,6 @@ not depend on the batch. All losses are scalars, ().
 Shapes: N items, D dimensions of a code, P of a feature, T tokens of an item, L words of a caption.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

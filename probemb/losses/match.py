@@ -1,7 +1,5 @@
 """PCME++: cross entropy of match over all pairs, pseudo-positives, and the variational information bottleneck."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -5,8 +5,6 @@ log N(z; mu, Sigma) is quadratic in z, so its mean over samples, or over a targe
 product of 2 D columns; neither N x T x D nor N x T x J values are made.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -4,24 +4,20 @@ Letters: N pairs, D dimensions, C captions, V words. Similarities and labels hav
 pairs are no negatives, see `triplet_loss`.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from scipy.sparse import csr_matrix
 from torch import Tensor
+from torch.distributions import Dirichlet, kl_divergence
 
 from probemb.distances import in_row_blocks, sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput, cosine_similarity
 from probemb.losses.triplet import hinges, sum_of_hardest, triplet_loss
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
 
 # ----------------------------------------------------------------------------------------------------------------- NCR
 # Noisy Correspondence Rectifier (NeurIPS 2021). After a warm-up, pairs' losses are split by a mixture of two normals
@@ -127,11 +123,7 @@ def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
 
 def dirichlet_kl(alpha_NM: Tensor) -> Tensor:
     """KL(Dirichlet(alpha) || Dirichlet(1, ..., 1)) of every row in nats, (N,)."""
-    total_N = alpha_NM.sum(1)
-    expected_log = alpha_NM.digamma() - total_N.digamma()[:, None]
-    log_m_factorial = torch.lgamma(alpha_NM.new_tensor(float(alpha_NM.shape[1])))
-    log_normaliser = total_N.lgamma() - alpha_NM.lgamma().sum(1) - log_m_factorial
-    return ((alpha_NM - 1) * expected_log).sum(1) + log_normaliser
+    return kl_divergence(Dirichlet(alpha_NM), Dirichlet(torch.ones_like(alpha_NM)))
 
 
 def evidential_loss(evidence_NM: Tensor, label_NM: Tensor, kl_weight: float = 0.1) -> Tensor:
@@ -286,17 +278,10 @@ class CaptionSimilarity:
 
     def __init__(self, captions: Sequence[str], image_of_caption: Sequence[int]):
         """All training captions, and the index of the image of each."""
-        self.tfidf = caption_tfidf(captions)
-        owner = np.asarray(image_of_caption, dtype=np.int64)
-        self.of_image = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
+        self.tfidf, owner = caption_tfidf(captions), np.asarray(image_of_caption)
+        share = (1 / np.bincount(owner).clip(1))[owner].astype(np.float32)
+        self.of_image = csr_matrix((share, (owner, np.arange(len(owner))))) @ self.tfidf
 
     def __call__(self, image_index: Sequence[int], caption_index: Sequence[int]) -> Tensor:
         """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32."""
-        texts = self.tfidf[caption_index]
-        words = np.unique(texts.indices)  # no others count
-        own = [self.of_image[i] for i in image_index]
-        counts = [len(captions) for captions in own]
-        firsts = np.cumsum([0, *counts])[:-1]
-        sums = np.add.reduceat(self.tfidf[np.concatenate(own)][:, words].toarray(), firsts)
-        means = sums / np.array(counts, np.float32)[:, None]
-        return torch.from_numpy(means @ texts[:, words].toarray().T)
+        return torch.from_numpy((self.of_image[image_index] @ self.tfidf[caption_index].T).toarray())

@@ -1,7 +1,5 @@
 """The result of every loss, and what losses share. Labels are (N, M) in [0, 1], of N images and M texts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -3,8 +3,6 @@
 Letters: N images, M texts, J and K samples of each, D dimensions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

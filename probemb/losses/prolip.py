@@ -1,7 +1,5 @@
 """ProLIP: pairwise contrastive loss of normals, inclusion of one in another; and SigLIP, which it comes from."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -3,8 +3,6 @@
 B items of a rank, W ranks. Memory is O(B * block) for the pairs and O(B D) for what travels, whatever W is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Letters: N images and texts (M texts where they are not pairs), K embeddings of 
 larger for closer pairs, with images in rows. Nothing of size N x M x D is held.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -19,12 +17,9 @@ from probemb.losses.output import LossOutput
 
 
 def triplet_loss(
-    similarity_NN: Tensor,
-    match_NN: Tensor | None = None,
-    margin: float = 0.2,
-    hardest: bool = True,
+    similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2, hardest: bool = True,
     reduce: Literal["sum", "mean"] = "sum",
-) -> LossOutput:
+) -> LossOutput:  # fmt: skip
     """Both directions' hinges max(0, margin + s(negative) - s(pair)) of N pairs. Source: VSE++, PVSE (reduce "mean").
 
     A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image) are
@@ -39,11 +34,9 @@ def triplet_loss(
 
 
 def hinges(
-    similarity_NN: Tensor,
-    match_NN: Tensor | None = None,
-    margin: Tensor | float = 0.2,
+    similarity_NN: Tensor, match_NN: Tensor | None = None, margin: Tensor | float = 0.2,
     column_margin: Tensor | float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Hinges against the row's own pair (image to text) and against the column's (text to image), (N, N) each, 0 for
     positives. Margins are numbers or broadcast to (N, N).
     """

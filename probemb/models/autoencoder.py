@@ -5,8 +5,6 @@ module is built as in the public code, which differs. VSRN's decoder generates a
 Shapes: N items, D code, P features, L words, V ids of words (0 is padding), H hidden, R regions of W numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -2,8 +2,6 @@
 baselines (MPC §4.2, Table 4, and its public code). N queries of k parts, D dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 

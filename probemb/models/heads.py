@@ -7,8 +7,6 @@ also under autocast: bfloat16 resolves a log-variance near -6 in steps of 0.03, 
 Shapes: B items, T tokens, W their width, P width of the pooled features, D embedding, K embeddings an item.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple

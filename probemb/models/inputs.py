@@ -1,7 +1,5 @@
 """Inputs of a model: images to tensors, texts to tokens, and refusals of data or models that do not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@
 A thread of rank 0 keeps it up to date: the run neither waits for the copy nor fails with it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

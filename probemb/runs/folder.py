@@ -27,9 +27,8 @@ def newest_checkpoint(
     """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
     `tell` gets a sentence about newer, damaged ones, or about the wait of up to `minutes` for an earlier start of this
-    job to release the folder. `fetch` may put a checkpoint into the folder, once that is known to be a run's or empty;
-    without `trains` there are never any. Raises UserError: a new run would overwrite something, or another job writes
-    the folder.
+    job. `fetch` may put a checkpoint into the folder, once that is known to be a run's or empty; without `trains` there
+    are never any. Raises UserError: a new run would overwrite something, or another job writes the folder.
     """
     run = Path(out)
     refuse_locked(run, minutes if resume else 0.0, tell)
@@ -53,9 +52,7 @@ def newest_checkpoint(
 
 
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average: bool = False) -> None:
-    """Raise UserError unless the disk has room for one more checkpoint and so many exported models; several networks
-    count as one `model`. `average`: checkpoints have one of its weights.
-    """
+    """Raise UserError unless the disk has room for another checkpoint, with an `average`, and exported `models`."""
     n = sum(p.numel() for p in model.parameters())
     needed = n * (BYTES_OF_CHECKPOINT + (models + average) * BYTES_OF_MODEL)
     path = Path(out).absolute()
@@ -69,11 +66,8 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average
 
 
 def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...]) -> list[str]:
-    """Refuse to resume with other data, another model or another recipe, unless `config.allow_changes` is set.
-
-    `state`: of the checkpoint `earlier`, with its "config" and "data", as `identity`: what the batches depend on.
-    `free`: keys of the configuration, and groups of them, that may change. Returns the changes, "KEY: BEFORE -> NOW"
-    each. Raises UserError, which names them.
+    """The changes, "KEY: BEFORE -> NOW" each, since `state`, of the checkpoint `earlier`; UserError if there are any, not
+    `free` to change, without `config.allow_changes`. `identity`: what the batches depend on.
     """
     before, now = flat(state["config"]), flat(resolved(config))
     keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
@@ -106,19 +100,18 @@ def refuse_endless_starts(run: Path, first: int, step: int) -> None:
 
 
 def take_lock(run: Path | str) -> RunLock | None:
-    """The lock of a run folder, on rank 0; collective. Raises UserError: it is held, or cannot be written."""
+    """The lock of a run folder, on rank 0; collective."""
     return on_main(lambda: RunLock(Path(run)), run, "Choose another --out.")
 
 
 # ------------------------------------------------------------------------------------------------------ what it writes
 class RunOutput:
-    """config.yaml, metrics.jsonl, tensorboard/ and checkpoints/. Every rank holds one, as saving is collective; rank 0
-    writes.
+    """config.yaml, metrics.jsonl, tensorboard/ and checkpoints/, written by rank 0; every rank holds one, as saving is
+    collective.
 
     Checkpoints are written in a thread during training. A step waits for the copy to rank 0's memory, and for the
     previous write if that is still in progress. An error of the thread is kept until `check` raises it on every rank.
-    `step`: from which the run of `steps` resumes; `lock`: on rank 0, a folder that is deleted meanwhile ends the run.
-    Raises UserError on all ranks: the folder cannot be written.
+    With a `lock`, a folder that is deleted meanwhile ends the run.
     """
 
     def __init__(self, config, step: int, steps: int, lock: RunLock | None = None):
@@ -144,7 +137,6 @@ class RunOutput:
         return train_line(step, self.steps, values)
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Log a step and print its progress line."""
         if self.log:
             self.log.write(step, values)
             print(self.line(step, values), flush=True)
@@ -161,9 +153,7 @@ class RunOutput:
         agree(failure)
 
     def write(self, take: Callable[[], Snapshot | None], then: Callable[[], None] = lambda: None) -> None:
-        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective. Raises
-        UserError: the previous one could not be written.
-        """
+        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective."""
         began = time.perf_counter()
         self.finish()
         if snapshot := take():
@@ -186,7 +176,6 @@ class RunOutput:
         self._thread.start()
 
     def _explained(self, error: Exception | None) -> Exception | None:
-        """The error for the person who started the run; also without one, if the folder is gone."""
         if self.lock and not self.lock.is_current():
             return UserError(
                 f"The run folder is gone: {self.path} was deleted or replaced while the run was writing it.",
@@ -214,7 +203,7 @@ class RunOutput:
         prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0), self.protected)
 
     def write_more(self, snapshot: Snapshot) -> str:
-        """Hook, called in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""
+        """Hook in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""
         return ""
 
     def _wait(self) -> None:
@@ -222,7 +211,7 @@ class RunOutput:
             self._thread.join()
 
     def finish(self) -> None:
-        """Wait until everything is written; collective. Raises UserError on all ranks: a write failed."""
+        """Wait until everything is written, or raise the error of a write on all ranks; collective."""
         self._wait()
         self.check()
 

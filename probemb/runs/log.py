@@ -21,10 +21,7 @@ from probemb.files import replace_text
 
 
 class Window:
-    """Means and speed over the steps between two log lines; scalars stay on the `device` until then.
-
-    `unit`: items of a batch: "images" gives images_per_second; `waited`: seconds spent waiting for data so far.
-    """
+    """Means and speed, in `unit`s like "images", over the steps between two log lines; `waited`: seconds for data."""
 
     def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu"):
         self.unit, self.waited, self.device = unit, waited, torch.device(device)
@@ -128,7 +125,7 @@ def logged_lines(path: Path) -> list[tuple[str, dict]]:
 
 
 def start_wandb(project: str | None, run: Path, config: dict):
-    """A run of the Weights & Biases project, if one is named, with an id that stays when it resumes. Raises UserError.
+    """A run of the Weights & Biases project, if one is named, with an id that stays when it resumes.
 
     Until it has started, only the folder's wandb/ is written.
     """
@@ -209,7 +206,6 @@ def rsum_words(values: dict[str, float]) -> str:
 
 
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:
-    """The lines before the first step: the given ones, and the run's folder, length and start."""
     lines["run"] = f"{out}, {length}" + (f", resumed at step {step} from {earlier}" if earlier else "")
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 

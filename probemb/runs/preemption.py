@@ -1,7 +1,5 @@
 """Requests to stop, by a scheduler or Ctrl-C: a signal sets a flag, which is checked at every step and in waits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -25,7 +23,7 @@ class Preemption:
         self._interrupted: float | None = None
         self._before: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> Preemption:
+    def __enter__(self) -> "Preemption":
         for number in (*SIGNALS, signal.SIGINT):
             if number not in (signal.SIGHUP, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._remember)

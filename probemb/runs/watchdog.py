@@ -4,8 +4,6 @@ The main thread notes what it does in a `Progress`. A thread looks at it, and po
 met, as collectives cannot be used while one of them hangs.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing
@@ -64,7 +62,7 @@ class Watchdog:
         self.store, self.beats = distributed.connect_to_store("watchdog"), 0
         self._closed, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         self._post("starting")
         self._thread.start()
         return self
