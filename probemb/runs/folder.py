@@ -66,8 +66,8 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average
 
 
 def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...]) -> list[str]:
-    """The changes, "KEY: BEFORE -> NOW" each, since `state`, of the checkpoint `earlier`; UserError if there are any, not
-    `free` to change, without `config.allow_changes`. `identity`: what the batches depend on.
+    """Changes since `state`, of the checkpoint `earlier`, "KEY: BEFORE -> NOW" each; UserError if one is not of the
+    `free` keys and groups, and `config.allow_changes` is not set. `identity`: what the batches depend on.
     """
     before, now = flat(state["config"]), flat(resolved(config))
     keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
