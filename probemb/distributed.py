@@ -46,8 +46,7 @@ def is_main() -> bool:
 def init_process_group(timeout_minutes: float = 30) -> None:
     """Join the group that the launcher describes (torchrun, deepspeed, srun), or form a group of one.
 
-    The store has a prefix per restart: after a restart by torchrun the keys of the earlier attempt are still in it,
-    and a second init over them hangs or fails. Raises UserError: not all ranks came in time.
+    The store has a prefix per restart by torchrun, which leaves the earlier keys in it: an init over them hangs.
     """
     if dist.is_initialized():
         return
@@ -106,10 +105,10 @@ def connect_to_store(name: str) -> dist.Store | None:
 
 
 def settle() -> None:
-    """Wait until gloo's threads are idle; call before the process group is destroyed.
+    """Wait until gloo's threads are idle, before the process group is destroyed.
 
-    They release the last collective's tensors a moment after its end and need Python's lock for that, which torch (at
-    least 2.6) holds while it waits for them: without the pause a rank may hang.
+    They release the last collective's tensors a moment later, with Python's lock, which torch holds while it waits for
+    them: without the pause a rank may hang.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         time.sleep(0.2)

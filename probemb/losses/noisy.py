@@ -21,8 +21,7 @@ from probemb.losses.triplet import hinges, sum_of_hardest, triplet_loss
 
 # ----------------------------------------------------------------------------------------------------------------- NCR
 # Noisy Correspondence Rectifier (NeurIPS 2021). After a warm-up, pairs' losses are split by a mixture of two normals
-# every epoch, labels are refined, and the triplet loss is minimised with a margin per pair. Two networks are trained,
-# each with the split by the other one's losses.
+# every epoch, and labels are refined. Two networks are trained, each with the split by the other one's losses.
 
 SOFT_MARGINS = {
     "linear": lambda label: label,
@@ -69,10 +68,9 @@ def ncr_predict(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: f
 def refine_labels(
     predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Tensor, predicted_by_other_N: Tensor | None = None
 ) -> Tensor:
-    """Labels for training, (N,): w + (1 - w) p for pairs classified as clean, the mean of p and q for the others.
+    """Labels for training, (N,): w + (1 - w) p for clean pairs, the mean of p and q for the others. Source: NCR.
 
-    p is the network's own prediction, q the other's, by default p; the probability w of being clean and the
-    classification come from the other network's losses. Source: NCR.
+    p is the network's own prediction, q the other's, by default p; w is the probability of being clean.
     """
     p, q = predicted_N, predicted_N if predicted_by_other_N is None else predicted_by_other_N
     return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * p, (p + q) / 2)
@@ -81,10 +79,8 @@ def refine_labels(
 def clean_probability(
     losses_N: Tensor, max_iterations: int = 10, tolerance: float = 1e-2, variance_floor: float = 5e-4
 ) -> Tensor:
-    """Posterior probability that a pair belongs to the normal with the lower mean, (N,) float64 on the CPU.
-
-    The losses of the whole training set, scaled to [0, 1], are fitted by a mixture of two normals, with the published
-    settings. Losses that are all equal are all clean: probability 1. Source: NCR.
+    """Probability that a pair belongs to the lower normal of a mixture of two, fitted to the losses of the training
+    set, scaled to [0, 1], (N,) float64 on the CPU. Losses that are all equal are all clean. Source: NCR.
     """
     from sklearn.exceptions import ConvergenceWarning  # sklearn costs --help more than a second
     from sklearn.mixture import GaussianMixture
@@ -157,8 +153,8 @@ def decl_correspondence(
 ) -> tuple[Tensor, Tensor]:
     """Pairs classified as clean, (N,) bool, and their uncertainty, (N,). Source: DECL, divergence of data.
 
-    A pair is clean if its evidence, summed over both directions, is its row's largest; what else matches by `match_NN`
-    does not compete, as batches of the paper have none. The uncertainty is N over the total of alpha, summed likewise.
+    A pair is clean if its evidence, summed over both directions, is its row's largest; others that match by `match_NN`
+    do not compete. The uncertainty is N over the total of alpha, summed likewise.
     """
     e = evidence(similarity_NN, tau)
     n = len(e)
@@ -176,7 +172,7 @@ def decl_loss(
 ) -> LossOutput:  # fmt: skip
     """Mean of both directions' evidential losses + hinge_weight * sum of the clean pairs' dynamic hinges. Source: DECL.
 
-    The texts of pairs not in `clean_N` match nothing, and they have no hinge; None: all are clean (warm-up).
+    Texts of pairs not in `clean_N` match nothing; None: all are clean (warm-up).
     """
     n = len(similarity_NN)
     clean_N = similarity_NN.new_ones(n) if clean_N is None else clean_N.to(similarity_NN.dtype)
@@ -191,10 +187,9 @@ def decl_loss(
 
 # ---------------------------------------------------------------------------------------------------------------- P2RM
 # Point-to-rectangle matching (Wang et al., ACM Multimedia 2022) as a regulariser of VSE's triplet loss, without public
-# code. An item is extended from a point to a rectangle, whose points stand for possible matches in the other modality
-# (the abstract; PCME++ §3.2). Assumed: a rectangle is axis-aligned around the unit mean, with one learned vector of
-# half-sides per modality; its similarity to a point is minus a half of the squared Euclidean distance, which is
-# cosine - 1 for half-sides of 0, so that margins keep their meaning; the mean of both directions; weight and start.
+# code: an item's rectangle stands for its possible matches (the abstract; PCME++ §3.2). Assumed: it is axis-aligned
+# around the unit mean, with one learned vector of half-sides per modality; its similarity to a point is minus half the
+# squared distance, cosine - 1 for half-sides of 0, so that margins keep their meaning; weight and start.
 
 
 def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor) -> Tensor:
@@ -265,9 +260,7 @@ def daa_loss(
 
 
 def caption_tfidf(captions: Sequence[str]) -> csr_matrix:
-    """Unit rows of term frequency times inverse document frequency, sparse (C, V) in float32, as scikit-learn has them;
-    a caption without words (of at least two letters or digits) is a row of zeros.
-    """
+    """Unit rows of tf-idf, (C, V) in float32; zeros for a caption without words (of two letters or digits or more)."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     return TfidfVectorizer().fit_transform(captions).astype(np.float32)

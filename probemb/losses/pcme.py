@@ -27,14 +27,12 @@ def pcme_loss(
 ) -> LossOutput:  # fmt: skip
     """2 * sum of every pair's soft contrastive loss + vib * L_vib + uniformity_weight * L_uniformity. Source: PCME.
 
-    Images (N, D), texts (M, D), labels (N, M), see `pair_nll`. The sum over pairs grows with the batch, as published.
+    Images (N, D), texts (M, D), labels (N, M), see `pair_nll`; `samples` of each item, or themselves, (N, J, D) and
+    (M, K, D); the generator, on the embeddings' device, is seeded alike on every rank.
 
-    Args:
-        samples: drawn of each item; or themselves, (N, J, D) and (M, K, D).
-        vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which
-            the published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma
-            where log sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
-        generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
+    `vib_form`: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which the
+    published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma where log
+    sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
     """
     with torch.autocast(image.mean.device.type, enabled=False):
         image, text = image.float(), text.float()

@@ -102,8 +102,8 @@ def prob_triplet_loss(
 ) -> LossOutput:
     """`triplet_loss` of one of GAUSSIAN_SIMILARITIES; the margin is in its units: nats, or the distance itself.
 
-    Source: Probabilistic VSE++/VSRN Eq. 3, which takes the largest hinge of every row and column; its text speaks of
-    semi-hard negatives, the hardest of those that are farther than the pair itself.
+    Source: Probabilistic VSE++/VSRN Eq. 3; its text speaks of semi-hard negatives, the hardest of those that are
+    farther than the pair itself.
     """
     similarity_NN = GAUSSIAN_SIMILARITIES[similarity](image, text)
     if negatives != "semi-hard":
@@ -123,8 +123,7 @@ def multi_instance_similarity(
 ) -> Tensor:
     """The largest of the K x K similarities of every pair, (N, M), in at least float32. Source: PVSE, L_mil.
 
-    (N, D) and (M, D) stand for K = 1. Cosines are of unit embeddings; "order" is `order_similarity` without the square,
-    as in the public code.
+    (N, D) and (M, D) stand for K = 1. "order" is `order_similarity` without the square, as in the public code.
     """
     image_NKD, text_MKD = _several(image_NKD), _several(text_MKD)
     flat_image, flat_text = image_NKD.flatten(0, 1), text_MKD.flatten(0, 1)  # (N K, D), (M K, D)
@@ -135,10 +134,7 @@ def multi_instance_similarity(
 
 
 def diversity(residual_NKD: Tensor) -> Tensor:
-    """Similarity of an item's K residuals: mean over items of ||G - I||_F / K^2. Source: PVSE, diversity loss.
-
-    G (K, K) has the cosines of an item's residuals: what the attention adds to its pooled features.
-    """
+    """Mean over items of ||G - I||_F / K^2, G (K, K) the cosines of an item's residuals. Source: PVSE, diversity."""
     with torch.autocast(residual_NKD.device.type, enabled=False):
         unit = F.normalize(at_least_float32(residual_NKD), dim=-1)
         k = unit.shape[1]
@@ -174,9 +170,8 @@ def pvse_loss(
 ) -> LossOutput:  # fmt: skip
     """Triplet loss of `multi_instance_similarity` + weighted `diversity` of both sides + weighted `mmd`. Source: PVSE.
 
-    Of N pairs, (N, K, D) each, or (N, D) for K = 1, with which it is the triplet loss alone. `residuals`: what the
-    attention adds to the images' and the texts' features, (N, K, D) each. With `reduce` "sum" the regularisers are sums
-    over the batch too (the public code's other choice).
+    Of N pairs, (N, K, D) each, or (N, D) for the triplet loss alone. `residuals`: what attention adds to the images'
+    and the texts' features, (N, K, D). With `reduce` "sum" (as the public code may) the regularisers are sums too.
     """
     mean_i, mean_t = _several(image.mean), _several(text.mean)
     n, k, _ = mean_i.shape

@@ -6,7 +6,6 @@ continues during a write in a thread.
 
 import hashlib
 import json
-import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable
@@ -24,8 +23,6 @@ from probemb.files import flush, replace_text
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 BEST = "best.json"  # in the run folder: the best checkpoint by a metric
-
-logger = logging.getLogger(__name__)
 
 
 class Damaged(UserError):
@@ -118,7 +115,7 @@ def _sum_of(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def find_checkpoint(run_dir: Path | str, tell: Callable[[str], object] = logger.warning) -> Path | None:
+def find_checkpoint(run_dir: Path | str, tell: Callable[[str], object] = print) -> Path | None:
     """The newest checkpoint of a run whose files have their sums, or None if none was ever finished; not collective.
 
     `tell` gets a sentence for every newer one, which is damaged. Raises UserError: all are.
@@ -155,10 +152,7 @@ def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[
     """Delete all but the newest `keep` whole checkpoints, multiples of `keep_every` (0: none), and `also` these."""
     found = _finished(run_dir)
     for step in superfluous(found, complete_steps(run_dir), keep, keep_every, also):
-        try:
-            shutil.rmtree(found[step])
-        except OSError as error:
-            logger.warning("The old checkpoint %s could not be deleted: %s.", found[step], error)
+        shutil.rmtree(found[step], ignore_errors=True)  # what a file system still holds goes the next time
 
 
 def superfluous(
