@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from probemb.distances import recomputed
 from probemb.gaussian import at_least_float32
 from probemb.models.options import CrossAttention, Norm
 
@@ -59,19 +59,22 @@ def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, element
         rows = []
         for part in context:
             gram_Ccc = part.values @ part.values.mT
-            rows.append(torch.cat([_block(*part, gram_Ccc, *query, how) for query in queries], 1))
+            rows.append(torch.cat([recomputed(_all_pairs, *part, gram_Ccc, *query, how) for query in queries], 1))
         scores_CQ = torch.cat(rows)[context_order.argsort()][:, query_order.argsort()]
     return scores_CQ if how.direction == "t2i" else scores_CQ.T
 
 
 def pair_scores(images: Tokens, texts: Tokens, how: CrossAttention, pairs: tuple[Tensor, Tensor]) -> Tensor:
     """Scores of P pairs, (P,), the numbers of their images and texts; holds the tokens of all pairs."""
+    numbered = (images, pairs[0]), (texts, pairs[1])
+    (context, of_context_P), (queries, of_query_P) = numbered if how.direction == "t2i" else numbered[::-1]
     with torch.autocast(images.values.device.type, enabled=False):
-        sides = [_chosen(side, of_P) for side, of_P in zip((images, texts), pairs)]
-        (context_PcD, context_mask), (query_PqD, query_mask) = sides if how.direction == "t2i" else sides[::-1]
+        context_PcD, context_mask = _chosen(context, of_context_P)
+        query_PqD, query_mask = _chosen(queries, of_query_P)
+        context_CcD, _ = _chosen(context, torch.arange(len(context.mask), device=context.mask.device))
+        gram_Pcc = (context_CcD @ context_CcD.mT).index_select(0, of_context_P)
         products, length = context_PcD @ query_PqD.mT, _root(query_PqD.square().sum(-1))
-        one = products[..., None], context_mask, context_PcD @ context_PcD.mT, length[..., None], query_mask[..., None]
-        return _scores(*one, how)[:, 0]
+        return _scores(products[..., None], context_mask, gram_Pcc, length[..., None], query_mask[..., None], how)[:, 0]
 
 
 def _chosen(tokens: Tokens, index: Tensor, end: int | None = None) -> Tokens:
@@ -86,14 +89,6 @@ def _by_length(tokens: Tokens, size: int) -> tuple[Iterator[Tokens], Tensor]:
     order = last.argsort(descending=True, stable=True)
     ends = (tokens.mask.shape[1] - last[order]).split(size)
     return (_chosen(tokens, index, int(end[-1])) for index, end in zip(order.split(size), ends)), order
-
-
-def _block(context: Tensor, context_mask: Tensor, gram: Tensor, query: Tensor, *others) -> Tensor:
-    """`_all_pairs`; with gradient, its intermediate results are computed again when they are needed."""
-    given = context, context_mask, gram, query, *others
-    if torch.is_grad_enabled() and (context.requires_grad or query.requires_grad):
-        return checkpoint(_all_pairs, *given, use_reentrant=False, preserve_rng_state=False)
-    return _all_pairs(*given)
 
 
 def _all_pairs(

@@ -19,7 +19,6 @@ from probemb.gaussian import Gaussian, at_least_float32
 SAMPLES = 8  # of an item, for a match probability
 BLOCK_ELEMENTS = 1 << 22  # elements of an intermediate result: 16 MiB in float32
 ORDER_ELEMENTS = 1 << 18  # of some rows times M x D: a CPU's cache
-RECOMPUTED = dict(use_reentrant=False, preserve_rng_state=False)
 
 
 def _full_precision(fn):
@@ -158,7 +157,7 @@ def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequenc
 
     total = a[0].new_zeros(n, m)
     for start in range(0, d, width):
-        total = total + checkpoint(one_slice, *(x[:, start : start + width] for x in (*a, *b)), **RECOMPUTED)
+        total = total + recomputed(one_slice, *(x[:, start : start + width] for x in (*a, *b)))
     return total
 
 
@@ -171,7 +170,14 @@ def in_row_blocks(
     rows = max(1, held // max(1, elements_per_row))
     if rows >= len(tensors[0]):
         return fn(*tensors)
-    return torch.cat([checkpoint(fn, *block, **RECOMPUTED) for block in zip(*(x.split(rows) for x in tensors))])
+    return torch.cat([recomputed(fn, *block) for block in zip(*(x.split(rows) for x in tensors))])
+
+
+def recomputed(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """fn(*tensors), whose intermediate results are computed again in the backward pass."""
+    if not torch.is_grad_enabled():  # checkpoint would hold them
+        return fn(*tensors)
+    return checkpoint(fn, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 # Values of --distance, beside match-probability, whose logits are its log-odds.
@@ -223,7 +229,7 @@ def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], 
         distance = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
         return value(distance.view(-1, *z_b_MKD.shape[:2]))
 
-    return (checkpoint(one_sample, z_a_ND, **RECOMPUTED) for z_a_ND in z_a_NJD.unbind(1))
+    return (recomputed(one_sample, z_a_ND) for z_a_ND in z_a_NJD.unbind(1))
 
 
 # ---------------------------------------------------------------------------------------------------- order embeddings
