@@ -1,7 +1,5 @@
 """Decode untrusted images."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Two images look alike if small colour thumbnails of them are nearly the same: sq
 again are some 0.01 at most, of distinct ones 0.2 and more. Crops and mirrored or repainted copies are not found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

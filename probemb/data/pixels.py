@@ -4,8 +4,6 @@ Torch's antialiased resizing of uint8 takes a sixth of PIL's time; values differ
 the memory order of (H, W, 3), as decoders write them. No torchvision here: it takes seconds to import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -58,9 +58,7 @@ class Snapshot(NamedTuple):
             partial.mkdir()
             files = {name: _write_tensors(partial / name, entries) for name, entries in self.tensors.items()}
             content = json.loads(json.dumps({**self.content, "files": files}))  # as it will be read, for the sum
-            (partial / STATE).write_text(
-                json.dumps({**content, "sha256": _sum_of(content)}, indent=1), encoding="utf-8"
-            )
+            (partial / STATE).write_text(json.dumps({**content, "sha256": _sum_of(content)}, indent=1))  # ASCII
             flush(partial / STATE)
             flush(partial)
             if target.exists():  # between these two renames, this one step has no checkpoint under its name
