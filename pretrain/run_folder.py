@@ -171,8 +171,13 @@ class RunFolder(RunOutput):
         if self.profiler and step == last:
             self.profiler.stop()
             path = self.path / "profile" / f"steps-{first}-{last}.json.gz"
-            path.parent.mkdir(exist_ok=True)
-            or_tell(path, lambda: self.profiler.export_chrome_trace(str(path)))
+
+            def write() -> None:
+                path.parent.mkdir(exist_ok=True)
+                self.profiler.export_chrome_trace(str(path))
+                print(f"profile {path}: open it in ui.perfetto.dev or chrome://tracing", flush=True)
+
+            or_tell(path, write)
 
 
 def export(model: DualEncoder, weights: dict[str, torch.Tensor], folder: Path) -> None:
