@@ -26,17 +26,8 @@ from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
 from probemb.data.reading import MALFORMED, checked, read_npy, reason
+from probemb.data.shards import samples
 from probemb.data.shards.index import expand_braces, read_index
-from probemb.data.shards.samples import (
-    IMAGE_EXTENSIONS,
-    MAX_IMAGE_BYTES,
-    Member,
-    Sample,
-    group_members,
-    parse_sample,
-    read_sample,
-    walk_tar,
-)
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
@@ -96,7 +87,7 @@ def read_place(place: Place) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise BadSample("is not a regular file")
         size = status.st_size if place.size < 0 else place.size
-        if size > MAX_IMAGE_BYTES:
+        if size > samples.MAX_IMAGE_BYTES:
             raise BadSample(f"has {size:,} bytes")
         return os.pread(fd, size, place.offset)
     finally:
@@ -134,15 +125,15 @@ def find_tars(data: str | Path) -> list[Path]:
     return [Path(tar) for tars in found for tar in tars]
 
 
-def list_members(tar: Path) -> list[Member]:
+def list_members(tar: Path) -> list[samples.Member]:
     try:
-        return list(walk_tar(tar))
+        return list(samples.walk_tar(tar))
     except BadShard as error:
         raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
 
 
 def read_samples(
-    tars: Sequence[Path], extensions: Sequence[str], parse: Callable[[Sample], T | None],
+    tars: Sequence[Path], extensions: Sequence[str], parse: Callable[[samples.Sample], T | None],
     need_caption: bool | None = True,
 ) -> tuple[Images, list[T]]:  # fmt: skip
     """The images of shards, and `parse` of each one's sample, which has the texts with these extensions.
@@ -153,14 +144,14 @@ def read_samples(
     for tar in tars:
         prefix, members = f"{tar.name}:" if len(tars) > 1 else "", list_members(tar)
         with open(tar, "rb") as file:
-            for span in group_members(members):
-                image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
+            for span in samples.group_members(members):
+                image = next((span.parts[ext] for ext in samples.IMAGE_EXTENSIONS if ext in span.parts), None)
                 if image is None:
                     continue
                 texts = {ext: span.parts[ext] for ext in extensions if ext in span.parts}
                 try:
-                    texts = read_sample(file.fileno(), span._replace(parts=texts))
-                    value = parse(parse_sample({"jpg": b"-", **texts}, span.key, need_caption))
+                    texts = samples.read_sample(file.fileno(), span._replace(parts=texts))
+                    value = parse(samples.parse_sample({"jpg": b"-", **texts}, span.key, need_caption))
                 except (BadSample, *MALFORMED) as error:
                     images.bad.append((prefix + span.key, reason(error)))
                     continue

@@ -140,16 +140,10 @@ def _stem(name: str) -> str:
     return base.rpartition(".")[0] if _is_image(base) else base
 
 
-# ------------------------------------------------------------------------------------------------------------- shards
-
-
-def _read_labelled_shards(path: Path) -> LabelledImages | None:
-    tars = find_tars(path)
-    labelled = any(member.name.endswith(".cls") for tar in tars for member in list_members(tar))
-    return _read_shards(tars) if labelled else None
-
-
-def _read_shards(tars: Sequence[Path]) -> LabelledImages:
+def _read_shards(path: Path, tars: Sequence[Path] = ()) -> LabelledImages | None:
+    tars = tars or find_tars(path)
+    if not any(member.name.endswith(".cls") for tar in tars for member in list_members(tar)):
+        return None
     images, marks = read_samples(tars, ("cls",), lambda sample: sample.label, need_caption=False)
     return LabelledImages(**vars(images), marks=marks)
 
@@ -171,13 +165,14 @@ def _read_benchmark(path: Path) -> LabelledImages | None:
         if not tars or len(tars) != int(reading.read_text(count)):
             raise ValueError(f"there are {len(tars)}")
     templates = tuple(read_templates(prompts)) if prompts.is_file() else None
-    return replace(_read_shards(tars), classes=read_classes(names), templates=templates)
+    images = _read_shards(split, tars)
+    return images and replace(images, classes=read_classes(names), templates=templates)
 
 
 # The readers give None for data of another layout; the first that does not counts, and the last always gives images.
 LAYOUTS: dict[str, Callable[[Path], LabelledImages | None]] = {
     "a data set of CLIP_benchmark": _read_benchmark,
-    "webdataset shards with KEY.cls": _read_labelled_shards,
+    "webdataset shards with KEY.cls": _read_shards,
     "a folder or tar with a folder for each class": _read_images,
 }
 

@@ -25,7 +25,7 @@ MAX_ARRAYS = 4 << 30  # bytes of an .npz, unpacked
 MAX_ID = 2**63 - 1
 MALFORMED = (
     *(ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, csv.Error),
-    *(OSError, EOFError, zlib.error),
+    *(OSError, EOFError, zlib.error, SyntaxError),  # the last of XML
 )
 REMEDY = "Correct the file, or fetch it again."
 AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it

@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from probemb.data.failures import BadSample, BadShard
 from probemb.files import replace_file
-
-if TYPE_CHECKING:
-    from webdataset import TarWriter
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 TEXT_EXTENSIONS = ("txt", "json", "cls")
@@ -106,8 +103,8 @@ def _check_end(fd: int, label: str, marker: int) -> None:
         raise BadShard(f"{label}: cut off at byte {end:,}: the end of the archive is missing")
 
 
-def tar_writer(file: BinaryIO) -> TarWriter:
-    """Writes samples {"__key__", extension: bytes}; the same samples give the same bytes."""
+def tar_writer(file: BinaryIO):
+    """webdataset's TarWriter of samples {"__key__", extension: bytes}; the same samples give the same bytes."""
     from webdataset import TarWriter  # which imports torch
 
     return TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0)
