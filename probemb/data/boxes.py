@@ -238,7 +238,7 @@ FORMATS = {ENTITIES: read_entities, (DESCRIPTIONS,): read_visual_genome}  # what
 
 
 class CropTriplet(NamedTuple):
-    """Crops A and B of an image and their union C, each with its box and its caption; C's is "a and b"."""
+    """Crops A and B of an image and their union C, captioned "a and b"."""
 
     image: int
     boxes: tuple[Box, Box, Box]

@@ -179,10 +179,8 @@ def locate(
 
     found = [find(group) for group in candidates]
     if missing := [name for name, file in zip(names, found) if file is None]:
-        raise UserError(
-            f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}.",
-            "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
-        )
+        what = f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}."
+        raise UserError(what, "Name the folder that holds them (COCO's has train2014 in it), or fetch them.")
     return Images(places=[Place(name, file) for name, file in zip(names, found)], source=str(source))
 
 

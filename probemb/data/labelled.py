@@ -268,10 +268,8 @@ def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
             return [index[mark] for mark in images.marks]
     unknown = next(mark for mark in marks if mark not in known[0])
     close = "" if images.folders is None else nearest(unknown, classes.keys or classes.names)
-    raise UserError(
-        f"The class {unknown} of {images.source} is not one of the {len(classes)} classes of {classes.source}.{close}",
-        "Pass --classes the file that belongs to this data: one name for each class in order, or {folder: name}.",
-    )
+    what = f"The class {unknown} of {images.source} is not one of the {len(classes)} classes of {classes.source}."
+    raise UserError(what + close, "Pass --classes a file with a name for each class in order, or {folder: name}.")
 
 
 def remarks(labels: Sequence[int], classes: Classes) -> list[str]:

@@ -79,7 +79,7 @@ class CaptionDataset:
         return [numbers[name] for name in self.classes]
 
     def flat(self) -> list[str]:
-        """All M captions, image after image."""
+        """All M captions."""
         return [text for texts in self.captions for text in texts]
 
     def owner(self) -> list[int]:
@@ -137,7 +137,6 @@ def _find_shards(path: Path, split: str | None) -> tuple[list[Path], str | None]
 
 
 def _entry(sample: Sample) -> Entry:
-    """Raises ValueError: malformed ids."""
     number, rows = sample.meta.get("image_id"), sample.meta.get("captions") or ()
     rows = [row for row in rows if isinstance(row, dict) and row["caption"].strip()]  # empty ones are dropped
     ids = [reading.as_id(row["id"], "a caption id") for row in rows if "id" in row]

@@ -47,7 +47,7 @@ class Judgements:
 
     @property
     def share(self) -> Tensor:
-        """(P,) float64, the share of yes."""
+        """(P,) float64, of yes."""
         return self.yes.double() / (self.yes + self.no)
 
     def only(self, keep: Tensor) -> Judgements:

@@ -394,7 +394,7 @@ def dense(found: Compositions) -> np.ndarray:
 
 
 def shown(found: Compositions) -> np.ndarray:
-    """Mask of the concepts with image queries in every split: (C,) bool."""
+    """(C,) bool: the concepts with image queries in every split."""
     splits = np.array(found.splits)
     return np.array([{*splits[crops.images]} >= {*SPLITS} for crops in found.crops])
 
@@ -420,12 +420,8 @@ def read_test_images(folder: Path) -> set[str] | None:
 
 
 def published_tuples(found: Compositions, lists: Path, k: int, split: str, notes: list[str]) -> dict[str, np.ndarray]:
-    """The combinations of the lists that images here have; `notes` gets sentences on those that are left out.
-
-    Seen ones have an image in "train" and in the split, others in the split that they are asked for in; infeasible ones
-    have none in any split.
-    """
-    needed = {
+    """The combinations of the lists that images here have; `notes` gets sentences on those that are left out."""
+    needed = {  # splits that have an image with all concepts; infeasible ones have none in any
         "seen": {"train", split},
         "unseen_train": {"train" if split == "test" else split},
         "unseen_test": {"test"},
