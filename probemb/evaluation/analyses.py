@@ -67,9 +67,7 @@ def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
 
 
 def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]) -> list[dict]:
-    """Does an input (N, D) lie in the same input with a part erased? A row for each share. "sigma": PCME Fig. 7;
-    "lies_in": the erased includes the whole; "covers": `coverage` of the whole by the erased.
-    """
+    """Does an input (N, D) lie in the same input with a part erased? A row for each share. Source: PCME Fig. 7."""
     rows = []
     for share, g in zip(shares, erased):
         sigma = geometric_sigma(g)
@@ -153,9 +151,7 @@ class EmbeddedTriplets:
 def embed_triplets(
     embedder: Embedder, data: PhraseDataset, thresholds: Sequence[float]
 ) -> tuple[dict[float, EmbeddedTriplets], list[tuple[str, str]]]:
-    """The triplets of every area threshold that has any, each crop and caption embedded once; (name, reason) of images
-    that could not be read. Raises UserError.
-    """
+    """The triplets of every area threshold that has any, and (name, reason) of unreadable images. UserError."""
     found = {threshold: crop_triplets(data, threshold) for threshold in thresholds}
     every = list(chain.from_iterable(found.values()))
     if not every:
@@ -179,8 +175,6 @@ def embed_triplets(
             images = {x: Gaussian.stack([crops[t.image][t.boxes[i]] for t in kept]) for i, x in enumerate(ITEMS)}
             said = {x: texts[torch.tensor([place[t.captions[i]] for t in kept])] for i, x in enumerate(ITEMS)}
             out[threshold] = EmbeddedTriplets(images, said, kept)
-    if not out:
-        raise UserError(f"No image of {data.source} with two regions could be read.", "Repair the data.")
     return out, bad
 
 
@@ -222,9 +216,7 @@ def _estimate(values: Tensor) -> dict:
 def hierarchy_walk(
     images_ND: Tensor, texts_TD: Tensor, numbers_T: Tensor, roots_ND: Tensor, steps: int = STEPS
 ) -> list[Tensor]:
-    """Numbers of the captions closest to points on the way from an image's closest caption towards its root, which is
-    not reached. All are of unit length.
-    """
+    """Numbers of the captions closest to points on the way from an image's closest caption towards its root."""
     share, found = torch.arange(steps)[:, None] / steps, []
     for image, root in zip(images_ND.split(IMAGES), roots_ND.split(IMAGES)):
         start = texts_TD[(image @ texts_TD.T).argmax(1)][:, None]
@@ -327,9 +319,7 @@ def of_neighbours(likeness: Tensor, near: Tensor) -> dict:
 
 
 def of_walks(likeness: Tensor, walks: Sequence[Walk]) -> dict:
-    """Means over walks. "consecutive": likeness of the nearest images of two steps in a row that differ; "cosine": of
-    the nearest image, low in between where codes leave holes.
-    """
+    """Means over walks; "consecutive": likeness of the nearest images of two steps in a row that differ."""
     steps = [(a, b) for one in walks for a, b in zip(one.images, one.images[1:]) if a != b]
     return {
         "walks": len(walks),

@@ -90,9 +90,7 @@ def positives_of(data: Compositions, queries: Sequence[Query], kept: Sequence[in
 def ranked_by(
     gallery: EmbeddedImages, found: ComposedQueries, by: Ranking = "cosine", without_own: bool = False
 ) -> Callable[[slice], Tensor]:
-    """Scores of the queries, a block at a time, against the gallery. without_own: the images that a query is made of
-    rank last, as TIRG's evaluation of Fashion200k has it.
-    """
+    """Scores of the queries against the gallery. without_own: a query's own images rank last, as in TIRG."""
     score = composed_scores(found.composed, gallery.gaussian, by)
     place = {image: row for row, image in enumerate(gallery.kept)}
     own = [[place[part.image] for part in one.parts if part.image in place] for one in found.queries]
@@ -210,11 +208,9 @@ def feasibility_strata(
     groups = [combinations_of(one.queries) for one in sides]
     rows = {kind: [of_kind(one.queries, kind) for one in sides] for kind in KINDS}
     common = {kind: both for kind, both in rows.items() if all(bool(some.any()) for some in both)}
+    every = {kind: list(zip(scores, groups, both)) for kind, both in common.items()}
     return {
-        name: {
-            kind: [(one[name][some], group[some]) for one, group, some in zip(scores, groups, both)]
-            for kind, both in common.items()
-        }
+        name: {kind: [(one[name][some], group[some]) for one, group, some in of] for kind, of in every.items()}
         for name in scores[0]
     }
 
@@ -222,9 +218,7 @@ def feasibility_strata(
 def measure_feasibility(
     composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """ROC AUC of telling infeasible queries from feasible ones of the same kind: score -> kind -> {"value", "se"}.
-    "all" is the mean of the kinds. Standard errors treat the queries of one combination as dependent.
-    """
+    """ROC AUC of infeasible queries against feasible ones of the same kind: score -> kind -> {"value", "se"}."""
     strata = feasibility_strata(composer, feasible, infeasible, counts).items()
     return {
         name: {"all": auc_estimate(list(kinds.values()))} | {kind: auc_estimate([one]) for kind, one in kinds.items()}

@@ -51,9 +51,7 @@ def encode_images(
     encode: Callable[[Tensor], Gaussian], batches: Iterable[Tensor], device: Device = CPU,
     progress: Progress = lambda n: None,
 ) -> Gaussian:  # fmt: skip
-    """Encode every batch, without gradients -> Gaussian (N, D), float32, on the CPU. Raises UserError: an embedding is
-    not finite, or there is nothing to encode.
-    """
+    """Encode batches -> Gaussian (N, D), float32, on the CPU. Raises UserError: one is not finite, or none."""
     parts = []
     with torch.inference_mode():
         for batch in batches:

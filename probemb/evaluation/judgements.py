@@ -33,9 +33,7 @@ Resampled = dict[str, Tensor]  # "average_precision", "roc_auc" and "…_halves"
 
 @dataclass(frozen=True, eq=False)
 class JudgedPairs:
-    """P judged pairs: rows, label (a majority said yes), share of yes, half, 0 or 1, by a hash of the image's name, and
-    `clusters_of` images and of captions.
-    """
+    """P judged pairs: rows, label (the majority's), share of yes, half (0 or 1), clusters of images and of captions."""
 
     image: Tensor
     caption: Tensor
@@ -96,9 +94,8 @@ def judged_metrics(scores: Tensor, judged: JudgedPairs) -> Resampled:
 def evaluate_rankings_of_pairs(
     pairs: EmbeddedPairs, judged: JudgedPairs, rankings: Sequence[str], options: RankingOptions
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Average precision and ROC AUC of every ranking that scores pairs, with differences to the "reference" by the
-    paired bootstrap; ranking -> scores (P,). The scores of CROSS_FITTED have no common scale: only means of halves
-    count.
+    """Both metrics of every ranking that scores pairs, with paired differences to the "reference", and the scores (P,)
+    of each. Those of CROSS_FITTED have no common scale: only means of halves count.
     """
     names = [name for name in rankings if RANKINGS[name].scores] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}

@@ -23,7 +23,6 @@ from probemb.data.failures import BadSample
 from probemb.data.image_loader import refuse_too_many
 from probemb.data.pixels import stack
 from probemb.data.workers import make_loader, read
-from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder, KeptTokens, encode_images
 from probemb.evaluation.rankings import RankingOptions, scores_of
 from probemb.evaluation.uncertainty import query_scores
@@ -58,9 +57,7 @@ def localise(
     embedder: Embedder, data: PhraseDataset, proposals: Proposals, rankings: Sequence[str], options: RankingOptions,
     several: str,
 ) -> Localised:  # fmt: skip
-    """Embed every phrase and every proposal, and rank. several: "merged", a phrase with several boxes means the
-    smallest box around them, or "any", each is right. Raises UserError: too many images cannot be read.
-    """
+    """Embed and rank. Several boxes of a phrase are "merged", or "any" is right. Raises UserError."""
     kept = (KeptTokens(), KeptTokens()) if "attention" in rankings else None
     texts = replace(embedder, kept=kept).texts([phrase.text for phrase in data.phrases], "phrases")
     of_image, device, parts, rows, bad = data.by_image(), options.device, [], [], []
@@ -81,8 +78,6 @@ def localise(
         known = query_scores(texts[some], crops, MatchModel.of(embedder.model)) if single else {}
         parts.append({**_of_phrases(scores, overlaps), "u": u if single else u.mean(1), "scores": known})
         rows += of_image[image]
-    if not parts:
-        raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
     image = torch.tensor([data.phrases[row].image for row in rows])
     return Localised(rows, image, **_joined(parts), bad=bad)
 
@@ -125,9 +120,7 @@ def embedded_proposals(
     embedder: Embedder, data: PhraseDataset, proposals: Proposals, of_image: Sequence[Sequence],
     bad: list[tuple[str, str]], title: str = "proposals", with_tokens: bool = False,
 ) -> Iterator[tuple[int, Gaussian, Tokens | None]]:  # fmt: skip
-    """Image, proposals (P, D) and their tokens (P, T, D) of each image with phrases; unreadable images are added to
-    `bad`. Raises UserError: these are too many.
-    """
+    """Image, proposals (P, D) and their tokens of each image with phrases; adds unreadable images to `bad`."""
     sizes = [len(boxes) if some else 0 for boxes, some in zip(proposals.boxes, of_image)]
     blocks = [(image, first) for image, n in enumerate(sizes) for first in range(0, n, embedder.batch_size)]
     dataset = _Proposals(data, proposals, blocks, embedder.transform, embedder.batch_size)

@@ -283,9 +283,7 @@ def ranking_names(text: str | None) -> list[str]:
 
 
 def fitting(names: Sequence[str], model, given: bool) -> list[str]:
-    """The rankings that a model's embeddings allow; if none were `given`, the one that it was trained for first. Raises
-    UserError: a given one does not fit the model.
-    """
+    """The rankings that fit a model; if none were `given`, the one that it was trained for first. Raises UserError."""
     unfit = {name: why for name in names if (why := _unfit(name, model))}
     if given and unfit:
         name, why = next(iter(unfit.items()))

@@ -160,9 +160,7 @@ def erase(
     embedder: Embedder, captions: CaptionDataset, chosen: Sequence[int], shares: Sequence[float] = ERASED,
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:  # fmt: skip
-    """Uncertainty against the share that is erased of the `chosen` images and of their first captions, "words" and
-    "ends" (the last words). "lies_in": the share of captions that lie in their prefix.
-    """
+    """Uncertainty by erased share of the `chosen` images and of their first captions; "ends": of the last words."""
     read = []
     for i in chosen:
         with suppress(BadSample):  # the file has changed
@@ -328,9 +326,7 @@ def evaluate_predictors(
     pairs: EmbeddedPairs, captions: CaptionDataset, correct: Mapping[str, Tensor], model: MatchModel,
     device: str = "cpu", accepted_share: Tensor | None = None,
 ) -> dict:  # fmt: skip
-    """`assess` of both directions, and a warning if u runs against recall. correct: "images" -> (N,), "captions" ->
-    (M,), whether the first answer is right; accepted_share: (M,).
-    """
+    """`assess` of both directions, and a warning. correct: side -> (Q,), whether the first answer is right."""
     images, texts = pairs.images.to(device), pairs.texts.to(device)
     ambiguity = None if captions.truth is None else true_ambiguity(captions, pairs.kept)
     first = None

@@ -59,9 +59,7 @@ def coco_test_ids() -> tuple[list[int], list[int]]:
 
 
 def coco_rows(image_ids: Iterable | None, caption_ids: Iterable | None) -> tuple[Tensor, Tensor]:
-    """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data, which may hold others. Raises
-    UserError: some of COCO's ids are not among the data's.
-    """
+    """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data. UserError: some are missing."""
     remedy, found = "Give the data of COCO's Karpathy test split with its ids, or leave these benchmarks out.", []
     for what, ids, wanted in zip(("images", "captions"), (image_ids, caption_ids), coco_test_ids()):
         place = {int(name) if str(name).lstrip("-").isdecimal() else name: row for row, name in enumerate(ids or ())}

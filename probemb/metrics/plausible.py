@@ -48,10 +48,8 @@ def plausible_match_r_precision(
 
 
 def _found_among_r(scores_QG: np.ndarray, differ_QG: np.ndarray, zetas: Sequence[int]) -> list[np.ndarray]:
-    """For each zeta the share of matches among the R closest, and whether the closest item matches, (2, Q).
-
-    Sorted values give the score at rank R, which is far faster than sorting indices; NaN where nothing matches.
-    """
+    """For each zeta the share of matches among the R closest, and whether the closest item matches, (2, Q)."""
+    # Sorted values give the score at rank R, far faster than sorted indices; NaN where nothing matches.
     ordered_QG, every = np.sort(scores_QG, axis=1), np.arange(len(scores_QG))
     place_P = np.flatnonzero(differ_QG <= max(zetas))  # pairs: few, compared with all
     query_P, n_gallery = place_P // scores_QG.shape[1], scores_QG.shape[1]

@@ -157,9 +157,7 @@ def open_embeddings(folder: str | Path) -> Embeddings:
 def create_embeddings(
     folder: str | Path, model: str, weights: str, dim: int, mean_dtype: str | None = None, resize: str | None = None
 ) -> Embeddings:
-    """A folder for embeddings, which may already hold some of the same model; mean_dtype and resize None take its own.
-    Raises UserError: it holds others, or other files.
-    """
+    """A folder for embeddings, which may hold some of the same model and choices already. Raises UserError."""
     folder = Path(folder)
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or (NAME not in names and any(not name.startswith(f".{NAME}.") for name in names)):

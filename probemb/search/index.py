@@ -192,9 +192,7 @@ def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]
 def rerank(
     index: Index, queries: Gaussian, k: int, candidates: int | None = None, weight: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Search an index of the means, add the gallery's u times `weight` to the candidates, and keep the k closest.
-    Source: PCME++ §C.5. Returns and raises as `search`.
-    """
+    """Search the means, add the candidates' u times `weight`, keep the k closest. Source: PCME++ §C.5."""
     candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
     distance, found = _weighted(index, *neighbours(index, queries, candidates), weight)
     return _whole(index, queries, distance[:, :k]), found[:, :k]
@@ -285,9 +283,8 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
     parts, graph_of_cells = min(parts, dim), "_HNSW32" if cells >= MANY_CELLS else ""
     # np: without the training for polysemous search, which takes minutes and is not used here
     factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells}{graph_of_cells},PQ{parts}np"
-    return Choice(
-        factory, f"IVF-PQ, compressed: {shape} are too many or too large for a graph; distances are approximate."
-    )
+    why = f"IVF-PQ, compressed: {shape} are too many or too large for a graph; distances are approximate."
+    return Choice(factory, why)
 
 
 def cell_count(count: int) -> int:
