@@ -53,13 +53,13 @@ def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
     "covers_other": that of two rows before; "own_is_closest": of all N by expected likelihood; "between": its mean is
     closer to the intersection's than to either original's.
     """
-    common = compose(Gaussian.stack([first, second])).gaussian
+    common, rows = compose(Gaussian.stack([first, second])).gaussian, torch.arange(len(mixed))
     to_common, to_a, to_b = ((mixed.mean - g.mean).norm(dim=-1) for g in (common, first, second))
     return _means(
         {
             "covers": coverage(common, mixed),
-            "covers_other": coverage(_rolled(common, 2), mixed),
-            "own_is_closest": elk(mixed, common).argmin(1) == torch.arange(len(mixed)),
+            "covers_other": coverage(common[rows.roll(2)], mixed),
+            "own_is_closest": elk(mixed, common).argmin(1) == rows,
             "between": (to_common < to_a) & (to_common < to_b),
             "wider": geometric_sigma(mixed) > (geometric_sigma(first) + geometric_sigma(second)) / 2,
         }
@@ -73,12 +73,9 @@ def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]
         sigma = geometric_sigma(g)
         found = {"sigma": sigma, "wider": sigma > geometric_sigma(whole), "lies_in": own_inclusion(whole, g) > 0}
         found |= {"covers": coverage(whole, g), "covered": coverage(g, whole)}
-        rows.append({"share": share, **_means(found | {"covers_other": coverage(_rolled(whole, 1), g)})})
+        found |= {"covers_other": coverage(whole[torch.arange(len(whole)).roll(1)], g)}
+        rows.append({"share": share, **_means(found)})
     return rows
-
-
-def _rolled(g: Gaussian, by: int) -> Gaussian:
-    return Gaussian(g.mean.roll(by, 0), g.log_var.roll(by, 0))
 
 
 def _means(values: dict[str, Tensor]) -> dict[str, float | None]:

@@ -89,7 +89,7 @@ def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title:
         return []
     chart = Chart(name, x_label="least certain refused, %", y_label=y_label)
     for (by, curve), colour in zip(curves.items(), PALETTE):
-        chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], by, colour)
+        chart.line(*([100 * x for x in curve[key]] for key in ("refused", "score")), by, colour)
     chart.level(100 * curve["random"], "at random")
     areas = ", ".join(f"{by} {percent(curve['area'])}" for by, curve in curves.items())
     return [Figure(chart, title, f"Mean over all shares: {areas}.")]
@@ -166,8 +166,8 @@ def write_page(file: Path, page: Page, generator: str) -> None:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    sections = [(title, [block for block in blocks if block]) for title, blocks in page.sections]
-    page = page._replace(sections=[(title, blocks) for title, blocks in sections if blocks])
+    sections = [(title, [block for block in blocks if block]) for title, blocks in page.sections if any(blocks)]
+    page = page._replace(sections=sections)
     template = environment.get_template("report.html")
     text = template.render(page=page, generator=generator, draw=draw, written=provenance(), folder=folder.name)
     if file.exists():  # figures that an earlier page of the same name links to

@@ -27,7 +27,7 @@ from probemb.errors import UserError
 from probemb.files import flush, replace_text
 from probemb.progress import silent
 from probemb.search import index as indexes
-from probemb.search.embeddings import Embeddings, Partition, item_schema, read_json
+from probemb.search.embeddings import Embeddings, item_schema, read_json
 from probemb.search.index import Choice, Index
 
 FORMAT = 4
@@ -57,33 +57,36 @@ def write_index(
     def vectors(mean: np.ndarray, u: np.ndarray) -> np.ndarray:
         return indexes.gallery_vectors(mean, u, form, choice.factory, weight, origin)
 
-    width, sizes, start = indexes.width_of(model.dim, form, choice.factory), [], 0
-    rows, sample, names = part_items or count, indexes.sample_rows(count).numpy(), [UNCERTAINTY, SAMPLE, ITEMS]
-    empty = indexes.new_index(width, choice.factory)
+    starts = np.cumsum([0, *(part.count for _, part in parts)])
+
+    def of_parts(rows: np.ndarray) -> list[np.ndarray]:  # ascending rows of the gallery -> rows of each partition
+        return [some - start for some, start in zip(np.split(rows, np.searchsorted(rows, starts[1:-1])), starts)]
+
+    width, sizes, names = indexes.width_of(model.dim, form, choice.factory), [], [UNCERTAINTY, SAMPLE, ITEMS]
+    rows, empty = part_items or count, indexes.new_index(width, choice.factory)
     with _aside(out) as folder, indexes.faiss_errors(choice.factory), show("items", count) as advance:
         if not empty.is_trained:
             wanted = indexes.training_count(choice.factory, count, model.dim, memory)
             drawn = np.random.default_rng(0).choice(count, wanted, replace=False, shuffle=False)
-            _train(empty, np.concatenate([vectors(*found) for found in _read_rows(parts, np.sort(drawn))]))
+            chosen = ((one, some) for one, some in zip(parts, of_parts(np.sort(drawn))) if len(some))
+            _train(empty, np.concatenate([vectors(*(x[some] for x in s.read(part))) for (s, part), some in chosen]))
         index = faiss.clone_index(empty)
         with ExitStack() as stack:
             u_file, sample_file, items_file = (stack.enter_context(open(folder / name, "wb")) for name in names)
             items = stack.enter_context(pa.ipc.new_file(items_file, item_schema(kind)))
-            for source, part in parts:
+            sample = of_parts(indexes.sample_rows(count).numpy())
+            for (source, part), kept, stop in zip(parts, sample, starts[1:]):
                 mean, u = source.read(part)
-                kept = sample[(sample >= start) & (sample < start + part.count)] - start
                 items.write_table(source.read_items(part))
                 u_file.write(u.astype("<f4"))
                 sample_file.write(mean[kept].astype("<f4"))
-                left, start = vectors(mean, u), start + part.count
+                left = vectors(mean, u)
                 while len(left):
                     added, left = np.split(left, [rows - index.ntotal])
                     index.add(added)
-                    if index.ntotal == rows or (start == count and not len(left)):
+                    if index.ntotal == rows or (stop == count and not len(left)):
                         names.append(f"part-{len(sizes):05d}.faiss")
-                        with open(
-                            folder / names[-1], "wb"
-                        ) as file:  # FAISS' own does not report a full disk at the end
+                        with open(folder / names[-1], "wb") as file:  # FAISS' own may not report a full disk
                             faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
                         sizes.append(index.ntotal)
                         index = faiss.clone_index(empty)
@@ -115,18 +118,6 @@ def _aside(out: Path) -> Iterator[Path]:
         raise UserError(what, "Free some space, or name another folder with --out.") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read_rows(
-    parts: Sequence[tuple[Embeddings, Partition]], drawn: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    start = 0
-    for source, part in parts:
-        rows = drawn[(drawn >= start) & (drawn < start + part.count)] - start
-        if len(rows):
-            mean, u = source.read(part)
-            yield mean[rows], u[rows]
-        start += part.count
 
 
 def _train(index: faiss.Index, vectors: np.ndarray) -> None:
