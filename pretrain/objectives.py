@@ -27,7 +27,7 @@ from probemb.losses.clip import clip_loss, ring_clip_loss
 from probemb.losses.match import pairwise_match_loss, ring_match_loss
 from probemb.losses.output import LossOutput
 from probemb.losses.prolip import prolip_loss, siglip_loss
-from probemb.models.match import OF_DISTANCE
+from probemb.models.options import MATCH_OF_DISTANCE
 
 Exchange = Literal["ring", "gather"]
 RING_RANKS = 64  # up to this many ranks the ring's sequential hops are worth the memory they save
@@ -97,7 +97,7 @@ class PCMEPlusPlus:
 
     @property
     def model_options(self) -> dict[str, Any]:
-        match = OF_DISTANCE.get(self.distance, "none")
+        match = MATCH_OF_DISTANCE.get(self.distance, "none")
         return {"log_var_start": self.log_var, "temperature_trained": bool(self.clip), "match": match}
 
     def __call__(self, pairs: Pairs) -> LossOutput:

@@ -167,7 +167,7 @@ def load_backbone(options: Namespace) -> Backbone:
     trunk, wanted = pretrained_trunk({"timm_model_name": name}, options.weights)
     vision = {"tower": "timm", "timm_model_name": name, "image_size": size}
     head = ModelOptions(head="average", embed_dim=1, probabilistic=False)
-    tower = timm_tower({"vision_cfg": vision}, head, 0, trunk).to(device).eval().requires_grad_(False)
+    tower = timm_tower({"vision_cfg": vision}, "vision_cfg", head, 0, trunk).to(device).eval().requires_grad_(False)
     preprocess = {"size": size, "resize_mode": "squash", **wanted}
     tower.normalization = channel_statistics(preprocess)
     with torch.inference_mode():

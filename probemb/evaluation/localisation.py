@@ -28,7 +28,6 @@ from probemb.evaluation.rankings import RankingOptions, scores_of
 from probemb.evaluation.uncertainty import query_scores
 from probemb.gaussian import Gaussian
 from probemb.machine import loader_workers
-from probemb.models.match import MatchModel
 
 KS = (1, 5, 10)
 THRESHOLD = 0.5  # of the IoU
@@ -75,7 +74,7 @@ def localise(
                 scores[name] = scores_of(name, crops, texts[some], options)(slice(None)).T.cpu()
         u = texts[some].uncertainty()
         single = u.dim() == 1  # not several embeddings of an item
-        known = query_scores(texts[some], crops, MatchModel.of(embedder.model)) if single else {}
+        known = query_scores(texts[some], crops, embedder.model.match_model) if single else {}
         parts.append({**_of_phrases(scores, overlaps), "u": u if single else u.mean(1), "scores": known})
         rows += of_image[image]
     image = torch.tensor([data.phrases[row].image for row in rows])

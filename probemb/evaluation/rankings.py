@@ -303,7 +303,7 @@ def _unfit(name: str, model) -> str | None:
         return f"with {model.n_embeddings} embedding{'s' * (model.n_embeddings > 1)} of an item"
     if ranking.variances and not model.probabilistic:
         return "without uncertainty, a point model: it reads variances"
-    if name == "match-probability" and not model.predicts_matches:
+    if name == "match-probability" and not model.match_model.matches:
         return "whose loss did not train a and b"
     return None
 

@@ -217,7 +217,7 @@ def evaluate_retrieval(
     pairs = embed_pairs(embedder, captions, with_tokens=ranking == "attention")
     found: dict = {"ranking": ranking, "images": len(pairs.images), "captions": len(pairs.texts)}
     options = RankingOptions(
-        *model.match_numbers(), device=embedder.device.name, attention=model.attention, tokens=pairs.tokens
+        *model.match_model.numbers, device=embedder.device.name, attention=model.attention, tokens=pairs.tokens
     )
     positives = own_captions(pairs.owner, len(pairs.images))
     if ranking == "tolerance":

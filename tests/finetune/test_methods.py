@@ -75,9 +75,9 @@ def test_every_method_trains_validates_and_saves(name, run_of):
     for folder in folders:
         model = load_model(out / folder).model
         assert model.probabilistic == method.probabilistic
-        assert model.predicts_matches == (method.match != "none" and model.probabilistic)
-        assert (model.trained_temperature is None) == (name not in ("infonce", "pcmepp-clip", "prolip"))
-        assert (model.match_form == "samples") == (name == "pcme")
+        assert model.match_model.matches == (method.match != "none" and model.probabilistic)
+        assert (model.match_model.temperature is None) == (name not in ("infonce", "pcmepp-clip", "prolip"))
+        assert (model.match_model.form == "samples") == (name == "pcme")
         assert (model.composer is not None) == method.composes
         assert not [key for key in model.state_dict() if "decoder" in key]
 
