@@ -232,6 +232,8 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
     variant = None if folders is None else imagenet_folders(folders)
     if wanted == "imagenet":
         classes = imagenet_classes(variant)
+    elif wanted and not Path(wanted).is_file():
+        raise UserError(f"--classes: there is no file {wanted}.", "Name a class-name file, or imagenet.")
     elif wanted or images.class_file:
         classes = read_classes(wanted or images.class_file)
     elif images.classes is not None:

@@ -53,10 +53,10 @@ def read_vocabulary(path: str | Path) -> list[str]:
             raise ValueError(f"{line[:80]!r} is not a word with its count")
         return word
 
-    words = parse_lines(Path(path), "a vocabulary", parse)
+    words = parse_lines(Path(path), "a vocabulary", parse) if Path(path).is_file() else []
     check_unique(words, "word", path)
     if not words:
-        raise UserError(f"The vocabulary {path} is empty.", _BUILD)
+        raise UserError(f"model.vocabulary: {path} does not exist, or holds no word.", _BUILD)
     return words
 
 

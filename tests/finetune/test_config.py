@@ -100,6 +100,7 @@ def test_a_recipe_is_shortened_to_fewer_epochs(words, freeze, warmup, decay, mon
 
 REFUSED = {  # words -> what is said of them
     "--optimizer.freeze_epochs=25": "freeze_epochs is 25 of 25 epochs: .* less than 25",
+    "--optimizer.warmup_epochs=24": "warm-up ends after 26 of 25 epochs",
     "--mix.mixup=0 --mix.cutmix=0": "are both 0",
     "--data.cache_features=x": "the tower is trained",
     "--method=scan --model.head=gpo": "scan works with head average alone. Set model.head to average",
