@@ -98,6 +98,16 @@ def test_it_resumes_bit_for_bit_in_the_middle_of_an_epoch(name, run_of, tmp_path
     assert all(torch.equal(ours[key], value) for key, value in theirs.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{}, {"loss.temperature": 0.1}])
+def test_mpc_learns_by_default_and_says_where_it_does_not(own, run_of, tmp_path, capsys):
+    options = {**run_of("mpc")[1], "out": tmp_path / "run", "epochs": 20, "save-every": 0, **own}
+    assert run_here(options) == 0
+    assert ("a random choice's" in capsys.readouterr().out) == bool(own)
+    last = [line for line in metrics(tmp_path / "run") if "loss" in line][-1]
+    assert (last["query_to_target"] > math.log(60) - 0.5) == bool(own)
+
+
 RANKED = {"order": "order", "pvse": "multi-instance", "vsepp": "mean", "scan": "attention", "pcme": "match-probability"}
 
 
