@@ -201,8 +201,7 @@ def read_classes(path: str | Path) -> Classes:
     One of: one name a line; a JSON list of names; a JSON object {folder: name}; a JSON list of objects with a "name"
     (or "open_clip_name"), and optionally an "index" and a "wnid" or "folder".
     """
-    path = Path(path)
-    text = reading.read_text(path)
+    text = reading.read_text(path := Path(path))
     with reading.checked(path, "a class-name file", "Write one class name a line, or a JSON list of names."):
         rows = json.loads(text) if path.suffix.lower() == ".json" else text.rstrip().splitlines()
         if isinstance(rows, dict):
@@ -239,8 +238,7 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
     elif images.classes is not None:
         classes = images.classes
     elif variant is not None:
-        present = set(folders)
-        kept = [item for item in zip(IMAGENET_CLASSNAMES, variant) if item[1] in present]
+        kept = [item for item in zip(IMAGENET_CLASSNAMES, variant) if item[1] in folders]
         source = BUILT_IN if len(kept) == len(variant) else f"{BUILT_IN}, {len(kept)} of them"
         classes = Classes(*map(tuple, zip(*kept)), source)
     elif folders is None and n_marks == 1000:

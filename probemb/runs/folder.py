@@ -73,8 +73,7 @@ def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free:
     keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
     changes = {key: (before.get(key), now.get(key)) for key in keys}
     before, now = flat(state["data"], "data."), flat(identity, "data.")
-    told = {*changes, *(f"data.{key}" for key in changes)}  # batch_size and seed are in both
-    changes |= {key: (before.get(key), now.get(key)) for key in {**before, **now} if key not in told}
+    changes |= {k: (before.get(k), now.get(k)) for k in {**before, **now} if k.removeprefix("data.") not in changes}
     found = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if old != new]
     allowed = getattr(config, "allow_changes", None)  # None: such runs have no such option
     if found and not allowed:
