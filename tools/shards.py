@@ -211,7 +211,7 @@ def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True,
         report.unusable = True
         with open(path, "rb") as file:
             if whole := len(list_samples(file, salvage=True)[0]):
-                report.damage.append(f"{whole:,} samples in it are whole, which `repair` saves")
+                report.damage.append(f"whole samples in it, which `repair` saves: {whole:,}")
     except OSError as error:
         report.damage.append(f"cannot be read ({error.strerror})")
         report.unusable = True

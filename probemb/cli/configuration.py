@@ -90,7 +90,7 @@ def read_file(path: Path) -> dict:
     """The dotted keys of a YAML file, on top of those of the file that its `base` names, relative to it."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         raise UserError(f"The configuration file {path} cannot be read: {reason}.", "Check --config.") from None
     if not isinstance(content, dict):

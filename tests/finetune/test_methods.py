@@ -98,14 +98,9 @@ def test_it_resumes_bit_for_bit_in_the_middle_of_an_epoch(name, run_of, tmp_path
     torch.testing.assert_close(saved(part), saved(whole), rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [{}, {"loss.temperature": 0.1}])
-def test_mpc_learns_by_default_and_says_where_it_does_not(own, run_of, tmp_path, capsys):
-    options = {**run_of("mpc")[1], "out": tmp_path / "run", "epochs": 20, "save-every": 0, **own}
-    assert run_here(options) == 0
-    assert ("a random choice's" in capsys.readouterr().out) == bool(own)
-    last = [line for line in metrics(tmp_path / "run") if "loss" in line][-1]
-    assert (last["query_to_target"] > math.log(60) - 0.5) == bool(own)
+def test_a_cross_entropy_above_a_random_choices_is_told(run_of, tmp_path, capsys):
+    assert run_here({**run_of("mpc")[1], "out": tmp_path / "run", "loss.temperature": 0.1}) == 0
+    assert "query_to_target is above 4.09, a random choice's" in capsys.readouterr().out
 
 
 RANKED = {"order": "order", "pvse": "multi-instance", "vsepp": "mean", "scan": "attention", "pcme": "match-probability"}
