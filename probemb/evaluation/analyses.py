@@ -152,10 +152,8 @@ def embed_triplets(
     found = {threshold: crop_triplets(data, threshold) for threshold in thresholds}
     every = list(chain.from_iterable(found.values()))
     if not every:
-        raise UserError(
-            f"No image of {data.source} has two regions of less than {max(thresholds):.0%} of its area.",
-            "Raise the largest of --areas, or take images with more regions.",
-        )
+        what = f"No image of {data.source} has two regions of less than {max(thresholds):.0%} of its area."
+        raise UserError(what, "Raise the largest of --areas, or take images with more regions.")
     boxes: list[dict] = [{} for _ in range(len(data))]  # as ordered sets
     for one in every:
         boxes[one.image] |= dict.fromkeys(one.boxes)

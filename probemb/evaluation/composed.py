@@ -71,10 +71,8 @@ def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Quer
 
 def composer_of(model) -> Composer:
     if getattr(model, "composer", None) is None:
-        raise UserError(
-            "This model was not trained to compose queries of several parts.",
-            "Use one that was: `python -m finetune.run --method mpc`.",
-        )
+        what = "This model was not trained to compose queries of several parts."
+        raise UserError(what, "Use one that was: `python -m finetune.run --method mpc`.")
     return model.composer
 
 
@@ -147,14 +145,6 @@ def combinations_of(queries: Sequence[Query]) -> Tensor:
     return torch.tensor([numbers.setdefault(query.concepts, len(numbers)) for query in queries], dtype=torch.int64)
 
 
-class FeasibilityScore(NamedTuple):
-    """A score of infeasibility: title, what the composer must have, and parts (Q, k, D), compositions -> (Q,)."""
-
-    title: str
-    needs: Literal["normaliser", "variance", "nothing"]
-    of: Callable[[Gaussian, Product], Tensor]
-
-
 def disagreement(parts: Gaussian, composed: Product) -> Tensor:
     """The means' part of -2 log Z, (Q,): of two parts the sum of (mu_1 - mu_2)^2 / (var_1 + var_2)."""
     gap = parts.mean - composed.gaussian.mean[:, None]
@@ -168,14 +158,15 @@ def parts_distance(parts: Gaussian, _: Product) -> Tensor:
     return 1 - (mean.sum(1).square().sum(-1) - mean.square().sum((1, 2))) / (k * (k - 1))
 
 
-SCORES: dict[str, FeasibilityScore] = {
-    "normaliser": FeasibilityScore("log-normaliser, -log Z (Eq. 7)", "normaliser", lambda _, one: -one.log_normaliser),
-    "disagreement": FeasibilityScore("disagreement, the means' share of -log Z", "normaliser", disagreement),
-    "variance": FeasibilityScore("total variance, sum of σ²", "variance", lambda _, one: one.gaussian.uncertainty()),
-    "log-variance": FeasibilityScore("mean of log σ²", "variance", lambda _, one: one.gaussian.log_var.mean(-1)),
-    "distance": FeasibilityScore("distance of the parts, 1 - cosine", "nothing", parts_distance),
+# Scores of infeasibility: title, what the composer must have, and parts (Q, k, D), compositions -> (Q,).
+SCORES: dict[str, tuple[str, str, Callable[[Gaussian, Product], Tensor]]] = {
+    "normaliser": ("log-normaliser, -log Z (Eq. 7)", "normaliser", lambda _, one: -one.log_normaliser),
+    "disagreement": ("disagreement, the means' share of -log Z", "normaliser", disagreement),
+    "variance": ("total variance, sum of σ²", "variance", lambda _, one: one.gaussian.uncertainty()),
+    "log-variance": ("mean of log σ²", "variance", lambda _, one: one.gaussian.log_var.mean(-1)),
+    "distance": ("distance of the parts, 1 - cosine", "nothing", parts_distance),
 }
-TITLES = {name: score.title for name, score in SCORES.items()} | {"rarity": "no model: rarity of the parts in training"}
+TITLES = {name: title for name, (title, *_) in SCORES.items()} | {"rarity": "no model: rarity of the parts in training"}
 
 # (scores, combinations) of the feasible and of the infeasible queries, (A,) and (B,) each
 Stratum = Sequence[tuple[Tensor, Tensor]]
@@ -186,7 +177,7 @@ def infeasibility(composer: Composer, found: ComposedQueries) -> dict[str, Tenso
     (gaussian, log_normaliser), parts = found.composed, found.parts.to(torch.float64)
     composed = Product(gaussian.to(torch.float64), log_normaliser.double())
     has = {"nothing": True, "variance": composer.probabilistic, "normaliser": composer.weighs}
-    return {name: score.of(parts, composed) for name, score in SCORES.items() if has[score.needs]}
+    return {name: score(parts, composed) for name, (_, needs, score) in SCORES.items() if has[needs]}
 
 
 def rarity(queries: Sequence[Query], counts: Sequence[int]) -> Tensor:

@@ -51,7 +51,7 @@ def encode_images(
     encode: Callable[[Tensor], Gaussian], batches: Iterable[Tensor], device: Device = CPU,
     progress: Progress = lambda n: None,
 ) -> Gaussian:  # fmt: skip
-    """Encode batches -> Gaussian (N, D), float32, on the CPU. Raises UserError: one is not finite, or none."""
+    """Encode batches -> Gaussian (N, D), float32, on the CPU. Raises UserError: an embedding is not finite."""
     parts = []
     with torch.inference_mode():
         for batch in batches:
@@ -59,14 +59,10 @@ def encode_images(
                 found = encode(batch.to(device.name, non_blocking=True))
             parts.append(found.to("cpu", torch.float32))
             progress(len(batch))
-    if not parts:
-        raise UserError("There is nothing to encode.", "Check that the data holds images and the class file names.")
     both = Gaussian.cat(parts)
     if not all(x.isfinite().all() for x in (both.mean, both.log_var, both.uncertainty())):
-        raise UserError(
-            "The model gives embeddings, or variances of embeddings, that are not finite numbers.",
-            "Its training has diverged or its file is damaged: evaluate an earlier checkpoint.",
-        )
+        what = "The model gives embeddings, or variances of embeddings, that are not finite numbers."
+        raise UserError(what, "Its training has diverged or its file is damaged: evaluate an earlier checkpoint.")
     return Gaussian(both.mean.clone(), both.log_var.clone())  # out of inference mode, for autograd
 
 

@@ -60,11 +60,9 @@ def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> Judged
     """The pairs whose caption belongs to another image. Raises UserError: none, or people agree on all of them."""
     others = judgements.only(~judgements.own)
     if len(others.accepted.unique()) < 2:
-        raise UserError(
-            f"Of the {len(others):,} judged pairs that are not the caption's own image, people accept "
-            f"{'all' if others.accepted.any() else 'none'}, so that no order of them is better than another.",
-            "Name a file with accepted and refused pairs of the images in the data.",
-        )
+        some = "all" if others.accepted.any() else "none"
+        what = f"Of the {len(others):,} judged pairs with another image's caption, people accept {some}."
+        raise UserError(what, "Name a file with accepted and refused pairs of the images in the data.")
     hashed = (hashlib.sha256(name.encode("utf-8", "replace")).digest() for name in others.names)
     half = torch.tensor([digest[0] & 1 for digest in hashed])
     clusters = tuple(clusters_of(rows, n_resamples, seed) for seed, rows in enumerate((others.image, others.caption)))

@@ -128,10 +128,7 @@ def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int 
     return Scores(a, b, block)
 
 
-Score = Callable[[Gaussian, Gaussian], Tensor]
-
-
-def _closed_form(score: Score, separates: bool = False) -> Callable[[Gaussian, Gaussian, Any], Scores]:
+def _closed_form(score: Callable[[Gaussian, Gaussian], Tensor], separates: bool = False) -> Callable[..., Scores]:
     """separates: the score is made of matrix products, so a whole block is computed at once."""
     return lambda a, b, _: (Scores if separates else pairwise)(a.float(), b.float(), score)
 

@@ -133,10 +133,9 @@ class Embeddings:
         try:
             yield
         except OSError as error:
-            raise UserError(
-                f"The embeddings cannot be written to {self.folder}: {error.strerror or error}.",
-                "Free some space or name another folder with --out, and repeat the command: it resumes.",
-            ) from error
+            what = f"The embeddings cannot be written to {self.folder}: {error.strerror or error}."
+            remedy = "Free some space or name another folder with --out, and repeat the command: it resumes."
+            raise UserError(what, remedy) from error
 
 
 def item_schema(kind: str) -> pa.Schema:

@@ -174,10 +174,8 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
 def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
     """`search` with distances that lack what all items share (the query's u, the origin's), which would blur them."""
     if not 1 <= k <= len(index) or queries.mean.dim() != 2 or queries.shape[1] != index.dim:
-        raise UserError(
-            f"{k} neighbours of queries {tuple(queries.shape)} are asked of {len(index)} items, D = {index.dim}.",
-            f"Ask for 1 to {len(index)}, and embed queries (Q, D) with the gallery's model.",
-        )
+        what = f"{k} neighbours of queries {tuple(queries.shape)} are asked of {len(index)} items, D = {index.dim}."
+        raise UserError(what, f"Ask for 1 to {len(index)}, and embed queries (Q, D) with the gallery's model.")
     vectors = _vectors(queries.mean.detach().float().cpu().numpy(), index.width)
     distances, places, start = [], [], 0
     for part in index.parts:
@@ -205,10 +203,10 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
     if weight == index.weight and index.form != "mean":
         return search(index, queries, k)
     if not is_exact(index):
-        raise UserError(
-            f"This index ranks with the variances times {index.weight:g}; only a Flat one also ranks with {weight:g}.",
-            f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
+        what = (
+            f"This index ranks with the variances times {index.weight:g}; only a Flat one also ranks with {weight:g}."
         )
+        raise UserError(what, f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.")
     change = weight - index.weight
     least = min(change * float(u) for u in torch.aminmax(index.uncertainty))
     look = min(CANDIDATES * k, len(index))
