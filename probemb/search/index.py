@@ -203,9 +203,7 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
     if weight == index.weight and index.form != "mean":
         return search(index, queries, k)
     if not is_exact(index):
-        what = (
-            f"This index ranks with the variances times {index.weight:g}; only a Flat one also ranks with {weight:g}."
-        )
+        what = f"This index ranks with the variances times {index.weight:g}; only a Flat one may with {weight:g}."
         raise UserError(what, f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.")
     change = weight - index.weight
     least = min(change * float(u) for u in torch.aminmax(index.uncertainty))
