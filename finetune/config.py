@@ -323,6 +323,11 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
                 f"optimizer.{name} is {epochs} of {config.epochs} epochs: {what}.",
                 f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
             )
+    if 0 < config.epochs < optimizer.freeze_epochs + optimizer.warmup_epochs and optimizer.warmup_epochs:
+        yield UserError(
+            f"The warm-up ends after {optimizer.freeze_epochs + optimizer.warmup_epochs:g} of {config.epochs} epochs.",
+            "Lower --optimizer.warmup-epochs, or raise --epochs.",
+        )
     if config.data.cache_features is not None and not config.model.lock_image:
         yield UserError(
             "data.cache_features keeps what the image tower computes, and the tower is trained.",

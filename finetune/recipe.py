@@ -48,7 +48,7 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
 
     layers = layer_rates(model, o.layer_decay, stem=False)
     for name, parameter in model.named_parameters():
-        tower, part, depth, *_ = model.place(name)
+        part, depth, tower, *_ = model.place(name)
         if tower == "neither":
             if parameter.requires_grad and name == "logit_scale":
                 add("logit_scale", parameter, 1.0, 0.0)

@@ -303,6 +303,9 @@ class Trainer:
         at |= {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
         lr = max(group["lr"] for group in self.state.optimizer.param_groups if group["name"] != "scalars")  # of heads
         self.folder.report(self.step, {**at, **values, "lr": lr})
+        if left == 0 and values.get("query_to_target", 0) > (chance := math.log(self.config.batch_size)):
+            told = f"query_to_target is above {chance:.2f}, a random choice's: try another loss.temperature or lr"
+            self.accelerator.print(f"warning: {told}", flush=True)
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss.detach(), **out.terms, "gradient norm": norm}

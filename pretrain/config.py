@@ -11,21 +11,8 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
 from pretrain.stream.filter import Filter
+from probemb.cli import ranges
 from probemb.cli.configuration import chosen_options
-from probemb.cli.ranges import (
-    BelowOne,
-    Count,
-    Folder,
-    Gibibytes,
-    Minutes,
-    Passes,
-    Precision,
-    Resize,
-    Seed,
-    Share,
-    Threads,
-    Workers,
-)
 from probemb.errors import UserError
 from probemb.models.options import Augmentation, TrainedTowers
 
@@ -51,7 +38,7 @@ class Model(TrainedTowers):
     lock_text: bool = False
     unlocked_image_groups: NonNegativeInt = 0
     unlocked_text_groups: NonNegativeInt = 0
-    patch_dropout: BelowOne = 0.0
+    patch_dropout: ranges.BelowOne = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,24 +59,23 @@ class Data:
         augmentation: random crops and colours, as open_clip's.
         verify_hash: compare each shard with its index' SHA-256 when it is opened; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
-        cache_gib: its largest size, of each rank without `cache`; it holds one or two shards for each lane of the
-            machine.
+        cache_gib: its largest size, of each rank without `cache`; it holds one or two shards for each lane here.
     """
 
     train: list[str] | str = field(default_factory=list)
-    weights: list[float] | None = None
-    workers: Workers = 2
-    lanes: int | None = None
+    weights: list[NonNegativeFloat] | None = None
+    workers: ranges.Workers = 2
+    lanes: PositiveInt | None = None
     window: PositiveInt = 4096
     captions: Literal["random", "first"] = "random"
     filter: Filter = field(default_factory=Filter)
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
-    resize: Resize = "tensor"
+    resize: ranges.Resize = "tensor"
     augmentation: Augmentation = field(default_factory=Augmentation)
     verify_hash: bool = False
     cache: str | None = None
-    cache_gib: Gibibytes = 100.0
+    cache_gib: ranges.Gibibytes = 100.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +97,7 @@ class Optimizer:
     """
 
     lr: NonNegativeFloat = 5e-4
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
+    betas: tuple[ranges.BelowOne, ranges.BelowOne] = (0.9, 0.98)
     eps: ClosedUnitInterval = 1e-6
     weight_decay: NonNegativeFloat = 0.2
     schedule: Literal["cosine", "constant", "constant-cooldown", "inverse-sqrt", "wsd"] = "cosine"
@@ -119,7 +105,7 @@ class Optimizer:
     cooldown_samples: NonNegativeInt = 0
     cooldown_power: PositiveFloat = 1.0
     end_lr: NonNegativeFloat = 0.0
-    layer_decay: Share = 1.0
+    layer_decay: ranges.Share = 1.0
     clip_grad_norm: NonNegativeFloat = 1.0
 
 
@@ -153,13 +139,13 @@ class Engine:
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Precision = "auto"
+    precision: ranges.Precision = "auto"
     accumulation: PositiveInt = 1
     grad_checkpointing: bool = False
     compile: bool = False
     deterministic: bool = False
-    threads: Threads = 0
-    timeout: Minutes = 30.0
+    threads: ranges.Threads = 0
+    timeout: ranges.Minutes = 30.0
 
 
 @dataclass(frozen=True)
@@ -188,7 +174,7 @@ class Evaluate:
     best: str | None = None
     templates: Literal["single", "all"] = "single"
     max_images: NonNegativeInt = 0
-    batch_size: Count = 256
+    batch_size: ranges.Count = 256
     max_bad: ClosedUnitInterval = 0.05
 
 
@@ -200,7 +186,6 @@ NEEDS = (  # an option, and those of which it needs one
     ("evaluate.best", "evaluate.pairs", "evaluate.classes"),
     ("evaluate.best", "evaluate.every_samples"),
 )
-MOST_PROFILED = 20  # steps: the profiler holds every operation of them in memory
 
 
 @dataclass(frozen=True)
@@ -242,12 +227,12 @@ class Config:
     )
     NAMED_PATHS: ClassVar = ("evaluate.classes", "evaluate.pairs")  # those of PATHS that may be NAME=PATH
 
-    out: Folder = "runs/pretrain"
+    out: ranges.Folder = "runs/pretrain"
     resume: bool = False
     allow_changes: bool = False
-    seed: Seed = 0
+    seed: ranges.Seed = 0
     batch_size: PositiveInt = 1024
-    epochs: Passes = 32.0
+    epochs: ranges.Passes = 32.0
     samples: NonNegativeInt = 0
     stop_at_step: NonNegativeInt = 0
     log_every: PositiveInt = 20
@@ -275,8 +260,9 @@ class Config:
 
     def create_model(self, **more) -> DualEncoder:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
-        # After parsing: models take seconds to import.
-        from pretrain.masking import check_masks
+        import torch  # after parsing: models take seconds to import
+
+        from pretrain.masking import draw_masks
         from probemb.models.architectures import read_architecture, reads_regions
         from probemb.models.dual_encoder import freeze_backbones
 
@@ -286,13 +272,13 @@ class Config:
             raise UserError(what, "Name an architecture such as ViT-B-16, or train this one with finetune.run.")
         if not loss.probabilistic:
             m = replace(m, n_unc_layers=None, uncertainty="branch")
+        elif m.uncertainty == "branch" and m.n_unc_layers is None:
+            m = replace(m, n_unc_layers=2)  # as the published weights
         about = {"objective": self.objective, "probabilistic": loss.probabilistic, **loss.model_options}
-        if loss.probabilistic and m.uncertainty == "branch" and m.n_unc_layers is None:
-            about["n_unc_layers"] = 2  # as the published weights
         model = m.create(self.train_paths, loss, **about, **more)
-        locks = m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups
-        freeze_backbones(model, *locks)
-        check_masks(self, model)
+        freeze_backbones(model, m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups)
+        pixels = torch.zeros(1, 3, model.image_size, model.image_size)
+        draw_masks(self, model, pixels, torch.zeros(1, model.context_length, dtype=torch.int64), samples=0)
         if model.batch_statistics and (self.engine.accumulation > 1 or self.ema.half_life_samples):
             raise UserError(
                 f"The batch norms of {m.name} need the whole batch, and statistics of the weights that are evaluated.",
@@ -314,13 +300,13 @@ class Config:
             if value and not any(others):
                 raise UserError(f"{key} needs {' or '.join(needed)}.", f"Set it, or leave {key} out.")
         first, last = self.profile or (0, 0)
-        if not 0 <= last - first < MOST_PROFILED:
-            remedy = f"Name a first and a last step, {MOST_PROFILED} steps at most: --profile 10 12."
+        if not 0 <= last - first < 20:  # the profiler holds every operation in memory
+            remedy = "Name a first and a last step, 20 steps at most: --profile 10 12."
             raise UserError(f"profile is {first} {last}.", remedy)
-        parts, masked = world_size * self.engine.accumulation, getattr(self.loss, "masked_inclusion", 0)
-        multiple = parts * (MASKED_EVERY if masked else 1)
+        every = MASKED_EVERY if getattr(self.loss, "masked_inclusion", 0) else 1
+        multiple = world_size * self.engine.accumulation * every
         if self.batch_size % multiple:
-            copies = f", of each of which every {MASKED_EVERY}th item is masked" if masked else ""
+            copies = f", of each of which every {every}th item is masked" if every > 1 else ""
             lower = self.batch_size // multiple * multiple
             raise UserError(
                 f"batch_size {self.batch_size} cannot be shared evenly by {world_size} ranks x "

@@ -55,12 +55,8 @@ def find_gpu(name: str) -> str | None:
 class StepCost:
     """The cost of a configuration's step on `world` ranks, in bf16 if `half`, with texts of `text_tokens`, 0 for all.
 
-    Attributes:
-        model: with fake weights; making it draws no random number.
-        rows: of a rank; parts: into which accumulation cuts them.
-        forward_flops, flops: of one part, forward, and with the backward pass, which recomputes with checkpointing.
-        kept, most: bytes that the backward pass of a part needs, and most alive at one moment, without parameters'
-            gradients.
+    Each rank's `rows` are cut into `parts`. Of one part: `forward_flops`, and `flops` with the backward pass; `kept`,
+    the bytes that this needs, and `most`, alive at one moment, without the gradients of parameters.
     """
 
     def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0):
@@ -82,17 +78,12 @@ class StepCost:
                 given = images, tokens, *draw_masks(config, model, images, tokens, samples=0)
                 self._measure(Towers(model, "bf16" if half else "fp32"), given)
         except RuntimeError as error:  # the model reads the values of a fake tensor
-            raise UserError(
-                "The cost of this model cannot be computed: it depends on the values of a batch.",
-                "Measure a short run instead, with pretrain.run --stop-at-step 50.",
-            ) from error
+            what = "The cost of this model cannot be computed: it depends on the values of a batch."
+            raise UserError(what, "Measure a short run instead, with pretrain.run --stop-at-step 50.") from error
 
     def _measure(self, towers: Towers, given: Iterable[Tensor | None]) -> None:
-        def drop(parameter: Tensor) -> None:
-            parameter.grad = None
-
         for parameter in (p for p in towers.parameters() if p.requires_grad):
-            parameter.register_post_accumulate_grad_hook(drop)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         known = [*(t for t in given if t is not None), *towers.parameters(), *towers.buffers()]
         with FlopCounterMode(display=False) as counter, _Storages(known) as storages:
             outputs = [out for out in towers(*given) if out.requires_grad]
@@ -107,11 +98,9 @@ class StepCost:
         return self.world * self.parts * (self.flops + again)
 
     def memory(self, stage: int) -> dict[str, int]:
-        """Bytes on a rank with a GPU at a ZeRO stage, by part.
-
-        As a GPU's allocator reports them: without the CUDA context, NCCL and fragmentation. Activations in bf16 are
-        those of autocast on a CPU, which keeps a tenth less than on a GPU, where norms stay in float32. "peak" is what
-        is held all the time, and the backward pass.
+        """Bytes on a rank with a GPU at a ZeRO stage, by part, as the allocator reports them: without the CUDA context,
+        NCCL and fragmentation. Activations in bf16 are those of autocast on a CPU, a tenth less than on a GPU, where
+        norms stay in float32. "peak" is what is held all the time, and the backward pass.
         """
         world, several = self.world, self.parts > 1
         padded = world if stage == 3 else 1  # ZeRO 3 pads each parameter to a multiple of the ranks

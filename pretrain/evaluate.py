@@ -18,16 +18,9 @@ from torch import Tensor
 from pretrain.config import Config
 from pretrain.objectives import Pairs
 from probemb import distributed
+from probemb.data import labelled
 from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import ImageBatches, Images, refuse_too_many
-from probemb.data.labelled import (
-    SINGLE_TEMPLATE,
-    find_images,
-    imagenet_templates,
-    prompt_texts,
-    remarks,
-    resolve_classes,
-)
 from probemb.distances import csd
 from probemb.errors import UserError, nearest
 from probemb.evaluation.classification import class_vectors, true_ranks
@@ -63,8 +56,8 @@ def make_evaluators(
 class Evaluator:
     """This rank's images of a set, and encoding with the engine; the subclasses measure.
 
-    `own` are its numbers of those that are `taken`: `evaluate.max_images`, spread evenly over the data, which is often
-    sorted by class. `keys` are the names in the log: NAME/METRIC, or METRIC for a set without a name.
+    `own` are its numbers of those that are `taken`, spread evenly over the data, which is often sorted by class; `keys`
+    the names in the log: NAME/METRIC, or METRIC for a set without a name.
     """
 
     metrics: ClassVar[tuple[str, ...]]
@@ -75,10 +68,8 @@ class Evaluator:
         self.batch_size, self.max_bad = given.batch_size, given.max_bad
         n = min(len(images), given.max_images or len(images))
         if n < world:
-            raise UserError(
-                f"There are {n} images to evaluate in {of.path} for {world} ranks.",
-                "Raise evaluate.max_images, name more images, or leave the set out.",
-            )
+            what = f"There are {n} images to evaluate in {of.path} for {world} ranks."
+            raise UserError(what, "Raise evaluate.max_images, name more images, or leave the set out.")
         self.taken = [i * len(images) // n for i in range(n)]
         self.own = self.taken[rank::world]
         share = replace(images, places=[images.places[i] for i in self.own])
@@ -87,8 +78,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, engine, meet: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """The values by `keys`, the same on every rank; collective. All ranks call `meet` between batches, equally
-        often; its exceptions end the evaluation."""
+        """The values by `keys`, the same on every rank; collective. All call `meet` between batches, equally often."""
         engine.eval()
         values = self.measure(engine, meet)
         engine.train()
@@ -131,20 +121,18 @@ class ZeroShot(Evaluator):
 
     def __init__(self, of: NamedPath, config: Config, transform: Callable, tokenizer: Callable, rank: int, world: int):
         try:
-            images = find_images(of.path, exif=config.data.exif)
-            classes, labels = resolve_classes(images, None)
+            images = labelled.find_images(of.path, exif=config.data.exif)
+            classes, labels = labelled.resolve_classes(images, None)
         except UserError as error:  # whose remedy may name options of zeroshot.imagenet
-            raise UserError(
-                error.what,
-                "Name images in class folders, or shards with KEY.cls, with --evaluate.classes, or leave them out with "
-                "--no-evaluate.classes. docs/data.md (Labelled images) says how to sort ImageNet's.",
-            ) from error
+            remedy = "Name images in class folders, or shards with KEY.cls; docs/data.md says how to sort ImageNet's."
+            raise UserError(error.what, remedy) from error
         super().__init__(of, images, config, transform, rank, world)
-        for line in remarks(labels, classes) if rank == 0 else ():
+        for line in labelled.remarks(labels, classes) if rank == 0 else ():
             print(f"classes {line}", flush=True)
-        templates = [SINGLE_TEMPLATE] if config.evaluate.templates == "single" else imagenet_templates()
+        single = config.evaluate.templates == "single"
+        templates = [labelled.SINGLE_TEMPLATE] if single else labelled.imagenet_templates()
         self.shape = (len(classes.names), len(templates))  # C, P
-        self.tokens = tokenizer(prompt_texts(classes.names, templates))  # (C P, L)
+        self.tokens = tokenizer(labelled.prompt_texts(classes.names, templates))  # (C P, L)
         self.labels = torch.tensor([labels[i] for i in self.own])
 
     def measure(self, engine, meet: Callable[[], object]) -> dict[str, float]:
@@ -157,10 +145,8 @@ class ZeroShot(Evaluator):
 
 
 class Validator(Evaluator):
-    """Validation loss, and recall by CSD in percent, on images with captions.
-
-    The loss is the objective's on batches of the training's size, or on all pairs if they are fewer: images with their
-    first captions, in the data's order; the rest, smaller than a batch, is left out.
+    """Recall by CSD in percent, and the objective's loss on images with their first captions, in the data's order and
+    in whole batches of the training's size, or in one if they are fewer.
     """
 
     metrics = ("validation_loss", "rsum", *(f"{way}_r{k}" for way in ("i2t", "t2i") for k in KS))

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.objectives import MASKED_EVERY
 from probemb import distributed
 from probemb.data.randomness import number_of
-from probemb.models.towers.parts import chances, draw_parts
+from probemb.models.towers.common import chances, draw_parts
 
 if TYPE_CHECKING:
     from pretrain.config import Config
@@ -27,16 +27,11 @@ MASKED_SHARE = 0.25  # of patches and tokens that these keep
 
 
 class Masks(NamedTuple):
-    """Positions of what the towers read, see `probemb.models.towers.parts`; None for everything, or for no copies.
+    """Positions of what the towers read, see `probemb.models.towers.common`; None for everything, or for no copies."""
 
-    kept           (B, n) patches of every image
-    masked_image   (B / 8, n) patches of the masked copies of images 0, 8, 16, …
-    masked_text    (B / 8, n) tokens of the masked copies of their texts
-    """
-
-    kept: Tensor | None = None
-    masked_image: Tensor | None = None
-    masked_text: Tensor | None = None
+    kept: Tensor | None = None  # (B, n) patches of every image
+    masked_image: Tensor | None = None  # (B / 8, n) patches of the masked copies of images 0, 8, 16, …
+    masked_text: Tensor | None = None  # (B / 8, n) tokens of the masked copies of their texts
 
     def chunk(self, parts: int) -> list[Masks]:
         """The masks of each accumulation part."""
@@ -46,7 +41,7 @@ class Masks(NamedTuple):
 
 def draw_masks(config: Config, model: DualEncoder, images: Tensor, tokens: Tensor, samples: int) -> Masks:
     """The masks of this rank's B items of the step that follows `samples` samples seen; their shapes follow from those
-    of the inputs."""
+    of the inputs. Raises UserError: a tower reads its inputs as a whole, and parts of them are asked for."""
     rows = torch.arange(len(images), device=images.device) + samples + distributed.rank() * len(images)
 
     def draw(what: str, tower, inputs: Tensor, share: float, every: int = 1) -> Tensor:
@@ -59,12 +54,3 @@ def draw_masks(config: Config, model: DualEncoder, images: Tensor, tokens: Tenso
         masked_image = draw("masked image", model.image_tower, images, MASKED_SHARE, MASKED_EVERY)
         masked_text = draw("masked text", model.text_tower, tokens, MASKED_SHARE, MASKED_EVERY)
     return Masks(kept, masked_image, masked_text)
-
-
-def check_masks(config: Config, model: DualEncoder) -> None:
-    """Raise UserError where a tower reads its inputs as a whole, and parts of them are asked for."""
-    masked = getattr(config.loss, "masked_inclusion", 0)
-    if config.model.patch_dropout or masked:
-        model.image_tower.parts(torch.zeros(1, 3, model.image_size, model.image_size))
-    if masked:
-        model.text_tower.parts(torch.zeros(1, model.context_length, dtype=torch.int64))

@@ -27,7 +27,7 @@ from probemb.losses.clip import clip_loss, ring_clip_loss
 from probemb.losses.match import pairwise_match_loss, ring_match_loss
 from probemb.losses.output import LossOutput
 from probemb.losses.prolip import prolip_loss, siglip_loss
-from probemb.models.match import OF_DISTANCE
+from probemb.models.options import MATCH_OF_DISTANCE
 
 Exchange = Literal["ring", "gather"]
 RING_RANKS = 64  # up to this many ranks the ring's sequential hops are worth the memory they save
@@ -36,20 +36,14 @@ SCALARS = ("logit_scale", "scale", "shift")
 
 
 class Pairs(NamedTuple):
-    """Embedded images and their texts, item i of one with item i of the other.
+    """Embedded images and their texts, item i of one with item i of the other."""
 
-    image, text   Gaussians (B, D) of this rank; every rank has as many
-    logit_scale   () the model's inverse temperature
-    scale, shift  () a and b of its match probability sigmoid(-a CSD + b)
-    masked        images and texts, Gaussians (n, D), of the masked copies of items 0, B / n, 2 B / n, …; None for none
-    """
-
-    image: Gaussian
+    image: Gaussian  # (B, D) of this rank; every rank has as many
     text: Gaussian
-    logit_scale: Tensor
-    scale: Tensor
+    logit_scale: Tensor  # () the model's inverse temperature
+    scale: Tensor  # () a and b of its match probability sigmoid(-a CSD + b)
     shift: Tensor
-    masked: tuple[Gaussian, Gaussian] | None = None
+    masked: tuple[Gaussian, Gaussian] | None = None  # (n, D), of the masked copies of items 0, B / n, 2 B / n, …
 
     @property
     def sigmoid(self) -> tuple[Tensor, Tensor]:
@@ -75,8 +69,8 @@ class PCMEPlusPlus:
         pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
         vib: weight beta of the information bottleneck, inside the PCME++ loss.
         log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
-        exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
-            more than 64 ranks, and for pseudo-positives and match-probability.
+        exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with more
+            than 64 ranks, and for pseudo-positives and match-probability.
     """
 
     clip: NonNegativeFloat = 1.0
@@ -103,7 +97,7 @@ class PCMEPlusPlus:
 
     @property
     def model_options(self) -> dict[str, Any]:
-        match = OF_DISTANCE.get(self.distance, "none")
+        match = MATCH_OF_DISTANCE.get(self.distance, "none")
         return {"log_var_start": self.log_var, "temperature_trained": bool(self.clip), "match": match}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
@@ -128,8 +122,7 @@ class CLIP:
     Args:
         logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained, or of the
             architecture (1 / 0.07).
-        exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
-            more than 64 ranks.
+        exchange: ring, gather (one collective), or null: gather with more than 64 ranks.
     """
 
     logit_scale: PositiveFloat | None = None
@@ -155,7 +148,7 @@ class SigLIP:
     """L_siglip of points. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
 
     Args:
-        logit_scale: initial inverse temperature, without a ceiling; null for that of model.pretrained.
+        logit_scale: initial inverse temperature; null for that of model.pretrained.
         logit_bias: initial bias of the logits; null for that of model.pretrained.
     """
 
@@ -164,18 +157,19 @@ class SigLIP:
 
     probabilistic: ClassVar = False
     scalars: ClassVar = SCALARS
+    ceiling: ClassVar[float | None] = None
 
     @property
     def model_options(self) -> dict[str, Any]:
-        ends = {"init_logit_scale": self.logit_scale, "init_logit_bias": self.logit_bias, "max_logit_scale": None}
-        return ends | {"match": "cosine"}
+        scalars = {"init_logit_scale": self.logit_scale, "init_logit_bias": self.logit_bias}
+        return {**scalars, "max_logit_scale": self.ceiling, "match": "cosine"}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         return siglip_loss(pairs.image.mean, pairs.text.mean, *pairs.sigmoid)
 
 
 @dataclass(frozen=True)
-class ProLIP:
+class ProLIP(SigLIP):
     """L_ppcl + vib * L_vib + inclusion * L_inclusion + masked_inclusion * L_masked. Source: ProLIP §3.2, §3.3.
 
     Args:
@@ -185,8 +179,6 @@ class ProLIP:
             every eighth item; 1e-3 as published, for towers that can read parts.
         inclusion_scale: c of -log sigmoid(c H).
         form: exact, or code, the formulas of the authors' public code.
-        logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained.
-        logit_bias: initial bias of the logits; null for that of model.pretrained.
         log_var: initial log-variance; null for -log D.
     """
 
@@ -195,18 +187,14 @@ class ProLIP:
     masked_inclusion: NonNegativeFloat = 0.0
     inclusion_scale: PositiveFloat = 1000.0
     form: Literal["exact", "code"] = "exact"
-    logit_scale: PositiveFloat | None = 10.0
-    logit_bias: float | None = -10.0
     log_var: float | None = -10.0
 
     probabilistic: ClassVar = True
-    scalars: ClassVar = SCALARS
+    ceiling: ClassVar = 100.0  # of open_clip's trainer, which the authors' is
 
     @property
     def model_options(self) -> dict[str, Any]:
-        # The ceiling is that of open_clip's trainer, which the authors' is.
-        ends = {"init_logit_scale": self.logit_scale, "init_logit_bias": self.logit_bias, "max_logit_scale": 100.0}
-        return ends | {"match": "cosine", "log_var_start": self.log_var}
+        return {**super().model_options, "log_var_start": self.log_var}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         image, text, masked = pairs.image, pairs.text, pairs.masked

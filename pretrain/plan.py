@@ -66,7 +66,6 @@ class Plan(Config):
 
 
 def main() -> None:
-    """Read the configuration, count, print."""
     about = "Plan a pretraining run: parameters, memory, hours, data and disk."
     options = parse_config(Plan, "python -m pretrain.plan", about)
     plan = make_plan(options)
@@ -113,16 +112,14 @@ def count_parameters(model) -> dict[str, int]:
 def count_data(o: Plan) -> dict[str, Any]:
     """Samples, steps and, for local shards, bytes; rounded as in the stream and the trainer."""
     size, per_sample = o.samples_per_epoch, None
-    if not size:
+    if not size and not o.samples:
         try:
             corpora = [read_index(path) for path in o.train_paths]
         except UserError as error:
-            if not o.samples:  # which would give the length of the run
-                remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
-                raise UserError(error.what, remedy) from None
-            corpora = []
+            remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
+            raise UserError(error.what, remedy) from None
         weights = o.data.weights or [1.0] * len(corpora)
-        selection = select(corpora, o.data.filter) if corpora else None
+        selection = select(corpora, o.data.filter)
         samples = iter(selection.sizes.tolist() if selection else [s.samples for shards in corpora for s in shards])
         size = sum(int(w * sum(next(samples) for _ in shards) + 0.5) for w, shards in zip(weights, corpora))
         per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(weights, corpora)) / max(1, size)

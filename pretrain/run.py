@@ -11,11 +11,6 @@ SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end a run after the step, or while it waits 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
-
-if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pretrain.config import Config
 from probemb.cli.command import run_command

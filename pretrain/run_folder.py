@@ -52,7 +52,9 @@ class RunFolder(RunOutput):
         self.model_config, self.identity, self.saved = model_config, identity, step or None
         self.copier, self.profiler, metric = None, None, config.evaluate.best
         super().__init__(config, step, steps, lock)
-        best, self.logged = distributed.all_of((best_until(self.path, step), values_of(self.path, step)))[0]
+        rows = [values for _, values in logged_lines(self.path / "metrics.jsonl") if values["step"] == step]
+        logged = {name: value for values in rows for name, value in values.items()}
+        best, self.logged = distributed.all_of((best_until(self.path, step), logged))[0]
         self.protected = frozenset([best.step] if best else [])
         self.best = best if best and best.metric == metric else Best(metric) if metric else None
         distributed.on_main(lambda: self._restore(step, best), self.path / MODEL, "Make room for it, and start again.")
@@ -120,13 +122,8 @@ class RunFolder(RunOutput):
         if position.step == self.saved:
             return self.start(then) if self.is_main else None
         self.saved = position.step
-        state = {
-            "samples": position.samples,
-            "skipped": position.skipped,
-            "config": resolved(self.config),
-            "data": self.identity,
-            "model": self.model_config,
-        }
+        state = {"samples": position.samples, "skipped": position.skipped, "config": resolved(self.config)}
+        state |= {"data": self.identity, "model": self.model_config}
         return self.write(lambda: take_snapshot(engine, position.step, state, average), then)
 
     def write_more(self, snapshot: Snapshot) -> str:
@@ -157,13 +154,8 @@ class RunFolder(RunOutput):
         """A line on the best checkpoint, if there is one."""
         if not self.best or self.best.step is None:
             return ""
-        best, where = self.best, self.path / "checkpoints" / f"step-{self.best.step}"
-        return f"best    step {best.step}, {best.metric} {best.value:.4g}: {where} and {self.path / BEST_MODEL}"
-
-    def finish_copy(self, seconds: float) -> None:
-        """Wait up to `seconds` until the remote copy is up to date or has failed; not collective, never raises."""
-        if self.copier:
-            self.copier.close(seconds)
+        where = f"{self.path}/checkpoints/step-{self.best.step} and {self.path / BEST_MODEL}"
+        return f"best    step {self.best.step}, {self.best.metric} {self.best.value:.4g}: {where}"
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
@@ -179,21 +171,16 @@ class RunFolder(RunOutput):
         if self.profiler and step == last:
             self.profiler.stop()
             path = self.path / "profile" / f"steps-{first}-{last}.json.gz"
-            or_tell(path, lambda: self._write_trace(path))
 
-    def _write_trace(self, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
-        self.profiler.export_chrome_trace(str(path))
-        print(f"profile {path}: open it in ui.perfetto.dev or chrome://tracing", flush=True)
+            def write() -> None:
+                path.parent.mkdir(exist_ok=True)
+                self.profiler.export_chrome_trace(str(path))
+                print(f"profile {path}: open it in ui.perfetto.dev or chrome://tracing", flush=True)
+
+            or_tell(path, write)
 
 
 def export(model: DualEncoder, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write weights (of the engine's module) to a folder of the run, as `model`."""
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()}, assign=True)
     save_model(model, folder)
-
-
-def values_of(run: Path, step: int) -> dict[str, float]:
-    """All that a run's log says of a step."""
-    rows = [values for _, values in logged_lines(run / "metrics.jsonl") if values["step"] == step]
-    return {name: value for values in rows for name, value in values.items()}

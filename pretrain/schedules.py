@@ -33,21 +33,18 @@ def learning_rate(o: Optimizer, samples: int, total: int) -> float:
     """The rate of the step that ends at `samples` samples seen, of a run of `total`."""
     if samples < o.warmup_samples:
         return o.lr * samples / o.warmup_samples
-    cooling = total - o.cooldown_samples  # samples seen when the cooldown begins
+    cooling, top = total - o.cooldown_samples, o.lr  # samples seen when the cooldown begins, and the rate there
     cooled = min(1.0, max(0, samples - cooling) / o.cooldown_samples) if o.cooldown_samples else 0.0  # the share done
-    match o.schedule:
-        case "cosine":
-            progress = (samples - o.warmup_samples) / max(1, total - o.warmup_samples)
-            return o.end_lr + (o.lr - o.end_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        case "constant-cooldown":
-            return o.end_lr + (o.lr - o.end_lr) * (1 - cooled) ** o.cooldown_power
-        case "inverse-sqrt":
-            rate = o.lr * math.sqrt(o.warmup_samples / (min(samples, cooling) if o.cooldown_samples else samples))
-            return rate + (o.end_lr - rate) * cooled
-        case "wsd":
-            return o.end_lr + (o.lr - o.end_lr) * (1 - math.sqrt(cooled))
-        case _:
-            return o.lr
+    if o.schedule == "cosine":
+        progress = (samples - o.warmup_samples) / max(1, total - o.warmup_samples)
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    elif o.schedule == "inverse-sqrt":
+        top *= math.sqrt(o.warmup_samples / (min(samples, cooling) if o.cooldown_samples else samples))
+        left = 1 - cooled
+    else:
+        falls = {"constant": 1.0, "constant-cooldown": (1 - cooled) ** o.cooldown_power, "wsd": 1 - math.sqrt(cooled)}
+        left = falls[o.schedule]
+    return o.end_lr + (top - o.end_lr) * left
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
@@ -73,13 +70,6 @@ def step_weight(o: Ema, before: int, after: int) -> float:
     return -math.expm1(-math.log(2) * (growing + (after - full) / o.half_life_samples))
 
 
-USES = {  # by schedule, the options of its end that it has
-    "cosine": ("end_lr",),
-    "constant": (),
-    "constant-cooldown": ("cooldown_samples", "cooldown_power", "end_lr"),
-    "inverse-sqrt": ("cooldown_samples", "end_lr"),
-    "wsd": ("cooldown_samples", "end_lr"),
-}
 NEEDS = {"constant-cooldown": "cooldown_samples", "wsd": "cooldown_samples", "inverse-sqrt": "warmup_samples"}
 
 
@@ -88,10 +78,9 @@ def check_schedule(o: Optimizer, total: int | None = None) -> None:
     if (needed := NEEDS.get(o.schedule)) and not getattr(o, needed):
         what = f"The schedule {o.schedule} needs optimizer.{needed}."
         raise UserError(what, "Set it to a number of samples, or choose another optimizer.schedule.")
-    for name, default in (("cooldown_samples", 0), ("cooldown_power", 1), ("end_lr", 0)):
-        if getattr(o, name) != default and name not in USES[o.schedule]:
-            what = f"The schedule {o.schedule} does not use optimizer.{name}."
-            raise UserError(what, "Leave it out, or choose another optimizer.schedule.")
+    if o.cooldown_samples and o.schedule not in NEEDS:
+        what = f"The schedule {o.schedule} does not use optimizer.cooldown_samples."
+        raise UserError(what, "Leave it out, or choose another optimizer.schedule.")
     if total is not None and o.warmup_samples + o.cooldown_samples > total:
         raise UserError(
             f"A warm-up of {o.warmup_samples:,} and a cooldown of {o.cooldown_samples:,} samples do not fit into a run "

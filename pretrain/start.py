@@ -34,15 +34,9 @@ from probemb.models.create import fill_word_vectors
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import create_tokenizer, create_transforms
 from probemb.options import to_dict
+from probemb.runs import folder as runs
 from probemb.runs.checkpoints import read_state
 from probemb.runs.copy import Copy, check_copy, fetch_newest
-from probemb.runs.folder import (
-    newest_checkpoint,
-    refuse_another_run,
-    refuse_endless_starts,
-    refuse_full_disk,
-    take_lock,
-)
 from probemb.runs.log import headline, step_of
 from probemb.runs.preemption import Preemption
 from probemb.runs.watchdog import Progress, Watchdog
@@ -57,8 +51,7 @@ FREE_TO_CHANGE = (  # keys and groups of keys, when a run resumes
 
 
 class Prepared(NamedTuple):
-    """A run of `steps` that can start at a position; `identity` is that of the data and of how it is read, `earlier`
-    the checkpoint to resume from."""
+    """A run of `steps` from a position; `identity` of the data and its reading, `earlier`: the checkpoint, if any."""
 
     device: torch.device
     precision: str
@@ -86,7 +79,7 @@ def train(config: Config, preemption: Preemption) -> int:
     progress = Progress(start)
     with Watchdog(progress, Path(config.out), config.engine.timeout, clean_up=stream.close):
         same_everywhere("The checkpoint to resume from", str(run.earlier), "Choose an --out that all machines share.")
-        lock = take_lock(config.out)
+        lock = runs.take_lock(config.out)
         progress.doing("making the engine")
         optimizer = make_optimizer(run.model.to(run.device), config.optimizer)
         engine = make_engine(run.model, optimizer, config.engine, config.batch_size, run.precision, run.device)
@@ -104,7 +97,7 @@ def train(config: Config, preemption: Preemption) -> int:
             folder.finish()
             say(folder.best_words())
             if stopped:
-                refuse_endless_starts(folder.path, start, trainer.step)
+                runs.refuse_endless_starts(folder.path, start, trainer.step)
         finally:
             stream.close()
             folder.close()
@@ -114,9 +107,9 @@ def train(config: Config, preemption: Preemption) -> int:
         say(f"{step_of(trainer.step, run.steps)} | stopped by {preemption.description}; continue with --resume")
     elif start >= run.steps:
         say(f"{config.out} is finished: {start} of {run.steps} steps were done.")
-    if config.remote_copy:  # all ranks wait: a launcher may end the others when one ends
-        folder.finish_copy(seconds=30 * config.engine.timeout)  # half of what a collective may take
-        sum_host([0])
+    if folder.copier:
+        folder.copier.close(seconds=30 * config.engine.timeout)  # half of what a collective may take
+    sum_host([0])  # all ranks wait: a launcher may end the others when one ends
     settle()
     torch.distributed.destroy_process_group()
     if lock:
@@ -135,7 +128,7 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
         if copy:  # any rank may be the one that fetches, and says so
             fetch_newest(copy, out, lambda line: print(f"resume  {line}", flush=True))
 
-    earlier = newest_checkpoint(out, config.resume, tell, config.engine.timeout, fetch=fetch)
+    earlier = runs.newest_checkpoint(out, config.resume, tell, config.engine.timeout, fetch=fetch)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
     if copy and rank == 0:
         check_copy(copy, out, state["step"] if earlier else None, tell)
@@ -157,27 +150,18 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     batches = state["samples"] // config.batch_size
     position = Position(state["step"], batches * config.batch_size, state["skipped"])
-    stream = Stream(
-        corpora,
-        config.data,
-        transforms.train,
-        tokenizer,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        pin_memory=device.type == "cuda",
-        rank=rank,
-        world_size=world,
-        start_samples=position.samples,
-    )
+    place = {"rank": rank, "world_size": world, "start_samples": position.samples}
+    draws = {"batch_size": config.batch_size, "seed": config.seed, "pin_memory": device.type == "cuda"}
+    stream = Stream(corpora, config.data, transforms.train, tokenizer, **draws, **place)
     steps = position.step + max(0, whole_steps(config, stream.order.steps) - batches)
     check_schedule(config.optimizer, position.samples + (steps - position.step) * config.batch_size)
     identity = {**stream.identity, "resize": config.data.resize, "augmentation": to_dict(config.data.augmentation)}
     if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
         identity["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
-    if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE)):
+    if earlier and (changed := runs.refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE)):
         then = f"the data resumes after {position.samples:,} samples seen, in its present order"
         tell(f"changed {'; '.join(changed)}; {then}")
-    refuse_full_disk(out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
+    runs.refuse_full_disk(out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, rank, world)
     return Prepared(device, precision, model, stream, evaluators, identity, position, steps, earlier)
 
@@ -204,11 +188,10 @@ def describe(config: Config, run: Prepared, world: int) -> str:
     lines = {
         "model": f"{config.model.name}, {every} parameters, {trained} trained, head {config.model.head}",
         "data": f"{shards}, {order.lanes} lanes, {order.steps} steps an epoch",
+        **({"filter": selection.describe()} if selection else {}),
+        "engine": f"{world} x {run.device.type}, DeepSpeed ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "
+        f"{world} ranks x {e.accumulation} parts x {batch // world // e.accumulation}",
     }
-    if selection:
-        lines["filter"] = selection.describe()
-    lines["engine"] = f"{world} x {run.device.type}, DeepSpeed ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "
-    lines["engine"] += f"{world} ranks x {e.accumulation} parts x {batch // world // e.accumulation}"
     if half_life := config.ema.half_life_samples:
         lines["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"
     return headline(config.out, f"{run.steps} steps", run.position.step, run.earlier, **lines)

@@ -59,10 +59,8 @@ class _Stopped(Exception):
 class Trainer:
     """Trains an engine (`engine.engine.make_engine`) on the stream of this rank's batches, up to step `steps`.
 
-    Args:
-        average: of the engine's weights; follows them, and takes their place in evaluations.
-        stop: whether this process was asked to stop; checked in every step and while waiting for data.
-        images_at_peak: images/s at the devices' peak for a mean length of texts, for the MFU; None if unknown.
+    `average` follows the weights and takes their place in evaluations; `stop`: whether this process was asked to stop;
+    `images_at_peak`: images/s at the devices' peak for a mean length of texts, for the MFU.
     """
 
     def __init__(
@@ -90,8 +88,9 @@ class Trainer:
         self.window, self.began = Window("images", lambda: stream.wait_seconds, engine.device), time.perf_counter()
 
     def fit(self) -> bool:
-        """Train to the last step, to `stop_at_step`, or until `stop`; returns whether it was stopped before the last
-        step and its evaluation. Evaluations that the run that it resumes has not made come first.
+        """Train to the last step, to `stop_at_step`, or until `stop`; returns whether it was stopped before the end.
+
+        Evaluations that the run that it resumes has not made come first.
         """
         going = True
         if self.step and self._evaluation_is_due():
@@ -176,9 +175,8 @@ class Trainer:
     def load(self) -> Batch | None:
         """This rank's next batch, or None if any rank was asked to stop; collective.
 
-        A rank that waited alone for data would not learn of a stop on another rank. So all ranks meet in rounds and
-        share whether they still wait, every half second while waiting and at once with a batch. All leave in the same
-        round, either with a batch each or with none; batches loaded by then are dropped, and the position stays.
+        So that a rank that waits for data learns of a stop on another one, all meet in rounds, every half second while
+        waiting and at once with a batch, and leave in the same round: with a batch each, or with none, where they were.
         """
         try:
             self.progress.doing("waiting for data", self.stream.waiting_for)
@@ -213,16 +211,16 @@ class Trainer:
         if due:
             self.window.restart()
 
-    @property
-    def position(self) -> Position:
-        return Position(self.step, self.samples, self.skipped)
-
     def save(self) -> None:
         """Start to write a checkpoint of this moment; collective."""
         self.progress.doing("saving")
         self.folder.save(self.engine, self.position, self.average)
         self.saved = self.step
         self.window.restart()
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.samples, self.skipped)
 
     def _evaluation_is_due(self) -> bool:
         """True if this step crossed a multiple of `evaluate.every_samples`, or was the last one."""
@@ -231,9 +229,8 @@ class Trainer:
         return bool(self.evaluators) and (self.step == self.last or crossed)
 
     def evaluate(self, evaluators: Sequence[Evaluator]) -> bool:
-        """Report their values, and keep the step if it is the best so far; False if a stop was asked for meanwhile, and
-        the run that resumes makes the rest; collective.
-        """
+        """Report their values, and keep the step if it is the best so far; collective. False if a stop was asked for
+        meanwhile; the run that resumes makes the rest."""
         self.progress.doing("saving")
         self.folder.finish()  # evaluations fork data workers: no thread may be writing
         state, finished = random_state(), True
@@ -257,20 +254,19 @@ class Trainer:
         stage = next(stage for stage in STAGES if any(other["stage"] == stage for other in reports))
         first = [other for other in reports if other["stage"] == stage]  # the ranks that are affected first
         keys = [key for other in first for key in other["keys"]]
-        ranks = ", ".join(str(other["rank"]) for other in first)
         samples = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
+        what = f"the {stage} is NaN or Inf on rank {', '.join(str(other['rank']) for other in first)}"
         if self.config.on_nonfinite == "stop" or self.skipped_in_a_row > MAX_SKIPPED:
             terms = ", ".join(f"{name} {value}" for name, value in first[0]["terms"].items())
             raise UserError(
-                f"At step {self.step} the {stage} is NaN or Inf on rank {ranks} ({terms}), for the samples {samples}; "
-                "the step was skipped.",
+                f"At step {self.step} {what} ({terms}), for the samples {samples}; the step was skipped.",
                 f"The full report is in {where}; look at these samples, or lower optimizer.lr, and continue with "
                 "--resume, or pass --on-nonfinite skip.",
             )
         self.skipped += 1
         if distributed.is_main():
-            why = f"the {stage} is NaN or Inf on rank {ranks} ({samples})"
-            print(f"{step_of(self.step, self.steps)} | skipped on all ranks: {why}; see {where}", flush=True)
+            step = step_of(self.step, self.steps)
+            print(f"{step} | skipped on all ranks: {what} ({samples}); see {where}", flush=True)
 
 
 def loss_and_terms(objective, outputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -291,10 +287,7 @@ STAGES = ("embedding", "loss", "gradient of the embedding", "gradient")  # of a 
 def nonfinite_report(
     keys: list[str], loss: Tensor, terms: dict, embeddings: Sequence[Tensor], gradients: Sequence, norm: Tensor
 ) -> dict:
-    """This rank's first stage with NaN or Inf, the keys of the samples, the terms.
-
-    One sample's value spreads to every rank's loss through the exchanged embeddings: the first stage finds it.
-    """
+    """This rank's first stage with NaN or Inf, before it spreads over all ranks' losses; keys of its samples; terms."""
 
     def bad_rows(tensors: Sequence[Tensor | None]) -> list[int]:
         bad = [~t.detach().isfinite().all(1) for t in tensors if t is not None]

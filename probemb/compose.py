@@ -5,8 +5,6 @@ product = compose(Gaussian.stack([text, image]), weights=[1, -0.5])  # the image
 query = as_query(product.gaussian)                                   # on the unit sphere, like single inputs
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,10 +20,7 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 class Product(NamedTuple):
-    """A product of normal densities: exp(log_normaliser), (...,), times the density of `gaussian`, (..., D).
-
-    The log-integral of the product says how well the parts agree; 0 for one part.
-    """
+    """A product of normal densities: exp(log_normaliser), (...,), times the density of `gaussian`, (..., D)."""
 
     gaussian: Gaussian
     log_normaliser: Tensor
@@ -37,9 +32,7 @@ def compose(parts: Gaussian, added_variance: float = 0.0, weights: Sequence[floa
     Precisions add up; the mean is weighted by them. A weight w is the power w of a part's density, whose precision is w
     times the part's; parts of negative weight divide: their precisions are subtracted. At least one is above 0.
     `added_variance` is what MPC's code adds to variances in the normaliser (1e-6), not where parts divide.
-
-    Raises:
-        UserError: a division after which a dimension has no precision left, so that no normal has that density.
+    Raises UserError: a division leaves no precision in a dimension.
     """
     with torch.autocast(parts.mean.device.type, enabled=False):
         parts = parts.float()
@@ -94,11 +87,7 @@ def _divide(above: Product, below: Product, weights: Sequence[float]) -> Product
 
 
 def as_query(product: Gaussian) -> Gaussian:
-    """The composition with its mean at unit length, as the gallery's; variances stay.
-
-    A weighted mean of unit vectors is shorter, which would change the weight of the gallery's uncertainties. Raises
-    UserError: the parts cancel each other out.
-    """
+    """The composition with its mean at unit length, as the gallery's. Raises UserError: the parts cancel out."""
     norm = product.mean.norm(dim=-1, keepdim=True)
     if not bool((norm > MIN_NORM).all()):
         raise UserError("The parts of the query cancel each other out.", "Leave one of them out.")

@@ -12,26 +12,21 @@ Gram matrix G, so besides the products s only numbers of a pair of tokens are co
 Letters: N images, M texts, D dimensions; C items of context with c tokens, Q items of queries with q tokens, P pairs.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from probemb.distances import recomputed
 from probemb.gaussian import at_least_float32
 from probemb.models.options import CrossAttention, Norm
 
-BLOCK_ELEMENTS = 1 << 21  # products of tokens computed at a time: 8 MiB in float32, of which some ten copies exist
-CACHE_ELEMENTS = 1 << 18  # of these, worked on at a time by a CPU
-QUERY_ITEMS, PARTS = 16, 8  # queries of similar length, so that these have little padding; as many in a block
+BLOCK_ELEMENTS = 1 << 18, 1 << 21  # products of tokens in a block: a CPU's cache; 8 MiB of a GPU, in some ten copies
+QUERY_ITEMS = 16  # of similar length in a block, which so have little padding
 SLOPE = 0.1  # of negative products where they are clipped (a leaky ReLU)
 EPS, TINY = 1e-8, 1e-30
-PAIRS = 32  # whose tokens are copied at a time: some megabytes
-LARGEST_EXPONENT = 30.0  # exp of it, squared and summed, is far inside float32
 
 
 class Tokens(NamedTuple):
@@ -48,104 +43,64 @@ def unit_tokens(values: Tensor, mask: Tensor) -> Tokens:
     return Tokens(values / (values.norm(dim=-1, keepdim=True) + EPS) * mask[..., None], mask)
 
 
-def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, elements: int = BLOCK_ELEMENTS) -> Tensor:
+def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, elements: int | None = None) -> Tensor:
     """Scores of all pairs, (N, M), larger is closer; in at least float32, also under autocast.
 
-    Blocks of `elements` products are computed again in the backward pass, so memory beyond the result does not grow
-    with N or M. Tokens are as the caller has normalised them (`unit_tokens`).
+    Blocks of some `elements` products are computed again in the backward pass, so memory beyond the result does not
+    grow with N or M. Tokens are as the caller has normalised them (`unit_tokens`).
     """
     context, queries = (images, texts) if how.direction == "t2i" else (texts, images)
+    elements = elements or BLOCK_ELEMENTS[images.values.is_cuda]
     with torch.autocast(images.values.device.type, enabled=False):
-        parts, query_order = _by_length(_full(queries), QUERY_ITEMS)
-        queries = [_query_rows(parts[i : i + PARTS]) for i in range(0, len(parts), PARTS)]
-        widest = max(len(values) for values, _, _ in queries)
-        context, context_order = _by_length(_full(context), max(1, elements // (context.mask.shape[1] * widest)))
+        queries, query_order = _by_length(queries, QUERY_ITEMS)
+        queries = list(queries)
+        size = elements // (context.mask.shape[1] * max(part.mask.numel() for part in queries))
+        context, context_order = _by_length(context, max(1, size))
         rows = []
         for part in context:
-            gram_Ccc = part.values @ part.values.transpose(1, 2)
-            rows.append(torch.cat([_block(*part, gram_Ccc, *query, how) for query in queries], 1))
-        scores_CQ = torch.cat(rows)
-        if context_order is not None:
-            scores_CQ = scores_CQ[context_order]
-        if query_order is not None:
-            scores_CQ = scores_CQ[:, query_order]
+            gram_Ccc = part.values @ part.values.mT
+            rows.append(torch.cat([recomputed(_all_pairs, *part, gram_Ccc, *query, how) for query in queries], 1))
+        scores_CQ = torch.cat(rows)[context_order.argsort()][:, query_order.argsort()]
     return scores_CQ if how.direction == "t2i" else scores_CQ.T
 
 
-def pair_scores(
-    images: Tokens, texts: Tokens, how: CrossAttention, pairs: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """Scores of P pairs, (P,), the numbers of their images and texts; None pairs every image with its own text."""
-    first, second = (images, texts) if how.direction == "t2i" else (texts, images)
-    if pairs is None:
-        pairs = (torch.arange(len(images.mask), device=images.mask.device),) * 2
-    of_context_P, of_query_P = pairs if how.direction == "t2i" else pairs[::-1]
+def pair_scores(images: Tokens, texts: Tokens, how: CrossAttention, pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Scores of P pairs, (P,), the numbers of their images and texts; holds the tokens of all pairs."""
+    numbered = (images, pairs[0]), (texts, pairs[1])
+    (context, of_context_P), (queries, of_query_P) = numbered if how.direction == "t2i" else numbered[::-1]
     with torch.autocast(images.values.device.type, enabled=False):
-        values, lengths = zip(*((at_least_float32(side.values), _lengths(side.mask)) for side in (first, second)))
-        products_Pcq, gram_Ccc, squares_Qq = pair_products(*values, (of_context_P, of_query_P), lengths)
-        context_mask_Pc, query_mask_Pq = first.mask[of_context_P], second.mask[of_query_P]
-        products_Pcq = products_Pcq * (context_mask_Pc[:, :, None] & query_mask_Pq[:, None])
-        gram_Pcc = (gram_Ccc * (first.mask[:, :, None] & first.mask[:, None])).index_select(0, of_context_P)
-        length_Pq1 = _root(squares_Qq).index_select(0, of_query_P)[..., None]
-        products_Pcq1, mask_Pq1 = products_Pcq[..., None], query_mask_Pq[..., None]
-        return _scores(products_Pcq1, context_mask_Pc, gram_Pcc, length_Pq1, mask_Pq1, how)[:, 0]
+        context_PcD, context_mask = _chosen(context, of_context_P)
+        query_PqD, query_mask = _chosen(queries, of_query_P)
+        context_CcD, _ = _chosen(context, torch.arange(len(context.mask), device=context.mask.device))
+        gram_Pcc = (context_CcD @ context_CcD.mT).index_select(0, of_context_P)
+        products, length = context_PcD @ query_PqD.mT, _root(query_PqD.square().sum(-1))
+        return _scores(products[..., None], context_mask, gram_Pcc, length[..., None], query_mask[..., None], how)[:, 0]
 
 
-def _full(tokens: Tokens) -> Tokens:
-    """In at least float32, with zeros for tokens that do not exist."""
-    values = at_least_float32(tokens.values)
-    return Tokens(values if bool(tokens.mask.all()) else values * tokens.mask[..., None], tokens.mask)
+def _chosen(tokens: Tokens, index: Tensor, end: int | None = None) -> Tokens:
+    """The first tokens of some items, in at least float32, with zeros for those that do not exist."""
+    values, mask = (x[:, :end].index_select(0, index) for x in tokens)
+    return Tokens(at_least_float32(values) * mask[..., None], mask)
 
 
-def _lengths(mask: Tensor) -> Tensor:
-    """The place after each item's last token, (B,)."""
-    return mask.shape[1] - mask.flip(1).int().argmax(1)
-
-
-def _by_length(tokens: Tokens, size: int) -> tuple[list[Tokens], Tensor | None]:
-    """Parts of `size` items without common padding, and where each item stands in them; None: in their own order."""
-    lengths, length = _lengths(tokens.mask), tokens.mask.shape[1]
-    if bool((lengths == length).all()):
-        return [Tokens(*part) for part in zip(tokens.values.split(size), tokens.mask.split(size))], None
-    lengths, order = lengths.sort(stable=True)
-    parts = []
-    for index, longest in zip(order.split(size), lengths.split(size)):
-        end = int(longest[-1])
-        parts.append(Tokens(tokens.values[index, :end], tokens.mask[index, :end]))
-    return parts, order.argsort()
-
-
-def _query_rows(parts: list[Tokens]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Tokens (R, D) of several parts of queries for one matrix product, their lengths (R,), and masks (1, q, Q).
-
-    In each part items stand behind tokens, (q * Q, D), so that all reductions over tokens run along whole rows.
-    """
-    values = torch.cat([part.values.transpose(0, 1).flatten(0, 1) for part in parts])
-    return values, _root(values.square().sum(-1)), [part.mask.T[None] for part in parts]
-
-
-def _block(context: Tensor, context_mask: Tensor, gram: Tensor, query: Tensor, *others) -> Tensor:
-    """`_all_pairs`; with gradient, its intermediate results are computed again when they are needed."""
-    given = context, context_mask, gram, query, *others
-    if torch.is_grad_enabled() and (context.requires_grad or query.requires_grad):
-        return checkpoint(_all_pairs, *given, use_reentrant=False, preserve_rng_state=False)
-    return _all_pairs(*given)
+def _by_length(tokens: Tokens, size: int) -> tuple[Iterator[Tokens], Tensor]:
+    """Parts of `size` items of similar length, without common padding, and the order of the items in them."""
+    last = tokens.mask.flip(1).int().argmax(1)  # places behind an item's last token
+    order = last.argsort(descending=True, stable=True)
+    ends = (tokens.mask.shape[1] - last[order]).split(size)
+    return (_chosen(tokens, index, int(end[-1])) for index, end in zip(order.split(size), ends)), order
 
 
 def _all_pairs(
-    context_CcD: Tensor, context_mask_Cc: Tensor, gram_Ccc: Tensor,
-    query_RD: Tensor, length_R: Tensor, masks: list[Tensor], how: CrossAttention,
+    context_CcD: Tensor, context_mask_Cc: Tensor, gram_Ccc: Tensor, query_QqD: Tensor, query_mask_Qq: Tensor,
+    how: CrossAttention,
 ) -> Tensor:  # fmt: skip
-    """(C, Q), from one matrix product; what follows it on a CPU is done for as many items as its cache holds."""
-    products_CcR = (context_CcD.flatten(0, 1) @ query_RD.T).view(*context_mask_Cc.shape, -1)
-    rows, columns = [mask.numel() for mask in masks], []
-    for products, length, mask in zip(products_CcR.split(rows, -1), length_R.split(rows), masks):
-        products_CcqQ, length = products.unflatten(2, mask.shape[1:]), length.view(mask.shape)
-        on_cpu = products.device.type == "cpu"
-        at_once = max(1, CACHE_ELEMENTS // products[0].numel()) if on_cpu else len(products)
-        parts = zip(products_CcqQ.split(at_once), context_mask_Cc.split(at_once), gram_Ccc.split(at_once))
-        columns.append(torch.cat([_scores(*part, length, mask, how) for part in parts]))
-    return torch.cat(columns, 1)
+    """(C, Q), from one matrix product in which items stand behind tokens: sums over tokens run along whole rows."""
+    query_qQD, mask_qQ = query_QqD.transpose(0, 1), query_mask_Qq.T
+    products_CcR = context_CcD.flatten(0, 1) @ query_qQD.flatten(0, 1).T
+    length_qQ = _root(query_qQD.square().sum(-1))
+    products_CcqQ = products_CcR.view(*context_mask_Cc.shape, *mask_qQ.shape)
+    return _scores(products_CcqQ, context_mask_Cc, gram_Ccc, length_qQ[None], mask_qQ[None], how)
 
 
 def _scores(
@@ -153,24 +108,13 @@ def _scores(
     how: CrossAttention,
 ) -> Tensor:  # fmt: skip
     """(C, Q) from the products of tokens and the queries' lengths and mask, (C or 1, q, Q)."""
-    weights = _weights(products_CcqQ, context_mask_Cc, mask_CqQ, how)
+    attention_CcqQ = _normalised(products_CcqQ, mask_CqQ[:, None], how.norm, how.lambda_softmax)
+    weights = attention_CcqQ.masked_fill(~context_mask_Cc[:, :, None, None], -torch.inf).softmax(1)
     along_CqQ = (weights * products_CcqQ).sum(1)
     flat = weights.flatten(2)
     attended_CqQ = _root((flat * (gram_Ccc @ flat)).sum(1)).view_as(along_CqQ)
     cosine_CqQ = along_CqQ / (attended_CqQ * length_CqQ).clamp(min=EPS)
     return _aggregate(cosine_CqQ, mask_CqQ, how)
-
-
-def _weights(products_CcqQ: Tensor, context_mask_Cc: Tensor, mask_CqQ: Tensor, how: CrossAttention) -> Tensor:
-    """Attention before the division by its sum, which the cosine does not see, (C, c, q, Q); not zero for context that
-    does not exist, as its products and its Gram matrix are.
-    """
-    a_CcqQ = _normalised(products_CcqQ, mask_CqQ[:, None], how.norm, how.lambda_softmax)
-    if how.norm in ("none", "clipped") or how.lambda_softmax > LARGEST_EXPONENT:  # else at most lambda_softmax
-        missing = ~context_mask_Cc[:, :, None, None]
-        largest = a_CcqQ.detach().masked_fill(missing, -torch.inf).amax(1, keepdim=True)
-        a_CcqQ = (a_CcqQ - largest).masked_fill(missing, 0)  # these may lie above the largest that exists
-    return a_CcqQ.exp()
 
 
 def _normalised(x: Tensor, mask: Tensor, norm: Norm, scale: float) -> Tensor:
@@ -199,55 +143,3 @@ def _aggregate(cosine_CqQ: Tensor, mask_CqQ: Tensor, how: CrossAttention) -> Ten
 def _root(x: Tensor) -> Tensor:
     """Square root with a gradient of 0 at 0, and for what rounding has put below."""
     return x.clamp(min=TINY).sqrt()
-
-
-# ------------------------------------------------------------------------------------ inner products of chosen pairs
-
-
-def pair_products(
-    context_CcD: Tensor, query_QqD: Tensor, pairs: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Products of each pair's tokens (P, c, q), of context items' own (C, c, c), and queries' squared lengths (Q, q).
-
-    `pairs`: the numbers of each pair's context and query, (P,); `lengths`: the number of tokens of each item, beyond
-    which products may be 0, (C,) and (Q,). Autograd would keep a copy of both items of every pair, and add up as many
-    gradients of all items as there are uses of them; here they are written once. There is no second derivative.
-    """
-    return _PairProducts.apply(context_CcD, query_QqD, *pairs, *lengths)
-
-
-class _PairProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, context_CcD, query_QqD, of_context_P, of_query_P, length_C, length_Q):
-        ctx.save_for_backward(context_CcD, query_QqD)
-        ctx.parts = _parts(of_context_P, of_query_P, length_C, length_Q)
-        products_Pcq = context_CcD.new_zeros(len(of_query_P), context_CcD.shape[1], query_QqD.shape[1])
-        for part, context, c, query, q in ctx.parts:
-            of_part = _take(context_CcD, context, c) @ _take(query_QqD, query, q).transpose(1, 2)
-            products_Pcq[:, :c, :q].index_copy_(0, part, of_part)
-        squares_Qq = torch.linalg.vector_norm(query_QqD, dim=-1).square()
-        return products_Pcq, context_CcD @ context_CcD.transpose(1, 2), squares_Qq
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_Pcq, grad_Ccc, grad_Qq):
-        context_CcD, query_QqD = ctx.saved_tensors
-        of_context_CcD = (grad_Ccc + grad_Ccc.transpose(1, 2)) @ context_CcD
-        of_query_QqD = query_QqD * (2 * grad_Qq[..., None])
-        for part, context, c, query, q in ctx.parts:
-            grad = grad_Pcq[:, :c, :q].index_select(0, part)
-            of_context_CcD[:, :c].index_add_(0, context, grad @ _take(query_QqD, query, q))
-            of_query_QqD[:, :q].index_add_(0, query, grad.transpose(1, 2) @ _take(context_CcD, context, c))
-        return of_context_CcD, of_query_QqD, None, None, None, None
-
-
-def _take(values_BtD: Tensor, items: Tensor, tokens: int) -> Tensor:
-    return values_BtD[:, :tokens].index_select(0, items)
-
-
-def _parts(of_context_P: Tensor, of_query_P: Tensor, length_C: Tensor, length_Q: Tensor) -> list[tuple]:
-    """Pairs of similar length: their numbers, their context, its longest, their queries, the longest of these."""
-    lengths_2P = torch.stack([length_C[of_context_P], length_Q[of_query_P]])
-    parts = lengths_2P.sum(0).argsort().split(PAIRS)
-    longest = torch.stack([lengths_2P[:, part].amax(1) for part in parts]).tolist()
-    return [(part, of_context_P[part], c, of_query_P[part], q) for part, (c, q) in zip(parts, longest)]

@@ -1,15 +1,13 @@
-"""Pairwise distances between diagonal normals, (N, D) and (M, D) to (N, M); smaller is closer.
+"""Pairwise distances between diagonal normals, (N, D) and (M, D) to (N, M), in at least float32; smaller is closer.
 
-a ~ N(mu_a, diag var_a), b ~ N(mu_b, diag var_b). All are differentiable and at least float32, also under autocast.
 Nothing of size N x M x D is held: a distance that separates into per-item vectors is one matrix product; any other (a
 sum of variances in a denominator or a logarithm) is summed over slices of D, recomputed in the backward pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,14 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLES = 8  # of an item, for a match probability
-SLICE_ELEMENTS = 1 << 22  # elements of one (N, M, d) slice of a sum that does not separate: 16 MiB in float32
-ORDER_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of some rows times M x D: a CPU's cache, 128 MiB of a GPU
-RECOMPUTED = dict(use_reentrant=False, preserve_rng_state=False)
+BLOCK_ELEMENTS = 1 << 22  # elements of an intermediate result: 16 MiB in float32
+ORDER_ELEMENTS = 1 << 18  # of some rows times M x D: a CPU's cache
 
 
 def _full_precision(fn):
-    """Run `fn(a, b)` outside autocast, on float32 or wider inputs."""
-
     @wraps(fn)
     def wrapped(a: Gaussian, b: Gaussian) -> Tensor:
         with torch.autocast(a.mean.device.type, enabled=False):
@@ -56,7 +51,7 @@ def csd(a: Gaussian, b: Gaussian) -> Tensor:
 
 @_full_precision
 def wasserstein2(a: Gaussian, b: Gaussian) -> Tensor:
-    """Squared 2-Wasserstein distance |mu_a - mu_b|^2 + |std_a - std_b|^2. Source: PCME++ §2.2."""
+    """|mu_a - mu_b|^2 + |std_a - std_b|^2, the squared distance. Source: PCME++ §2.2."""
     return squared_euclidean(*near_origin(torch.cat([a.mean, a.std], 1), torch.cat([b.mean, b.std], 1)))
 
 
@@ -129,12 +124,24 @@ def inclusion(a: Gaussian, b: Gaussian) -> Tensor:
     Antisymmetric, and no distance: 0 for equal variances wherever the means are. Source: ProLIP, inclusion loss.
     """
 
-    def term(mu_a, var_a, mu_b, var_b):
-        left, right = 2 * var_a + var_b, var_a + 2 * var_b
-        return (mu_a - mu_b).square() * ((var_b - var_a) / left / right) + 0.5 * (left / right).log()
+    def term(mu_a, log_var_a, mu_b, log_var_b):
+        return inclusion_per_dimension(Gaussian(mu_a, log_var_a), Gaussian(mu_b, log_var_b))
 
-    separable = 0.5 * (b.log_var.sum(1)[None, :] - a.log_var.sum(1)[:, None])
-    return sum_over_slices(term, (a.mean, a.var), (b.mean, b.var)) + separable
+    return sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
+
+
+def inclusion_per_dimension(
+    inner: Gaussian, outer: Gaussian, form: Literal["exact", "code"] = "exact", eps: float = -10.0
+) -> Tensor:
+    """The terms of `inclusion` row by row, (B, D), or for shapes that broadcast. The public code's form, "code", counts
+    the ratio of the widths twice and weighs the distance of the means by e^eps. Source: ProLIP §3.3.
+    """
+    v1, v2 = inner.var, outer.var
+    left, right = 2 * v1 + v2, v1 + 2 * v2
+    apart, widths = (inner.mean - outer.mean).square() * ((v2 - v1) / left / right), outer.log_var - inner.log_var
+    if form == "code":
+        apart, widths = math.exp(eps) * apart, 2 * widths
+    return apart + 0.5 * (left / right).log() + 0.5 * widths
 
 
 def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
@@ -143,15 +150,34 @@ def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequenc
     `term` takes a's (N, D) tensors as (N, 1, d), then b's (M, D) as (1, M, d), and returns (N, M, d).
     """
     (n, d), m = a[0].shape, len(b[0])
-    width = max(1, min(d // 2, SLICE_ELEMENTS // max(1, n * m)))  # at most half of D, so never N x M x D
+    width = max(1, min(d // 2, BLOCK_ELEMENTS // max(1, n * m)))  # at most half of D, so never N x M x D
 
     def one_slice(*columns: Tensor) -> Tensor:
         return term(*(x[:, None] for x in columns[: len(a)]), *(x[None] for x in columns[len(a) :])).sum(-1)
 
     total = a[0].new_zeros(n, m)
     for start in range(0, d, width):
-        total = total + checkpoint(one_slice, *(x[:, start : start + width] for x in (*a, *b)), **RECOMPUTED)
+        total = total + recomputed(one_slice, *(x[:, start : start + width] for x in (*a, *b)))
     return total
+
+
+def in_row_blocks(
+    fn: Callable[..., Tensor], tensors: Sequence[Tensor], elements_per_row: int, held: int = BLOCK_ELEMENTS
+) -> Tensor:
+    """fn(*tensors), by blocks of rows whose intermediate results have at most `held` elements; several blocks are
+    recomputed in the backward pass, so that one at a time is held.
+    """
+    rows = max(1, held // max(1, elements_per_row))
+    if rows >= len(tensors[0]):
+        return fn(*tensors)
+    return torch.cat([recomputed(fn, *block) for block in zip(*(x.split(rows) for x in tensors))])
+
+
+def recomputed(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """fn(*tensors), whose intermediate results are computed again in the backward pass."""
+    if not torch.is_grad_enabled():  # checkpoint would hold them
+        return fn(*tensors)
+    return checkpoint(fn, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 # Values of --distance, beside match-probability, whose logits are its log-odds.
@@ -169,17 +195,14 @@ def match_probability(a: Gaussian, b: Gaussian, scale: Tensor | float = 1.0, shi
 def match_probability_of_samples(
     z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
 ) -> Tensor:
-    """Mean over all J x K sample pairs of sigmoid(2 (shift - scale |z_a - z_b|)), (N, M). Source: PCME.
-
-    The factor 2 is the authors' s(x) = e^x / (e^x + e^-x). Holds N x M x K values at a time.
-    """
+    """Mean over all J x K sample pairs of sigmoid(2 (shift - scale |z_a - z_b|)), (N, M); 2 as in PCME's code."""
     return _mean_over_samples(z_a_NJD, z_b_MKD, lambda distance: torch.sigmoid(2 * (shift - scale * distance)))
 
 
 def match_log_odds_of_samples(
     z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
 ) -> Tensor:
-    """Log-odds of `match_probability_of_samples`, (N, M), with a gradient also where it rounds to 0 or 1."""
+    """Log-odds of `match_probability_of_samples`, with a gradient also where that rounds to 0 or 1."""
 
     def log_odds(distance_NMK: Tensor) -> Tensor:
         logit = 2 * (shift - scale * distance_NMK)
@@ -199,18 +222,14 @@ def _mean_over_samples(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor
 
 
 def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """`value` of the distances (N, M, K) of b's samples to a's first one, second one, …, recomputed in the backward
-    pass.
-    """
-    n, (m, k, d) = len(z_a_NJD), z_b_MKD.shape
-    flat_b = z_b_MKD.reshape(m * k, d)
+    """`value` of the distances (N, M, K) of b's samples to each of a's; recomputed in the backward pass."""
 
     def one_sample(z_a_ND: Tensor) -> Tensor:
-        squared = squared_euclidean(*near_origin(z_a_ND, flat_b))
+        squared = squared_euclidean(*near_origin(z_a_ND, z_b_MKD.flatten(0, 1)))
         distance = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
-        return value(distance.view(n, m, k))
+        return value(distance.view(-1, *z_b_MKD.shape[:2]))
 
-    return (checkpoint(one_sample, z_a_ND, **RECOMPUTED) for z_a_ND in z_a_NJD.unbind(1))
+    return (recomputed(one_sample, z_a_ND) for z_a_ND in z_a_NJD.unbind(1))
 
 
 # ---------------------------------------------------------------------------------------------------- order embeddings
@@ -222,34 +241,14 @@ def order_similarity(image_ND: Tensor, text_MD: Tensor, squared: bool = True) ->
     `squared`: False for the norm itself, as the public code of VSE++ and PVSE has it.
     """
     with torch.autocast(image_ND.device.type, enabled=False):
-        penalty = _Penalty.apply(at_least_float32(image_ND).abs(), at_least_float32(text_MD).abs())
+        text_MD = at_least_float32(text_MD).abs()
+
+        def penalty_of(rows_nD: Tensor) -> Tensor:
+            excess_nMD = (text_MD - rows_nD[:, None]).relu()
+            return torch.linalg.vecdot(excess_nMD, excess_nMD)
+
+        penalty = in_row_blocks(penalty_of, [at_least_float32(image_ND).abs()], text_MD.numel(), ORDER_ELEMENTS)
         return -(penalty if squared else root(penalty))
-
-
-class _Penalty(torch.autograd.Function):
-    """sum_d max(0, y_jd - x_id)^2, (N, M), a few rows at a time; the backward pass computes the excess again."""
-
-    @staticmethod
-    def forward(ctx, x_ND: Tensor, y_MD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, y_MD)
-        held = ORDER_ELEMENTS.get(x_ND.device.type, ORDER_ELEMENTS["cuda"])
-        ctx.rows = max(1, held // max(1, y_MD.numel()))
-        excess = (_excess(x, y_MD) for x in x_ND.split(ctx.rows))
-        return torch.cat([torch.linalg.vecdot(e, e) for e in excess])
-
-    @staticmethod
-    def backward(ctx, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
-        x_ND, y_MD = ctx.saved_tensors
-        grad_x, grad_y = [], torch.zeros_like(y_MD)
-        for x, grad in zip(x_ND.split(ctx.rows), grad_NM.split(ctx.rows)):
-            excess = _excess(x, y_MD)
-            grad_x.append(torch.einsum("nm,nmd->nd", grad, excess))
-            grad_y += excess.mul_(grad[..., None]).sum(0)
-        return -2 * torch.cat(grad_x), 2 * grad_y
-
-
-def _excess(x_ND: Tensor, y_MD: Tensor) -> Tensor:
-    return (y_MD[None] - x_ND[:, None]).clamp_(min=0)  # (n, M, D)
 
 
 def root(squared: Tensor) -> Tensor:

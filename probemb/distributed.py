@@ -1,14 +1,12 @@
 """Collectives over ranks, with gradient where it is needed; all of them work in a single process too."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +14,6 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-
-if TYPE_CHECKING:
-    from probemb.models.encoder import Encoded
 
 T = TypeVar("T")
 _control: tuple[Any, Any] | None = None  # the default group, and the one of `control_group` beside it
@@ -37,25 +32,21 @@ def alone() -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process' rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() and not _alone else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() and not _alone else 1
 
 
 def is_main() -> bool:
-    """True on rank 0, which writes and prints."""
     return rank() == 0
 
 
 def init_process_group(timeout_minutes: float = 30) -> None:
     """Join the group that the launcher describes (torchrun, deepspeed, srun), or form a group of one.
 
-    The store has a prefix per restart: after a restart by torchrun the keys of the earlier attempt are still in it,
-    and a second init over them hangs or fails. Raises UserError: not all ranks came in time.
+    The store has a prefix per restart by torchrun, which leaves the earlier keys in it: an init over them hangs.
     """
     if dist.is_initialized():
         return
@@ -74,8 +65,9 @@ def init_process_group(timeout_minutes: float = 30) -> None:
     if world > 1 and port == 0:  # no rank could be reached
         what = "The launcher gave the ranks port 0 to meet at."
         raise UserError(what, "Use torchrun --standalone, or name a free port.")
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher, instead of rank 0
     try:
-        store = dist.TCPStore(address, port, world, this_rank == 0 and not launcher_has_store(), timeout)
+        store = dist.TCPStore(address, port, world, this_rank == 0 and not served, timeout)
         store = dist.PrefixStore(f"attempt{_attempt()}", store)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
         control_group(timeout)
@@ -87,9 +79,9 @@ def init_process_group(timeout_minutes: float = 30) -> None:
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """All ranks by gloo, for messages between hosts that no GPU waits for and that wait for no GPU.
+    """All ranks by gloo, for messages between hosts that wait for no GPU; None: the default group, if it is gloo's.
 
-    None stands for the default group, if that is gloo's; else collective at the first call, which sets the timeout.
+    Else collective at the first call, which sets the timeout.
     """
     global _control
     if dist.get_backend() == "gloo":
@@ -103,11 +95,6 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def launcher_has_store() -> bool:
-    """True if the launcher serves the store at which the ranks meet, rather than rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def connect_to_store(name: str) -> dist.Store | None:
     """Another connection to the store at which the ranks met, for keys under `name`; None if they met in no store."""
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
@@ -118,10 +105,10 @@ def connect_to_store(name: str) -> dist.Store | None:
 
 
 def settle() -> None:
-    """Wait until gloo's threads are idle; call before the process group is destroyed.
+    """Wait until gloo's threads are idle, before the process group is destroyed.
 
-    They release the last collective's tensors a moment after its end and need Python's lock for that, which torch (at
-    least 2.6) holds while it waits for them: without the pause a rank may hang.
+    They release the last collective's tensors a moment later, with Python's lock, which torch holds while it waits for
+    them: without the pause a rank may hang.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         time.sleep(0.2)
@@ -172,11 +159,8 @@ def gather_pairs(image: Gaussian, text: Gaussian) -> tuple[Gaussian, Gaussian]:
     return Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t)
 
 
-def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
-    """All ranks' images and texts, n to W n items each, with gradient, in one collective.
-
-    Tokens of texts are padded to the longest of any rank, which takes one more collective of one number.
-    """
+def gather_encoded(image, text):
+    """`gather_pairs` of `Encoded`; tokens of texts are padded to the longest of any rank, in one more collective."""
     if world_size() == 1:
         return image, text
     if text.tokens is not None:
@@ -215,11 +199,10 @@ def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str,
     return dict(zip(values, (sum_over_ranks(list(values.values()), device) / world_size()).tolist()))
 
 
-# --------------------------------------------------------------------------------- between hosts, which wait for no GPU
+# --------------------------------------------------------------------- collective, between hosts, which wait for no GPU
 
 
 def sum_host(numbers: list[int]) -> list[int]:
-    """Each whole number's sum over all ranks; collective."""
     packed = torch.tensor(numbers, dtype=torch.int64)
     if world_size() > 1:
         dist.all_reduce(packed, group=control_group())
@@ -227,7 +210,6 @@ def sum_host(numbers: list[int]) -> list[int]:
 
 
 def all_of(own: Any) -> list[Any]:
-    """Every rank's object, in rank order; collective."""
     if world_size() == 1:
         return [own]
     everyone = [None] * world_size()

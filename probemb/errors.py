@@ -1,7 +1,5 @@
 """Errors for the person who typed the command: what is wrong, and what to do about it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -12,7 +10,7 @@ from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """An error that the person who typed the command can fix: a sentence on what is wrong, and one on what to do."""
+    """An error that the person who typed the command can fix."""
 
     exit_code = 2  # of a command that it ends
 
@@ -31,7 +29,6 @@ class LostRank(UserError):
 
 
 def raise_together(errors: Iterable[UserError]) -> None:
-    """Raise the error, or all of them as one; nothing if there are none."""
     errors = list(errors)
     if len(errors) > 1:
         listed = "".join(f"\n- {error.what} {error.remedy}" for error in errors)
@@ -68,7 +65,6 @@ def ended_worker(error: RuntimeError) -> UserError | None:
 
 
 def worker_ended(how: str) -> UserError:
-    """The error for a data worker that was killed."""
     return UserError(
         f"A data worker was ended from outside ({how}).",
         "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, or too few files may be open "

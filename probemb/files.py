@@ -1,7 +1,5 @@
 """Atomic replacement of files: after a crash there is the old or the new one."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The one type that flows through the project: a batch of diagonal normal distributions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,7 +36,7 @@ class Gaussian:
         return (0.5 * self.log_var).exp()
 
     def uncertainty(self) -> Tensor:
-        """u = sum of the variances, (...,) in at least float32. Source: PCME++ §3.4."""
+        """Sum of the variances, (...,) in at least float32. Source: PCME++ §3.4."""
         return at_least_float32(self.log_var).exp().sum(-1)
 
     def log_det(self) -> Tensor:
@@ -54,25 +52,24 @@ class Gaussian:
     def __len__(self) -> int:
         return len(self.mean)
 
-    def __getitem__(self, index) -> Gaussian:
+    def __getitem__(self, index) -> "Gaussian":
         return Gaussian(self.mean[index], self.log_var[index])
 
-    def to(self, *args, **kwargs) -> Gaussian:
+    def to(self, *args, **kwargs) -> "Gaussian":
         return Gaussian(self.mean.to(*args, **kwargs), self.log_var.to(*args, **kwargs))
 
-    def float(self) -> Gaussian:
-        """In at least float32."""
+    def float(self) -> "Gaussian":
         return Gaussian(at_least_float32(self.mean), at_least_float32(self.log_var))
 
-    def detach(self) -> Gaussian:
+    def detach(self) -> "Gaussian":
         return Gaussian(self.mean.detach(), self.log_var.detach())
 
     @staticmethod
-    def cat(items: Sequence[Gaussian], dim: int = 0) -> Gaussian:
+    def cat(items: Sequence["Gaussian"], dim: int = 0) -> "Gaussian":
         return Gaussian(torch.cat([g.mean for g in items], dim), torch.cat([g.log_var for g in items], dim))
 
     @staticmethod
-    def stack(items: Sequence[Gaussian], dim: int = 0) -> Gaussian:
+    def stack(items: Sequence["Gaussian"], dim: int = 0) -> "Gaussian":
         return Gaussian(torch.stack([g.mean for g in items], dim), torch.stack([g.log_var for g in items], dim))
 
 

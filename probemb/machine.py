@@ -1,7 +1,5 @@
 """The machine of a command: its cores and memory, the device and precision of a model, threads and workers."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -39,7 +36,7 @@ def memory_limits(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys
 
 @dataclass(frozen=True)
 class Device:
-    """Device and precision that a model runs with: torch's name, such as "cuda:1"; "fp32" (the model's own), …."""
+    """Device and precision that a model runs with; "fp32" is the model's own."""
 
     name: str = "cpu"
     precision: str = "fp32"
@@ -84,7 +81,6 @@ def share_cores(threads: int, world_size: int = 1) -> int:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of this process' GPU; None without one."""
     import torch
 
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -99,9 +95,7 @@ def training_precision(asked: str, capability: tuple[int, int] | None) -> str:
 
 
 def loader_workers(wanted: int | None, n_images: int, device: str) -> int:
-    """Number of processes that decode images: by default none for a small set, else up to 8, and up to half of the
-    cores if the model runs on the CPU.
-    """
+    """Processes that decode images, by default none for a small set, and up to half of the cores without a GPU."""
     if wanted is not None:
         return wanted
     return 0 if n_images < 512 else min(8, cores() if device.startswith("cuda") else cores() // 2)

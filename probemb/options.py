@@ -1,7 +1,5 @@
 """Options as dataclasses: as plain values and YAML, and paths with names of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -20,7 +18,6 @@ def to_dict(config: Any) -> dict:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones."""
     found = {}
     for name, value in values.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -86,6 +83,6 @@ def named_paths(given: list[str] | str | None, key: str) -> list[NamedPath]:
 
 
 def _own_name(path: str) -> str:
-    """The last part of a path or address that is a name, without its endings; "set" if there is none."""
+    """The last part of a path or address without its endings."""
     own = re.sub(r"[^\w-]+", "-", Path(path.partition("?")[0]).name.partition(".")[0]).strip("-")
     return own or "set"

@@ -10,9 +10,7 @@ LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr: a bar in a terminal, elsewhere a line every ten seconds. Yields `advance(n)`. A `total`
-    of 0 is unknown.
-    """
+    """Show progress on stderr, with `advance(n)`, which this yields. A `total` of 0 is unknown."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -6,9 +6,7 @@
 #            # method i of METHODS in slurm/rank.py, or of PROBEMB_METHODS, each in its own folder: runs/coco/vse
 #   sbatch --array=1-6 slurm/finetune.sh --sweep sweep.txt --data.path …   # line i of sweep.txt is added to run i
 #
-# Submit from the project's folder. The job saves and requeues itself before its time limit, and resumes in the same run
-# folder until it is finished (docs/pretrain.md). sbatch's command line takes precedence over the lines below, which are
-# yours to edit: one task for each GPU, so the two numbers must agree.
+# Submit from the project's folder, and edit the lines below, as in pretrain.sh.
 #SBATCH --job-name=finetune
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1
@@ -17,8 +15,7 @@
 #SBATCH --time=24:00:00
 ##SBATCH --partition=gpu
 #
-# Keep these: %j stays the same when a job is requeued. The signal comes 300 s before the time limit, only to this script
-# (B:), which passes it on; raise it if a step and a checkpoint take longer.
+# Keep these.
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue

@@ -41,27 +41,22 @@ def argument_lists(arguments: list[str], methods: str | None = None, sweep: str 
     `methods`: of finetuning, each with the folder of its name in --out; `sweep`: a file with one line of arguments for
     each run, as in a shell; comments start with #. Raises UserError.
     """
-    out, _ = take("--out", arguments)
+    out, own = take("--out", arguments)[0], [[]]
     if sweep is not None:
-        return [[*arguments, *line] for line in _lines(Path(sweep))]
-    if methods is None:
-        return [arguments]
-    if not out:
-        raise UserError("Each method needs a folder of its own in --out.", "Add --out, or give --sweep FILE instead.")
-    names = dict.fromkeys(methods.replace(",", " ").split())
-    return [[*arguments, "--method", name, "--out", str(Path(out) / name)] for name in names]
-
-
-def _lines(path: Path) -> list[list[str]]:
-    try:
-        lines = [shlex.split(line, comments=True) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"The list of a sweep, {path}, cannot be read: {error}.", "Correct it.") from None
-    lines = [line for line in lines if line]
-    folders = {take("--out", line)[0] for line in lines}
-    if not lines or None in folders or len(folders) < len(lines):
-        raise UserError(f"A line of {path} has no --out of its own.", "Give each run of a sweep a folder of its own.")
-    return lines
+        try:
+            own = [shlex.split(line, comments=True) for line in Path(sweep).read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            raise UserError(f"The list of a sweep, {sweep}, cannot be read: {error}.", "Correct it.") from None
+        own = [line for line in own if line]
+        folders = {take("--out", line)[0] for line in own}
+        if not own or None in folders or len(folders) < len(own):
+            raise UserError(f"A line of {sweep} has no --out of its own.", "Give each run a folder of its own.")
+    elif methods is not None:
+        if not out:
+            raise UserError("Each method needs a folder of its own in --out.", "Add --out, or use --sweep FILE.")
+        names = dict.fromkeys(methods.replace(",", " ").split())
+        own = [["--method", name, "--out", str(Path(out) / name)] for name in names]
+    return [[*arguments, *line] for line in own]
 
 
 def take(option: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -76,11 +71,8 @@ def arguments_here(module: str, words: list[str]) -> list[str]:
     """Arguments of this job, or of this task of its array, with what every start of the stage gets."""
     number, cpus = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_CPUS_PER_TASK", "1")
     if module == "tools.download":
-        first, last, count = (os.environ.get(f"SLURM_ARRAY_TASK_{name}", "1") for name in ("MIN", "MAX", "COUNT"))
-        if (first, last) != ("1", count):
-            raise UserError(f"The array counts from {first} to {last} in {count} tasks.", "Give sbatch --array=1-N.")
         words = words if take("--processes", words)[0] else [*words, f"--processes={cpus}"]
-        return [*words, f"--part={number}/{count}"] if number else words
+        return [*words, f"--part={number}/{os.environ['SLURM_ARRAY_TASK_COUNT']}"] if number else words
     sweep, words = take("--sweep", words)
     if sweep and not number:
         raise UserError("--sweep works in job arrays only.", "Add --array=1-N to sbatch.")
@@ -106,11 +98,9 @@ def job(module: str, words: list[str]) -> int:
             "PROBEMB_ALLOW_CPU=1 to compute on CPUs.",
         )
     arguments, start = arguments_here(module, words), int(slurm.get("SLURM_RESTART_COUNT", "0")) + 1
-    print(
-        f"== job {slurm['SLURM_JOB_ID']}, start {start}, on {slurm['SLURM_JOB_NODELIST']}: {slurm['SLURM_NTASKS']} "
-        f"ranks, meeting at {':'.join(meeting_place())}: {shlex.join(arguments)}",
-        flush=True,
-    )
+    print(f"== job {slurm['SLURM_JOB_ID']}, start {start}, on {slurm['SLURM_JOB_NODELIST']}: ", end="")
+    ranks = f"{slurm['SLURM_NTASKS']} ranks, meeting at {':'.join(meeting_place())}"
+    print(f"{ranks}: {shlex.join(arguments)}", flush=True)
     # srun does not inherit --cpus-per-task from sbatch.
     sizes = f"--ntasks-per-node={tasks}", f"--cpus-per-task={slurm.get('SLURM_CPUS_PER_TASK', '1')}"
     came: set[int] = set()  # SIGUSR1: time limit near, or preemption; SIGTERM: scancel or a failed node

@@ -29,19 +29,9 @@ from probemb.errors import UserError, nearest
 from slurm.rank import GPU_BINDING, TRAINERS, ResumableStage, Stage, argument_lists
 
 PROG = "python -m slurm.submit"
-STAGES = {
-    "pretrain": "pretrain.run",
-    "finetune": "finetune.run",
-    "embed": "tools.embed",
-    # in one process:
-    "zeroshot": "zeroshot.imagenet",
-    "retrieval": "zeroshot.retrieval",
-    "localisation": "zeroshot.localisation",
-    "analyses": "zeroshot.analyses",
-    "composed": "zeroshot.composed",
-    "build-index": "tools.build_index",
-}
-RESUMABLE = ("pretrain", "finetune", "embed")
+RESUMABLE = {"pretrain": "pretrain.run", "finetune": "finetune.run", "embed": "tools.embed"}  # on any number of ranks
+STAGES = {**RESUMABLE, "zeroshot": "zeroshot.imagenet", "build-index": "tools.build_index"}
+STAGES |= {name: f"zeroshot.{name}" for name in ("retrieval", "localisation", "analyses", "composed")}
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TIMEOUTS = 1000  # a run of weeks needs more requeues than submitit's default of three
 
@@ -93,9 +83,9 @@ class Submission:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; every check comes before anything is written."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    own, arguments = words[:end], words[end + 1 :]
+    words = [*(sys.argv[1:] if argv is None else argv), "--"]
+    end = words.index("--")
+    own, arguments = words[:end], words[end + 1 : -1]
     stage = own.pop(0) if own and not own[0].startswith("-") else ""
     description = f"Submit a stage to Slurm: {PROG} {{{','.join(STAGES)}}} OPTIONS -- ARGUMENTS OF THE STAGE."
     given = parse_config(Submission, PROG, description, own)
@@ -178,10 +168,8 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> None:
         executor.update_parameters(**parameters(stage, given))
         jobs = executor.submit_array([kind(STAGES[stage], run) for run in runs])
     except (FailedJobError, FailedSubmissionError, OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[-300:].rstrip(".")
-        raise UserError(
-            f"Slurm refused the job: {reason}.", f"Submit from a login node; {PROG} {stage} … --dry-run shows the job."
-        ) from error
+        what = f"Slurm refused the job: {' '.join(str(error).split())[-300:].rstrip('.')}."
+        raise UserError(what, f"Submit from a login node; {PROG} {stage} … --dry-run shows the job.") from error
     ranks = given.nodes * given.ranks_per_node
     size = f"{given.nodes} nodes, {ranks} ranks on {'CPUs' if given.cpu else 'GPUs'}"
     for job, arguments in zip(jobs, runs):

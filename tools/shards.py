@@ -209,6 +209,9 @@ def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True,
     except BadShard as error:
         report.damage.append(_printable(str(error)).removeprefix(f"{path}: "))
         report.unusable = True
+        with open(path, "rb") as file:
+            if whole := len(list_samples(file, salvage=True)[0]):
+                report.damage.append(f"whole samples in it, which `repair` saves: {whole:,}")
     except OSError as error:
         report.damage.append(f"cannot be read ({error.strerror})")
         report.unusable = True

@@ -103,7 +103,7 @@ def read_study(path: Path, settings: Sequence[str]) -> Study:
 
 @dataclass(frozen=True)
 class Job:
-    """Command lines that run one after another; `before`: those that they depend on."""
+    """Command lines that run one after another, when `after` is finished; `before`: those that they depend on."""
 
     name: str
     out: Path
@@ -112,6 +112,7 @@ class Job:
     seed: int = 0
     before: list[str] = field(default_factory=list)
     cost: float = 1.0
+    after: Job | None = None
 
     def file(self, kind: str, ending: str = "") -> Path:
         """OUT/KIND/NAME + ending; the folder exists."""
@@ -125,19 +126,23 @@ class Job:
 
 
 def jobs_of(study: Study, out: Path, rows: Sequence[str], seeds: Sequence[int]) -> tuple[list[list[Job]], list[Job]]:
-    """Preparations, one step after another, and the rows, seed after seed so that a first seed is complete early."""
+    """Preparations, one step after another, and the rest: a last step of every seed by itself, and the rows.
+
+    Rows come seed after seed, so that a first seed is complete early, and start when their seed is prepared.
+    """
     lines = [filled for line in study.prepare if (filled := study.fill(line, None, "{seed}"))]
     before = {seed: [line.replace("{seed}", str(seed)) for line in lines] for seed in seeds}
     steps, jobs = [], []
     for i, line in enumerate(lines):
         names = {f"prepare-{i + 1}" + f"-seed-{seed}" * ("{seed}" in line): before[seed][i] for seed in seeds}
         steps.append([Job(name, out, [command]) for name, command in names.items()])
-    for seed in seeds:
+    last = steps.pop() if lines and "{seed}" in lines[-1] else [None] * len(seeds)
+    for seed, prepared in zip(seeds, last):
         for row in rows:
             commands = [filled for line in study.commands if (filled := study.fill(line, row, seed))]
             name = f"{re.sub('[^-+.=_a-zA-Z0-9]', '-', row)}-seed-{seed}"
-            jobs.append(Job(name, out, commands, row, seed, before[seed], study.rows[row].get("cost", 1.0)))
-    return steps, jobs
+            jobs.append(Job(name, out, commands, row, seed, before[seed], study.rows[row].get("cost", 1.0), prepared))
+    return steps, [*filter(None, last), *jobs]
 
 
 class Runner:
@@ -145,12 +150,13 @@ class Runner:
 
     def __init__(self, workers: int, rerun: bool):
         self.workers, self.rerun, self.processes, self.stopped = workers, rerun, set(), False
+        self.failed: list[Job] = []
         self.environment = {"OMP_NUM_THREADS": str(max(1, cores() // workers)), **os.environ}
         self.clock: dict[str, float] = {}
 
     def run(self, every: Sequence[Job]) -> list[Job]:
         """Run those that are not finished, telling how long; returns those that failed."""
-        left, failed, began = [job for job in every if self.is_left(job)], [], time.monotonic()
+        left, failed, began = [job for job in every if self.is_left(job)], self.failed, time.monotonic()
 
         def tell(what: str) -> None:
             seconds = self.seconds_left([job for job in left if job not in failed], every)
@@ -196,6 +202,10 @@ class Runner:
 
     def run_one(self, job: Job) -> str | None:
         """The error, if a command failed."""
+        while job.after and job.after.record() is None:
+            if self.stopped or job.after in self.failed:
+                return f"{job.name} was not started: {job.after.name} is not finished."
+            time.sleep(0.5)
         began = self.clock[job.name] = time.monotonic()
         own, shared = str(job.file("rows")), str(job.out / "shared")
         for command in job.commands:
@@ -371,11 +381,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(runner.run(step) for step in steps):
         raise UserError("A preparation failed, which every row needs.", "Mend it, and start again.")
     failed = runner.run(jobs)
-    if any(job.record() for job in jobs):
-        table = measured(study, jobs)
+    of_rows = [job for job in jobs if job.row]
+    if any(job.record() for job in of_rows):
+        table = measured(study, of_rows)
         compared = compare(study, table)
         show(study, table, compared)
-        write_results(study, jobs, table, compared, out)
+        write_results(study, of_rows, table, compared, out)
         print(f"written: {out / 'results.json'}, {out / 'results.csv'}", flush=True)
     if failed:
         told = f"{len(failed)} of {len(jobs)} failed: {', '.join(job.name for job in failed)}."

@@ -29,8 +29,7 @@ from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
 from probemb.data.boxes import Box, PhraseDataset, Proposals, find_phrases, grid_proposals, read_proposals
-from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.captions.published import PER_IMAGE
+from probemb.data.captions.find import PER_IMAGE, CaptionDataset, find_captions
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, RegionImages
 from probemb.errors import UserError
@@ -168,7 +167,7 @@ def load_backbone(options: Namespace) -> Backbone:
     trunk, wanted = pretrained_trunk({"timm_model_name": name}, options.weights)
     vision = {"tower": "timm", "timm_model_name": name, "image_size": size}
     head = ModelOptions(head="average", embed_dim=1, probabilistic=False)
-    tower = timm_tower({"vision_cfg": vision}, head, 0, trunk).to(device).eval().requires_grad_(False)
+    tower = timm_tower({"vision_cfg": vision}, "vision_cfg", head, 0, trunk).to(device).eval().requires_grad_(False)
     preprocess = {"size": size, "resize_mode": "squash", **wanted}
     tower.normalization = channel_statistics(preprocess)
     with torch.inference_mode():

@@ -2,7 +2,7 @@
 
     python -m zeroshot.imagenet --filter best-topk --model runs/x --data data/imagenet/val
     python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # synthetic data
-    python -m zeroshot.imagenet --model runs/x --data imagenet=imagenet/val imagenet-r cifar-10-batches-bin  # one table
+    python -m zeroshot.imagenet --model runs/x --data imagenet=imagenet/val imagenet-r wds_cifar10  # one table
 
 Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
 """
@@ -21,8 +21,8 @@ class ImagenetConfig(EvaluationConfig):
     """`python -m zeroshot.imagenet`.
 
     Args:
-        data: class folders, a folder or pattern of webdataset shards, one tar, CIFAR's binary files, or a data set of
-            CLIP_benchmark; several of them for one table: --data a b c, or NAME=PATH for a name of its own.
+        data: class folders, a folder or pattern of webdataset shards, one tar, or a data set of CLIP_benchmark; several
+            of them for one table: --data a b c, or NAME=PATH for a name of its own.
         out: folder for results.json and report.html, and one of each data set; by default zeroshot/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
         filter: {zeroshot.evaluations.filters.FILTERS}, several of them separated by commas, or every.

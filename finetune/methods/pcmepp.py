@@ -44,9 +44,9 @@ class PCMEPlusPlus(Method):
 
     @classmethod
     def model_options(cls, options) -> dict:
-        from probemb.models.match import OF_DISTANCE
+        from probemb.models.options import MATCH_OF_DISTANCE
 
-        match = OF_DISTANCE.get(options.distance, "none")
+        match = MATCH_OF_DISTANCE.get(options.distance, "none")
         return super().model_options(options) | {"match": match, "temperature_trained": bool(options.clip)}
 
     def build(self, model, data) -> None:

@@ -9,9 +9,6 @@
 
 A checkpoint appears under its name only when it is complete and on disk, in a folder that all ranks share.
 Resuming at the same stage and number of ranks is exact to the bit on a CPU; otherwise only the order of sums differs.
-
-`take_snapshot` copies the state to rank 0's memory, between steps; `Snapshot.write` can run in a thread while training
-continues.
 """
 
 from __future__ import annotations
@@ -36,12 +33,8 @@ AVERAGE = "average."  # before a parameter's name
 
 
 def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | None = None) -> Snapshot | None:
-    """Copy the training state to rank 0's memory (12 bytes a parameter, 4 more with an average); collective, between
-    two optimizer steps. None on the other ranks.
-
-    Args:
-        state: the caller's own, returned by `load_checkpoint`; JSON, the same on all ranks.
-        average: of the engine's weights; it takes their place in `Snapshot.whole`.
+    """Copy the training state to rank 0's memory (12 bytes a parameter, 4 more with an average), and the caller's own
+    `state`, which JSON can hold; collective, between two optimizer steps. None on the other ranks.
     """
     held = EngineState(engine)
     weights, moments, steps = held.weights(), held.moments(), held.steps()
@@ -57,19 +50,16 @@ def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | N
 def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[str, Any]:
     """Restore an engine from a checkpoint that `find_checkpoint` has verified; collective, between two steps.
 
-    Restores weights, buffers, Adam's moments and counts, random states, and the average, which begins with the weights
-    if the checkpoint has none. A rank that the checkpoint does not have gets random states drawn from rank 0's and its
-    own number. Returns the caller's state, and its "step".
-
-    Raises:
-        UserError: damaged, of another version, or of another model; on all ranks, and nothing is changed.
+    An average begins with the weights if the checkpoint has none; a rank that it does not have gets random states drawn
+    from rank 0's and its own number. Returns the caller's state, and its "step". Raises UserError: damaged, or of
+    another model; on all ranks, and nothing is changed.
     """
     held = EngineState(engine)
     with ExitStack() as stack:
         failure = None
         try:
             content = read_content(path)
-            weights, moments = (stack.enter_context(_open(path, name)) for name in (WEIGHTS, OPTIMIZER))
+            weights, moments = (stack.enter_context(safe_open(path / name, "pt")) for name in (WEIGHTS, OPTIMIZER))
             stored, shapes = _shapes_in(weights) | _shapes_in(moments), held.shapes()
             averaged = any(name.startswith(AVERAGE) for name in stored)
             kinds = [f"{moment}." for moment in MOMENTS] + [AVERAGE] * averaged
@@ -91,15 +81,11 @@ def read_exported(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint's module as they are exported: their average, if it has one. Raises Damaged."""
     try:
         weights = load_file(path / WEIGHTS)
-        with _open(path, OPTIMIZER) as moments:
+        with safe_open(path / OPTIMIZER, "pt") as moments:
             means = [name for name in _shapes_in(moments) if name.startswith(AVERAGE)]
             return weights | {name.removeprefix(AVERAGE): moments.get_tensor(name) for name in means}
     except (OSError, SafetensorError) as error:
         raise Damaged(path, str(error)) from error
-
-
-def _open(path: Path, name: str):
-    return safe_open(path / name, framework="pt", device="cpu")
 
 
 def _shapes_in(file) -> dict[str, tuple[int, ...]]:

@@ -37,15 +37,12 @@ class Towers(nn.Module):
         self.half = precision == "bf16"
 
     def forward(
-        self,
-        images: Tensor | None = None,
-        tokens: Tensor | None = None,
-        kept: Tensor | None = None,
-        masked_image: Tensor | None = None,
-        masked_text: Tensor | None = None,
+        self, images: Tensor | None = None, tokens: Tensor | None = None, *masks: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Means and log-variances of the given inputs, (B, D) each; with both inputs also the means and log-variances
-        of the masked copies that `masking.Masks` asks for, and last the scalars (3,): inverse temperature, a, b."""
+        of the masked copies that `masks`, as in `Masks`, ask for, and last the scalars (3,): inverse temperature, a, b.
+        """
+        kept, masked_image, masked_text = masks or (None, None, None)
         given = images if images is not None else tokens
         with torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.half):
             if images is None or tokens is None:
@@ -70,10 +67,8 @@ def make_engine(
     device: torch.device,
     persistent_elements: int = 100_000,
 ):
-    """A DeepSpeed engine around `Towers(model)`, for global batches; collective. Call `start_deepspeed` before.
-
-    `persistent_elements`: ZeRO-3 leaves parameters up to this size whole on every rank.
-    """
+    """A DeepSpeed engine around `Towers(model)`, after `start_deepspeed`; collective. `batch_size`: of all ranks;
+    `persistent_elements`: parameters up to this size stay whole on every rank at ZeRO-3."""
     world = distributed.world_size()
     settings = {
         "train_batch_size": batch_size,
@@ -100,10 +95,7 @@ def make_engine(
 
 
 def start_deepspeed(timeout_minutes: float = 30, device: torch.device | None = None) -> None:
-    """Join the process group that the launcher describes, or form a group of one; `device` is this rank's.
-
-    A rank that waits longer than `timeout_minutes` for the others fails.
-    """
+    """Join the process group that the launcher describes, or form a group of one; `device` is this rank's."""
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL's collectives of objects go through the current one
     distributed.init_process_group(timeout_minutes)

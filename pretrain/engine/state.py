@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,29 +26,12 @@ from torch import Tensor, nn
 from probemb import distributed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Piece(NamedTuple):
-    """Elements [start, start + numel) of a flattened parameter; they lie at `offset` in this rank's flat tensors."""
-
-    start: int
-    numel: int
-    offset: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """A view of this piece in `flat`: the parameters or a moment."""
-        return flat.detach().view(-1).narrow(0, self.offset, self.numel)
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This piece of a whole tensor of the parameter's shape."""
-        return whole.reshape(-1).narrow(0, self.start, self.numel)
+Piece = tuple[slice, slice]  # of a flattened parameter, and where these elements lie in this rank's flat tensor
 
 
 class EngineState:
-    """Access by name to the weights and the Adam state of an engine with float32 parameters.
-
-    `stepped` is the tensor that the optimizer steps for each trained parameter, and `pieces` this rank's piece of it.
-    """
+    """Access by name to the weights and the Adam state of an engine with float32 parameters; `stepped` is the tensor
+    that the optimizer steps for each trained parameter, and `pieces` this rank's piece of it."""
 
     def __init__(self, engine):
         self.engine, self.stage, self.adam = engine, engine.zero_optimization_stage(), _adam(engine)
@@ -65,12 +47,12 @@ class EngineState:
         zero = self.engine.optimizer
         if self.stage == 0:
             for p in (p for group in self.adam.param_groups for p in group["params"]):
-                yield p, p, Piece(0, p.numel(), 0)
+                yield p, p, _piece(0, p.numel(), 0)
         elif self.stage < 3:  # any piece of a parameter
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups):
                 for p, at in ((p, p._hp_mapping) for p in group):
                     inside, here = (at.lp_fragment_address, at.hp_fragment_address) if at else (None, None)
-                    yield p, flat, Piece(inside.start, inside.numel, here.start) if at else None
+                    yield p, flat, _piece(inside.start, inside.numel, here.start) if at else None
         else:
             for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat):
                 offset = 0
@@ -106,8 +88,8 @@ class EngineState:
         return {name: int(self._adam_state(stepped)["step"]) for name, stepped in self.stepped.items()}
 
     def gather(self, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By parameter, `sources` that are cut like the tensors stepped for them: whole, float32, CPU, on rank 0; {} on
-        the others; collective."""
+        """`sources` by parameter, cut like the tensors stepped for them, whole on rank 0's CPU; {} on the others;
+        collective."""
         found = {n: self._assemble(self.parameters[n], source, self.pieces[n]) for n, source in sources.items()}
         return found if distributed.is_main() else {}
 
@@ -115,16 +97,14 @@ class EngineState:
         self, p: nn.Parameter, source: Tensor, piece: Piece | None, everywhere: bool = False
     ) -> Tensor | None:
         """All ranks' pieces in `source` as a tensor of a parameter's shape: on rank 0's CPU and None on the others, or
-        on every rank's device; collective.
-
-        Every element is on exactly one rank, so a sum assembles them; as integers, every bit survives (-0 + 0 is 0).
+        on every rank's device; collective. A sum assembles them; as integers, every bit survives (-0 + 0 is 0).
         """
         if self.stage == 0:
             return source.detach().clone().cpu() if distributed.is_main() else None
         shape = getattr(p, "ds_shape", p.shape)
         whole = torch.zeros(shape.numel(), dtype=torch.int32, device=self.engine.device)
         if piece:
-            whole.narrow(0, piece.start, piece.numel).copy_(piece.of(source).view(torch.int32))
+            whole[piece[0]] = source.detach().view(-1)[piece[1]].view(torch.int32)
         if distributed.world_size() > 1:
             dist.all_reduce(whole) if everywhere else dist.reduce(whole, 0)
         whole = whole.view(torch.float32).reshape(shape)
@@ -152,7 +132,7 @@ class EngineState:
     def fill(self, name: str, target: Tensor, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor into `target`, which is cut like the tensor stepped for it."""
         if piece := self.pieces[name]:
-            piece.of(target).copy_(piece.cut(whole))
+            target.detach().view(-1)[piece[1]] = whole.reshape(-1)[piece[0]]
 
     def _set(self, name: str, whole: Tensor) -> None:
         """Give the module a parameter's value, without that of the optimizer."""
@@ -160,9 +140,9 @@ class EngineState:
         if self.stage < 3:
             p.copy_(whole)
             return
-        piece = _partition(p)
+        inside, here = _partition(p)
         p.ds_tensor.zero_()  # the padding is uninitialised memory
-        piece.of(p.ds_tensor).copy_(piece.cut(whole))
+        p.ds_tensor.detach().view(-1)[here] = whole.reshape(-1)[inside]
         if p.ds_status.name == "AVAILABLE":  # whole in memory
             p.data.copy_(whole)
 
@@ -207,10 +187,8 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the engine computes with the average; collective at both ends, between two optimizer steps.
-
-        After an error the average stays in place: ranks that have not failed could not restore the weights alone.
-        """
+        """Inside, the engine computes with the average; collective at both ends, between two optimizer steps. After an
+        error it stays in place: ranks that have not failed could not restore the weights alone."""
         self._swap()
         yield
         self._swap()
@@ -240,14 +218,11 @@ def gradient_norm(engine) -> Tensor:
 
 @torch.no_grad()
 def optimizer_step(engine, skip: bool, norm: Tensor, longest: float) -> None:
-    """`engine.step()`, or nothing but dropping the gradients.
+    """`engine.step()`, with the gradient of this `norm` () shortened to `longest` (0: as it is), or, to `skip` on all
+    ranks, nothing but dropping the gradients.
 
     torch's fused AdamW does both, as for `torch.amp.GradScaler`: where `found_inf` is set, weights, moments and counts
     stay as they are, and gradients are divided by `grad_scale`.
-
-    Args:
-        skip: the same on all ranks.
-        norm: () of the whole gradient; one of more than `longest` is shortened to that, unless `longest` is 0.
     """
     adam = _adam(engine)
     adam.found_inf = torch.tensor(float(skip), device=engine.device)
@@ -272,8 +247,12 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")  # torch.compile's wrapper
 
 
+def _piece(start: int, numel: int, offset: int) -> Piece:
+    return slice(start, start + numel), slice(offset, offset + numel)
+
+
 def _partition(p: nn.Parameter, offset: int = 0) -> Piece:
     """Stage 3: an equal part of every parameter on each rank, the last ones padded."""
     size = p.partition_numel()
     start = min(p.ds_numel, size * dist.get_rank(p.ds_process_group))
-    return Piece(start, min(size, p.ds_numel - start), offset)
+    return _piece(start, min(size, p.ds_numel - start), offset)

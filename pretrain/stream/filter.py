@@ -1,6 +1,4 @@
-"""The rules by which samples of a corpus are used or left out, and the samples that they keep, over which alone the
-order is drawn.
-"""
+"""Rules for the samples of a corpus, and the samples that they keep, over which alone the order is drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ import hashlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from probemb.data.shards.index import SCORE, Shard, key_hash, read_columns
 from probemb.errors import UserError
 
 Aspect = restricted_number_type("Aspect", float, (">=", 1))
-BOUNDS, LISTS = ("min_score", "max_score"), ("keep", "drop")  # bounds may differ between corpora
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,8 @@ class Filter:
         min_chars: least characters of each caption.
         max_chars: most characters.
         score: name of a score, as given to `--score`.
-        min_score: its least value; samples without a score are left out. Or a list, one for each of `train`: null is no
-            bound, for which no score is needed.
-        max_score: its largest value, or a list.
+        min_score: its least value; samples without a score are left out.
+        max_score: its largest value.
         keep: file with the keys of the samples to use, one a line: KEY, SHARD.tar/KEY for a shard's, or
             FOLDER/SHARD.tar/KEY where several corpora have such a shard.
         drop: file with the keys of samples to leave out, such as duplicates.
@@ -51,8 +48,8 @@ class Filter:
     min_chars: NonNegativeInt | None = None
     max_chars: NonNegativeInt | None = None
     score: str | None = None
-    min_score: float | list[float | None] | None = None
-    max_score: float | list[float | None] | None = None
+    min_score: float | None = None
+    max_score: float | None = None
     keep: str | None = None
     drop: str | None = None
     columns: list[str] | None = None
@@ -60,14 +57,7 @@ class Filter:
     @property
     def rules(self) -> dict[str, int | float | str]:
         """The rules that are set, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "columns"}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def of_corpus(self, number: int) -> Filter:
-        """The filter with the bounds of one corpus."""
-        bounds = {name: getattr(self, name) for name in BOUNDS}
-        own = {name: bound[number] if isinstance(bound, list) else bound for name, bound in bounds.items()}
-        return replace(self, **own)
+        return {name: value for name, value in asdict(self).items() if name != "columns" and value is not None}
 
 
 _SIZE = ("width", "height")
@@ -92,20 +82,32 @@ class Selection:
         sizes: kept samples in each shard of all corpora, (n,) int64.
         kept: their sum.
 
-    Raises UserError: a column, score or file of keys is missing; nothing is kept; a list has a key that is in several
-    corpora.
+    Raises UserError: rules that do not go together; a column, score or file of keys is missing; nothing is kept; a list
+    has a key that is in several corpora.
     """
 
     def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
-        _check(filter, len(corpora))
-        self.filter, self._left_out, masks = filter, Counter(), []
-        self._lists = {name: KeyList(getattr(filter, name)) for name in LISTS if getattr(filter, name)}
+        self.rules = rules = filter.rules
+        if ("score" in rules) != bool({"min_score", "max_score"} & rules.keys()):
+            raise UserError(
+                "data.filter.score needs min_score or max_score, and these need it.",
+                "Set data.filter.score to the name given to `tools.shards measure --score`, and a bound.",
+            )
+        if filter.columns and len(filter.columns) != len(corpora):
+            what = f"data.filter.columns has {len(filter.columns)} values for {len(corpora)} training paths."
+            raise UserError(what, "Give it one value for each path.")
+        score = f"{SCORE}{filter.score}"
+        read = {name: [score if c == "score" else c for c in RULES[name][0]] for name in RULES if name in rules}
+        self._lists = {name: KeyList(rules[name]) for name in ("keep", "drop") if name in rules}
+        names, self._left_out, masks = {*chain(*read.values()), *["key"] * bool(self._lists)}, Counter(), []
         for number, shards in enumerate(corpora):
-            mask = np.ones(sum(shard.samples for shard in shards), bool)
-            for name, verdict in self._judge(shards, number).items():
-                self._left_out[name] += len(mask) - int(np.count_nonzero(verdict))
-                mask &= verdict
-            masks.append(mask)
+            columns = read_columns(shards, sorted(names), filter.columns and filter.columns[number])
+            verdicts = {name: RULES[name][1](rules[name], *(columns[c] for c in of)) for name, of in read.items()}
+            for name, keys in self._lists.items():
+                listed = keys.find(shards, columns["key"])
+                verdicts[name] = listed if name == "keep" else ~listed
+            self._left_out.update({name: int(np.count_nonzero(~mask)) for name, mask in verdicts.items()})
+            masks.append(np.logical_and.reduce(list(verdicts.values())))
         self._kept = np.concatenate(masks)
         self._stops = np.cumsum([0, *(shard.samples for shards in corpora for shard in shards)], dtype=np.int64)
         counted = np.concatenate([[0], np.cumsum(self._kept)])[self._stops]
@@ -115,35 +117,19 @@ class Selection:
         if not self.kept:
             raise UserError(f"The filter leaves no sample: {self.describe()}.", "Loosen the rules of data.filter.")
 
-    def _judge(self, shards: Sequence[Shard], number: int) -> dict[str, np.ndarray]:
-        """By rule, the samples of a corpus that it keeps."""
-        filter, columns = self.filter.of_corpus(number), self.filter.columns and self.filter.columns[number]
-        bounds = {name: getattr(filter, name) for name in RULES if getattr(filter, name) is not None}
-        names = {column for name in bounds for column in RULES[name][0]} | ({"key"} if self._lists else set())
-        stored = {name: f"{SCORE}{filter.score}" if name == "score" else name for name in sorted(names)}
-        found = read_columns(shards, list(stored.values()), columns)
-        verdicts = {
-            name: RULES[name][1](bound, *(found[stored[column]] for column in RULES[name][0]))
-            for name, bound in bounds.items()
-        }
-        for name, keys in self._lists.items():
-            listed = keys.find(shards, found["key"], number)
-            verdicts[name] = listed if name == "keep" else ~listed
-        return verdicts
-
     @property
     def identity(self) -> str:
         """The rules and which samples they keep, for comparison when a run is resumed."""
         digest = hashlib.sha256(np.packbits(self._kept)).hexdigest()[:16]
-        rules = {**self.filter.rules, **{name: Path(getattr(self.filter, name)).name for name in self._lists}}
+        rules = self.rules | {name: Path(self.rules[name]).name for name in self._lists}
         return f"{', '.join(f'{name} {value}' for name, value in rules.items())} ({self.kept:,} kept, {digest})"
 
     def describe(self) -> str:
         """The kept share, and what each rule alone leaves out, in one line."""
         total, rules = len(self._kept), {name: f"{count:,}" for name, count in self._left_out.items()}
         for name, keys in self._lists.items():
-            rules[name] += f" ({keys.count(keys.NOWHERE):,} of its {keys.count():,} keys are not in the data)"
-        listed = ", ".join(f"{name} {rules[name]}" for name in self.filter.rules if name in rules)
+            rules[name] += f" ({keys.count(0):,} of its {keys.count():,} keys are not in the data)"
+        listed = ", ".join(f"{name} {rules[name]}" for name in self.rules if name in rules)
         return f"{self.kept:,} of {total:,} samples kept ({self.kept / total:.1%}); left out by {listed}"
 
     def places(self, shard: int) -> np.ndarray:
@@ -161,8 +147,6 @@ class KeyList:
     that name, and FOLDER/SHARD.tar/KEY of those whose path or address ends so. Raises UserError: it cannot be read.
     """
 
-    NOWHERE, SEVERAL = -1, -2  # in place of the number of the corpus that has a key
-
     def __init__(self, path: str):
         self.path = path
         lines = defaultdict(lambda: array("Q"))  # by what they have before the key
@@ -176,47 +160,34 @@ class KeyList:
             what = f"{path} cannot be read: {error.strerror}."
             raise UserError(what, "Name a file with one key a line.") from None
         self._hashes = {where: np.unique(np.array(keys, np.uint64)) for where, keys in lines.items()}
-        self._corpus = {where: np.full(len(keys), self.NOWHERE) for where, keys in self._hashes.items()}
+        self._corpora = {where: np.zeros(len(keys), np.int64) for where, keys in self._hashes.items()}  # that have it
 
-    def find(self, shards: Sequence[Shard], keys: np.ndarray, number: int = 0) -> np.ndarray:
-        """Mask of the listed samples of a corpus, (n,) bool; `keys`: hashes of all its keys."""
+    def find(self, shards: Sequence[Shard], keys: np.ndarray) -> np.ndarray:
+        """Mask of the listed samples of one more corpus, (n,) bool; `keys`: hashes of all its keys."""
         found, stop = np.zeros(len(keys), bool), 0
+        hits = {where: np.zeros(len(hashes), bool) for where, hashes in self._hashes.items()}
         for shard in shards:
             start, stop = stop, stop + shard.samples
             names = str(shard.path).split("/")
-            ends = {"", shard.name, *("/".join(names[i:]) for i in range(len(names)))}
-            for where in ends & self._hashes.keys():
-                hashes, corpus = self._hashes[where], self._corpus[where]
-                at = np.searchsorted(hashes, keys[start:stop]).clip(max=len(hashes) - 1)
-                listed = hashes[at] == keys[start:stop]
+            for where in {"", shard.name, *("/".join(names[i:]) for i in range(len(names)))} & hits.keys():
+                hashes, own = self._hashes[where], keys[start:stop]
+                at = np.searchsorted(hashes, own).clip(max=len(hashes) - 1)
+                listed = hashes[at] == own
                 found[start:stop] |= listed
-                before = corpus[at[listed]]
-                corpus[at[listed]] = np.where(np.isin(before, (self.NOWHERE, number)), number, self.SEVERAL)
+                hits[where][at[listed]] = True
+        for where, hit in hits.items():
+            self._corpora[where] += hit
         return found
 
-    def count(self, *marks: int) -> int:
-        """Different lines, or those with one of these marks: `NOWHERE`, `SEVERAL`."""
-        return sum(int(np.isin(corpus, marks).sum()) if marks else len(corpus) for corpus in self._corpus.values())
+    def count(self, corpora: int | None = None) -> int:
+        """Different lines, or those that match in so many corpora."""
+        return sum(int((n == corpora).sum()) if corpora is not None else len(n) for n in self._corpora.values())
 
     def refuse_ambiguous(self) -> None:
         """Raise UserError if a key is in several corpora."""
-        if several := self.count(self.SEVERAL):
+        if several := self.count() - self.count(0) - self.count(1):
             raise UserError(
                 f"{several:,} of the {self.count():,} keys of {self.path} are in more than one corpus of data.train.",
                 "Write FOLDER/SHARD.tar/KEY, as log_samples does, with as much of the path as tells the corpora apart, "
                 "and a line for each corpus that is meant.",
             )
-
-
-def _check(filter: Filter, corpora: int) -> None:
-    """Refuse rules that say nothing."""
-    if (filter.min_score is None and filter.max_score is None) != (filter.score is None):
-        raise UserError(
-            "data.filter.score needs min_score or max_score, and these need it.",
-            "Set data.filter.score to the name given to `tools.shards measure --score`, and a bound.",
-        )
-    for name in (*BOUNDS, "columns"):
-        values = getattr(filter, name)
-        if isinstance(values, list) and len(values) != corpora:
-            what = f"data.filter.{name} has {len(values)} values for {corpora} training paths."
-            raise UserError(what, "Give it one value for each path.")

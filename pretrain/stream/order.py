@@ -14,8 +14,8 @@ generators", 2014), which no library version changes.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +92,7 @@ class Order:
         lane_length: slots of one lane in an epoch.
         share: rows that a lane feeds in a global batch, B / L.
 
-    Raises:
-        UserError: the lanes do not divide the batch, or there are fewer slots than one batch.
+    Raises UserError: the lanes do not divide the batch, or there are fewer slots than one batch.
     """
 
     def __init__(
@@ -108,66 +107,39 @@ class Order:
         weights: Sequence[float] | None = None,
         places: Callable[[int], np.ndarray] | None = None,
     ):
-        for name, value in ("batch size", batch_size), ("window", window), ("number of lanes", lanes):
-            if value is not None and value < 1:
-                raise UserError(f"The {name} is {value}.", "It must be at least 1.")
         lanes = default_lanes(batch_size) if lanes is None else lanes
         if batch_size % lanes:
-            fits = [n for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0]
-            raise UserError(
-                f"{lanes} lanes do not divide the global batch of {batch_size}.",
-                f"Take one of these numbers of lanes: {', '.join(map(str, fits))}.",
-            )
+            fits = ", ".join(str(n) for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0)
+            what = f"{lanes} lanes do not divide the global batch of {batch_size}."
+            raise UserError(what, f"Take one of these numbers of lanes: {fits}.")
         self.sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.corpus = np.zeros(len(self.sizes), np.int64) if corpus is None else np.asarray(corpus, dtype=np.int64)
         corpora = int(self.corpus.max(initial=-1)) + 1
         self.weights = [1.0] * corpora if weights is None else [float(weight) for weight in weights]
-        if (self.sizes < 0).any() or len(self.corpus) != len(self.sizes) or len(self.weights) < corpora:
-            raise ValueError("sizes must not be negative, each shard needs its corpus, and each corpus a weight")
-        if any(not math.isfinite(weight) or weight < 0 for weight in self.weights):
-            raise UserError(f"The corpora's weights are {self.weights}.", "Each must be a number of at least 0.")
         self.batch_size, self.lanes, self.window, self.seed = batch_size, lanes, window, seed
-        self._places_of = places
-
         self._members = [np.flatnonzero((self.corpus == c) & (self.sizes > 0)) for c in range(len(self.weights))]
-        self._takes = [
-            math.floor(weight * int(self.sizes[members].sum()) + 0.5)
-            for members, weight in zip(self._members, self.weights, strict=True)
-        ]
+        totals = [int(self.sizes[members].sum()) for members in self._members]
+        self._takes = [math.floor(weight * total + 0.5) for weight, total in zip(self.weights, totals, strict=True)]
         self.slots_per_epoch = sum(self._takes)
         self.steps = self.slots_per_epoch // batch_size
         if self.steps == 0:
-            raise UserError(
-                f"The data has {self.slots_per_epoch} samples, fewer than one global batch of {batch_size}.",
-                "Use a smaller batch or more data.",
-            )
+            what = f"The data has {self.slots_per_epoch} samples, fewer than one global batch of {batch_size}."
+            raise UserError(what, "Use a smaller batch or more data.")
         self.dropped = self.slots_per_epoch - self.steps * batch_size
         self.share = batch_size // lanes
         self.lane_length = self.steps * self.share
-        self._layouts: OrderedDict[int, _Layout] = OrderedDict()
-        self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
-        self._places: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._layout, self._window = lru_cache(2)(self._make_layout), lru_cache(2 * lanes + 8)(self._make_window)
+        self._places = places and lru_cache(2 * lanes + 8)(places)
 
     def locate(self, samples_seen: int) -> tuple[int, int]:
-        """The epoch and step of the batch after `samples_seen` samples.
-
-        Raises:
-            UserError: that is not a whole number of global batches.
-        """
+        """The epoch and step of the batch after `samples_seen` samples. Raises UserError: that is inside a batch."""
         if samples_seen < 0 or samples_seen % self.batch_size:
-            raise UserError(
-                f"Position {samples_seen} is not a whole number of global batches of {self.batch_size}.",
-                "Resume with the global batch that the run was started with.",
-            )
+            what = f"Position {samples_seen} is not a whole number of global batches of {self.batch_size}."
+            raise UserError(what, "Resume with the global batch that the run was started with.")
         return divmod(samples_seen // self.batch_size, self.steps)
 
     def slots(self, epoch: int, lane: int, start: int, stop: int) -> Slots:
-        """Slots [start, stop) of a lane, 0 <= start <= stop <= lane_length; step s uses [s · share, (s + 1) · share).
-
-        Holds a few shuffled windows, never a whole epoch.
-        """
-        if not 0 <= start <= stop <= self.lane_length or not 0 <= lane < self.lanes:
-            raise IndexError(f"slots [{start}, {stop}) of lane {lane}; {self.lanes} lanes have {self.lane_length} each")
+        """Slots [start, stop) of a lane, 0 <= start <= stop <= lane_length; step s has [s · share, (s + 1) · share)."""
         layout = self._layout(epoch)
         lane_start = lane * self.lane_length
         begin, end = lane_start + start, lane_start + stop
@@ -184,18 +156,16 @@ class Order:
             place = until
         i = np.searchsorted(layout.start, places, side="right") - 1
         shard, index = layout.shard[i], layout.begin[i] + places - layout.start[i]
-        if self._places_of:
-            for one in np.unique(shard).tolist():
-                index[shard == one] = self._place(one)[index[shard == one]]
+        for one in np.unique(shard).tolist() if self._places else ():
+            index[shard == one] = self._places(one)[index[shard == one]]
         return Slots(shard, index, layout.visit[i])
 
     def rows(self, epoch: int, step: int, start: int, stop: int) -> Slots:
         """Slots of rows [start, stop) of one global batch, 0 <= start < stop <= batch_size."""
-        pieces = []
-        for lane in range(start // self.share, (stop - 1) // self.share + 1):
-            first = max(start - lane * self.share, 0)
-            last = min(stop - lane * self.share, self.share)
-            pieces.append(self.slots(epoch, lane, step * self.share + first, step * self.share + last))
+        pieces, share = [], self.share
+        for lane in range(start // share, (stop - 1) // share + 1):
+            first, last = max(start - lane * share, 0), min(stop - lane * share, share)
+            pieces.append(self.slots(epoch, lane, step * share + first, step * share + last))
         return Slots(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
 
     def shards_ahead(self, epoch: int, lane: int, slot: int) -> tuple[int, int]:
@@ -208,47 +178,28 @@ class Order:
         first = int(np.searchsorted(following.start, lane * self.lane_length, side="right")) - 1
         return int(layout.shard[i]), int(following.shard[first])
 
-    def _layout(self, epoch: int) -> _Layout:
-        if epoch not in self._layouts:
-            shards, begins, lengths, visits = [], [], [], []
-            for c, (members, take) in enumerate(zip(self._members, self._takes, strict=True)):
-                if take == 0:
-                    continue
-                # A corpus is an endless line, pass after pass; this epoch takes the next `take` slots.
-                total = int(self.sizes[members].sum())
-                for visit in range(epoch * take // total, (epoch * take + take - 1) // total + 1):
-                    order = members[permutation(len(members), self.seed, _PASS, c, visit)]
-                    stops = np.cumsum(self.sizes[order])
-                    starts = stops - self.sizes[order]
-                    begin = np.clip(epoch * take - visit * total, starts, stops)
-                    end = np.clip(epoch * take + take - visit * total, starts, stops)
-                    used = end > begin
-                    shards.append(order[used])
-                    begins.append((begin - starts)[used])
-                    lengths.append((end - begin)[used])
-                    visits.append(np.full(int(used.sum()), visit, np.int64))
-            shard, begin, length, visit = map(np.concatenate, (shards, begins, lengths, visits))
-            mixed = permutation(len(shard), self.seed, _LAYOUT, epoch)
-            start = np.concatenate([np.zeros(1, np.int64), np.cumsum(length[mixed])])
-            _remember(self._layouts, epoch, _Layout(shard[mixed], begin[mixed], visit[mixed], start), most=2)
-        return self._layouts[epoch]
+    def _make_layout(self, epoch: int) -> _Layout:
+        shards, begins, lengths, visits = [], [], [], []
+        for c, (members, take) in enumerate(zip(self._members, self._takes, strict=True)):
+            if take == 0:
+                continue
+            # A corpus is an endless line, pass after pass; this epoch takes the next `take` slots.
+            total = int(self.sizes[members].sum())
+            for visit in range(epoch * take // total, (epoch * take + take - 1) // total + 1):
+                order = members[permutation(len(members), self.seed, _PASS, c, visit)]
+                stops = np.cumsum(self.sizes[order])
+                starts = stops - self.sizes[order]
+                begin = np.clip(epoch * take - visit * total, starts, stops)
+                end = np.clip(epoch * take + take - visit * total, starts, stops)
+                used = end > begin
+                shards.append(order[used])
+                begins.append((begin - starts)[used])
+                lengths.append((end - begin)[used])
+                visits.append(np.full(int(used.sum()), visit, np.int64))
+        shard, begin, length, visit = map(np.concatenate, (shards, begins, lengths, visits))
+        mixed = permutation(len(shard), self.seed, _LAYOUT, epoch)
+        start = np.concatenate([np.zeros(1, np.int64), np.cumsum(length[mixed])])
+        return _Layout(shard[mixed], begin[mixed], visit[mixed], start)
 
-    def _place(self, shard: int) -> np.ndarray:
-        if shard not in self._places:
-            _remember(self._places, shard, self._places_of(shard), most=2 * self.lanes + 8)
-        self._places.move_to_end(shard)
-        return self._places[shard]
-
-    def _window(self, epoch: int, first: int, last: int) -> np.ndarray:
-        key = (epoch, first)
-        if key not in self._windows:
-            shuffled = permutation(last - first, self.seed, _WINDOW, epoch, first).astype(np.int32)
-            _remember(self._windows, key, shuffled, most=2 * self.lanes + 8)
-        self._windows.move_to_end(key)
-        return self._windows[key]
-
-
-def _remember(cache: OrderedDict, key, value, most: int) -> None:
-    cache[key] = value
-    while len(cache) > most:
-        cache.popitem(last=False)
+    def _make_window(self, epoch: int, first: int, last: int) -> np.ndarray:
+        return permutation(last - first, self.seed, _WINDOW, epoch, first).astype(np.int32)

@@ -33,10 +33,8 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, err
 
 
 class OpenShard:
-    """An open tar; samples are numbered as in `tools.shards`.
-
-    Places are kept in arrays, as Python objects would take about a kilobyte a sample. Raises BadShard, OSError; with
-    `verify` UserError: another SHA-256 than its index says.
+    """An open tar; places are kept in arrays, as Python objects would take about a kilobyte a sample. Raises BadShard,
+    OSError; with `verify` UserError: another SHA-256 than its index says.
     """
 
     def __init__(self, file: BinaryIO, shard: Shard, verify: bool):
@@ -70,12 +68,8 @@ class OpenShard:
 
 
 class Samples:
-    """Samples by shard, index and pass over the corpus. At most `limit` shards are open; the least recently used one
-    goes first.
-
-    Attributes:
-        labels: readable names of the shards.
-        reading: the number of the shard that is read, (1,) int64.
+    """Samples by shard, index and pass over the corpus; of the open shards, `limit` at most, the least recently used
+    one is closed first. `labels` are the shards' names for people, `reading` the number of the one that is read, (1,).
     """
 
     def __init__(
@@ -110,13 +104,11 @@ class Samples:
         except (UserError, MemoryError):
             raise
         except Exception as error:  # one bad image or caption must not stop a run
-            reason = f"the transform or tokenizer failed ({type(error).__name__}: {error})"
-            raise BadSample(f"{key}: {reason}") from None
+            raise BadSample(f"{key}: transform or tokenizer failed ({type(error).__name__}: {error})") from None
 
     def prepare(self, numbers: Iterable[int]) -> list[Future[BinaryIO]]:
         """Fetch the remote shards that are not open, in this order and in the background."""
-        remote = [n for n in numbers if n not in self._open and isinstance(self.shards[n].path, Remote)]
-        return list(map(self._fetch, remote))
+        return [self._fetch(n) for n in numbers if n not in self._open and isinstance(self.shards[n].path, Remote)]
 
     def close(self) -> None:
         """Close all shards."""
@@ -171,10 +163,9 @@ def find_crop(transform: Callable) -> Callable | None:
 
 
 def draft_size(crop: Callable, width: int, height: int, seed: Callable[[], None]) -> tuple[int, int] | None:
-    """Width and height at which a JPEG is decoded for a crop, or None for all of it; `seed` sets the random state.
+    """Width and height, 1/8, 1/4 or 1/2 of its own, at which a JPEG is decoded for a crop, or None for all of it.
 
-    A JPEG can be decoded at 1/8, 1/4 or 1/2 of its size, at a fraction of the cost. The crop is drawn as it will be
-    drawn; the smallest size is taken at which it has at least as many pixels in both directions as its result.
+    After `seed` the crop is drawn as it will be; both its sides must keep as many pixels as its result has.
     """
     for factor in (8, 4, 2):
         if width < factor * crop.size[1] or height < factor * crop.size[0]:

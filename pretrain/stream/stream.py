@@ -10,13 +10,12 @@ workers, and the position is one integer, the samples seen.
 """
 
 import hashlib
-import itertools
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -43,24 +42,21 @@ _SEARCH_LIMIT = 20_000  # samples tried in place of a bad one
 
 
 class Part(NamedTuple):
-    """Consecutive rows of a global batch, but for the images, which lie in memory that the workers share."""
+    """A worker's rows of a batch as in `Batch`, as arrays, but for the images, which lie in memory that it shares."""
 
-    tokens: np.ndarray  # (b, L) int64
-    slots: np.ndarray  # (b, 2) int64: shard and index of the slot
-    replaced: np.ndarray  # (b,) bool: the slot's own sample is unusable
-    keys: list[str]  # "shard/key" of the sample that each row shows
+    tokens: np.ndarray
+    slots: np.ndarray
+    replaced: np.ndarray
+    keys: list[str]
     failures: list[tuple[str, str]]  # label of the shard, and reason, for every slot whose own sample cannot be used
 
 
 class Parts(Dataset):
     """One rank's rows of all global batches: item n is part n % parts of batch n // parts, so that each of as many
-    workers reads its own lanes, in the order of their steps.
-
-    A worker may be at most AHEAD batches ahead of the one that is read from `images`. `rows`: the first row of each
-    part, and the end of the last one.
+    workers reads its own lanes, in the order of their steps. `rows`: each part's first row, and the end of the last.
 
     Attributes:
-        images: of batch n in images[n % len(images)], (b, 3, H, W) as the transform gives them.
+        images: of batch n in images[n % len(images)], (b, 3, H, W); workers are at most AHEAD batches ahead.
         reading: for each worker the number of the shard that it reads, -1 for none; shared by processes.
     """
 
@@ -120,10 +116,10 @@ class Parts(Dataset):
         return Part(torch.stack(tokens).numpy(), places, replaced, keys, failures)
 
     def _stand_in(self, epoch: int, step: int, row: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-        """The last good sample of the same row in this epoch, or the first good one if there is none before.
+        """The last good sample of the same row in this epoch, the first good one if there is none before, or the next
+        row's; read again, so that a restart gives the same sample.
 
-        Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative. It is
-        read again, so that a restart gives the same sample. A row without any good sample takes the next row's.
+        Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative.
         """
         order = self.order
         known = [self._good[row]] if row in self._good else []
@@ -133,16 +129,12 @@ class Parts(Dataset):
         for other in islice(chain(known, same_row, next_rows), _SEARCH_LIMIT):
             slot = (int(column[0]) for column in order.rows(epoch, other[0], other[1], other[1] + 1))
             try:
-                found = self.samples.read(*slot)
+                found, self._good[row] = self.samples.read(*slot), other
+                return found
             except BadSample as error:
                 last = error
-                continue
-            self._good[row] = other
-            return found
-        raise UserError(
-            f"No sample can be used in place of a bad one (the last that was tried: {printable(str(last))}).",
-            "Check the shards: most of their samples are damaged or have no captions.",
-        )
+        what = f"No sample can be used in place of a bad one (the last that was tried: {printable(str(last))})."
+        raise UserError(what, "Check the shards: most of their samples are damaged or have no captions.")
 
 
 def _shared_tensor(numbers: int, dtype: torch.dtype) -> torch.Tensor:
@@ -153,7 +145,7 @@ def _shared_tensor(numbers: int, dtype: torch.dtype) -> torch.Tensor:
 class Batch(NamedTuple):
     """This rank's rows of one global batch, b = batch_size / world_size, on the CPU."""
 
-    images: torch.Tensor  # (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
+    images: torch.Tensor  # (b, 3, H, W), in the type and memory order of the transform
     tokens: torch.Tensor  # (b, L) int64
     slots: torch.Tensor  # (b, 2) int64: number of the shard, index of the sample in it
     replaced: torch.Tensor  # (b,) bool: the slot's own sample cannot be used, and another one stands in for it
@@ -166,8 +158,7 @@ class Stream(AbstractContextManager, Iterator):
 
     Args:
         corpora: the shards of each corpus of `data.train`.
-        transform: PIL image -> (3, H, W) uint8 or float32. It may draw from the global random numbers of torch, numpy
-            and Python, which are seeded for every sample and restored afterwards.
+        transform: PIL image -> (3, H, W) uint8 or float32; draws from global random numbers, seeded for every sample.
         tokenizer: list of n captions -> (n, L) int64.
         batch_size: the global batch, over all ranks, whose number divides it.
         start_samples: position to start from, a multiple of the batch size.
@@ -179,8 +170,8 @@ class Stream(AbstractContextManager, Iterator):
         wait_seconds: time spent inside `next` so far.
         failures: this rank's unusable samples so far, by name of the shard, or by its path where names are not unique.
 
-    Raises UserError: on construction for settings that do not fit each other or the data; from `next` when too many
-    samples cannot be used (with several ranks, `judge` raises it), or a worker was killed.
+    Raises UserError: settings do not fit each other or the data; from `next`, too many samples cannot be used (with
+    several ranks `judge` raises it), or a worker was killed.
     """
 
     def __init__(
@@ -198,19 +189,13 @@ class Stream(AbstractContextManager, Iterator):
         world_size: int = 1,
         start_samples: int = 0,
     ):
-        self.shards = [shard for shards in corpora for shard in shards]
+        self.shards, self.selection = [*chain(*corpora)], select(corpora, data.filter)
         self.data, self._pin = data, pin_memory
-        self.selection = select(corpora, data.filter)
-        self.order = Order(
-            self.selection.sizes if self.selection else [shard.samples for shard in self.shards],
-            batch_size=batch_size,
-            lanes=data.lanes,
-            window=data.window,
-            seed=seed,
-            corpus=[number for number, shards in enumerate(corpora) for _ in shards],
-            weights=data.weights or [1.0] * len(corpora),
-            places=self.selection.places if self.selection else None,
-        )
+        sizes = self.selection.sizes if self.selection else [shard.samples for shard in self.shards]
+        mixture = {"weights": data.weights or [1.0] * len(corpora)}
+        mixture["corpus"] = [number for number, shards in enumerate(corpora) for _ in shards]
+        mixture["places"] = self.selection.places if self.selection else None
+        self.order = Order(sizes, batch_size=batch_size, lanes=data.lanes, window=data.window, seed=seed, **mixture)
         self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._alone, self._closed = world_size == 1, False
@@ -225,17 +210,11 @@ class Stream(AbstractContextManager, Iterator):
         samples = Samples(self.shards, data, transform, tokenizer, seed, lanes + _SPARE, self._cache)
         rows = [rank * self.rows + self.rows * i // parts for i in range(parts + 1)]
         self._parts, self._item = Parts(self.order, samples, rows), start_samples // batch_size * parts
-        self._loader = make_loader(
-            self._parts,
-            workers,
-            batch_size=None,
-            sampler=itertools.count(self._item),
-            collate_fn=_identity,
-            multiprocessing_context="fork" if workers else None,
-            prefetch_factor=AHEAD if workers else None,
-            timeout=LOOK_UP_SECONDS if workers else 0,
-            generator=torch.Generator(),  # otherwise it would draw from the global random numbers
-        )
+        options = {"batch_size": None, "sampler": count(self._item), "collate_fn": _identity}
+        options["generator"] = torch.Generator()  # otherwise it would draw from the global random numbers
+        if workers:
+            options |= {"multiprocessing_context": "fork", "prefetch_factor": AHEAD, "timeout": LOOK_UP_SECONDS}
+        self._loader = make_loader(self._parts, workers, **options)
         self._batches = None
 
     @property
@@ -276,8 +255,7 @@ class Stream(AbstractContextManager, Iterator):
     def load(self, while_waiting: Callable[[], object] = lambda: None) -> Batch:
         """The next batch; `while_waiting` is called about every half second until it is ready.
 
-        An error, of `while_waiting` too, closes the stream; `samples_seen` then is the position before that batch.
-        Raises StopIteration once it is closed.
+        An error, of `while_waiting` too, closes the stream before that batch. Raises StopIteration once it is closed.
         """
         if self._closed:
             raise StopIteration
@@ -303,19 +281,19 @@ class Stream(AbstractContextManager, Iterator):
         ready = images[self.samples_seen // self.order.batch_size % len(images)]
         self.samples_seen += self.order.batch_size
         pixels = empty_stack(ready[0], self.rows, self._pin).copy_(ready)
-        tokens, slots, replaced = (torch.from_numpy(np.concatenate(arrays)) for arrays in list(zip(*parts))[:3])
+        *arrays, keys, _ = zip(*parts)
+        tokens, slots, replaced = (torch.from_numpy(np.concatenate(array)) for array in arrays)
         tokens = tokens.pin_memory() if self._pin else tokens
         self.wait_seconds += time.perf_counter() - began
-        return Batch(pixels, tokens, slots, replaced, [key for part in parts for key in part.keys], self.samples_seen)
+        return Batch(pixels, tokens, slots, replaced, [*chain(*keys)], self.samples_seen)
 
     def waiting_for(self) -> str:
         """The worker that `load` waits for and the shard that it reads; for another thread."""
         worker = self._item % len(self._parts.reading)
         shard = self._parts.reading[worker]
         reads = str(self.shards[shard].path) if shard >= 0 else "no shard at present"
-        if not self._loader.num_workers:
-            return f"reading {reads}"
-        return f"waiting for {name_workers(self._batches)[worker]}, which reads {reads}"
+        names = name_workers(self._batches)
+        return f"waiting for {names[worker]}, which reads {reads}" if names else f"reading {reads}"
 
     def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
         """Raise UserError if too many of so many samples of all ranks have failed; `of_ranks`: all `failures`."""

@@ -15,7 +15,7 @@ from probemb.errors import UserError, ended_worker, nearest, report
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are `UserError`s, and which takes the types of probemb.cli.ranges."""
+    """argparse with the types of probemb.cli.ranges, whose errors are `UserError`s."""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
@@ -33,14 +33,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Unfailing:
-    """A text stream that drops what cannot be written: to a full disk, or to a reader that exited, as `| head` does.
-
-    `lost` is the error that dropped text, unless a reader exited.
-    """
+    """A text stream that drops what cannot be written: to a full disk, or to a reader that exited, as `| head` does."""
 
     def __init__(self, stream):
         self._stream = stream
-        self.lost: OSError | None = None
+        self.lost: OSError | None = None  # the error that dropped text, unless a reader exited
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))
@@ -62,9 +59,7 @@ class _Unfailing:
 
 
 def make_output_unfailing() -> None:
-    """Make stdout and stderr drop text instead of raising when the disk is full, the reader has exited, the stream is
-    closed (`>&-`) or the encoding lacks a character; also when the interpreter exits.
-    """
+    """Make stdout and stderr drop text instead of raising; also when closed (`>&-`), or if the encoding lacks some."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed, and the next file to be opened would take its descriptor

@@ -1,7 +1,5 @@
 """A command's configuration: a frozen dataclass read from YAML files and dotted options by jsonargparse."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect
@@ -59,7 +57,8 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
             if key in options:
                 values[key] = value
             else:
-                faults.append(_unknown(key, f"{path} sets the unknown key {key}.{nearest(key, options)}", chosen))
+                what = f"{path} sets the unknown key {key}.{nearest(key, options)}"
+                faults.append(_unknown(key, chosen, what, "Correct or remove that line."))
     for key, value in words:
         off = key.removeprefix("no_")
         if key in options and (value is not None or options[key].hint is bool):
@@ -69,17 +68,15 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         elif off in options and value is None:
             values[off] = False if options[off].hint is bool else None
         elif key != "config":
-            near = nearest(f"--{key}", [f"--{one}" for one in options])
-            faults.append(_unknown(key, f"There is no option --{key}.{near}", chosen, f"See `{prog} {HELP_ALL}`."))
+            what = f"There is no option --{key}.{nearest(f'--{key}', [f'--{one}' for one in options])}"
+            faults.append(_unknown(key, chosen, what, f"See `{prog} {HELP_ALL}`."))
     parsed = _parse(values, options, faults)
     raise_together(faults)
     return _build(config, parsed)
 
 
 def chosen_options(by: str, classes: Mapping[str, Any], default: str) -> dict[str, Any]:
-    """Arguments of a dataclass' `field` that holds one of the dataclasses `classes`: the one that another field, `by`,
-    names, or that of the name `default` where it is made in code.
-    """
+    """Arguments of a dataclass' `field` that holds the one of the dataclasses `classes` that the field `by` names."""
     return {"default_factory": lambda: classes[default](), "metadata": {"chosen": (by, classes)}}
 
 
@@ -90,12 +87,10 @@ def given(key: str, argv: Sequence[str], files: bool = True, options: bool = Tru
 
 
 def read_file(path: Path) -> dict:
-    """The dotted keys of a YAML file, on top of those of the file that its `base` names, relative to it. Raises
-    UserError.
-    """
+    """The dotted keys of a YAML file, on top of those of the file that its `base` names, relative to it."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         raise UserError(f"The configuration file {path} cannot be read: {reason}.", "Check --config.") from None
     if not isinstance(content, dict):
@@ -133,7 +128,7 @@ def _last(key: str, words: Sequence[tuple[str, Any]], contents: Sequence[dict]) 
 
 
 def _of_this_class(content: dict, chosen: Mapping[str, tuple], path: Path) -> dict:
-    """The content of a file without options of a class that the file names and the run does not use, with a line."""
+    """The content without options of a class that the file names and the run does not use; these are told."""
     for group, (by, name, _) in chosen.items():
         left = [key for key in content if key.startswith(f"{group}.") and content.get(by, name) != name]
         if left and os.environ.get("RANK", "0") == "0":
@@ -143,23 +138,17 @@ def _of_this_class(content: dict, chosen: Mapping[str, tuple], path: Path) -> di
     return content
 
 
-def _unknown(
-    key: str, what: str, chosen: Mapping[str, tuple], remedy: str = "Correct or remove that line."
-) -> UserError:
+def _unknown(key: str, chosen: Mapping[str, tuple], what: str, remedy: str) -> UserError:
     """The error for an unknown key, which another class than the chosen one may have."""
     group, _, option = key.partition(".")
-    if group in chosen:
-        by, name, classes = chosen[group]
-        users = [one for one in classes if option in {field.name for field in dataclasses.fields(classes[one])}]
-        if users:
-            return UserError(
-                f"The {by} {name} does not use {key}.", f"Leave it out, or choose one of {', '.join(users)}."
-            )
+    by, name, classes = chosen.get(group, ("", "", {}))
+    users = [one for one in classes if option in {field.name for field in dataclasses.fields(classes[one])}]
+    if users:
+        what, remedy = f"The {by} {name} does not use {key}.", f"Leave it out, or choose one of {', '.join(users)}."
     return UserError(what, remedy)
 
 
 def _options(config: Any, prefix: str = "") -> dict[str, Option]:
-    """Every option of a nested dataclass by its dotted key."""
     hints, texts, found = get_type_hints(type(config)), docstring_texts(type(config)), {}
     for field in dataclasses.fields(config):
         key, value = f"{prefix}{field.name}", getattr(config, field.name)
@@ -171,10 +160,7 @@ def _options(config: Any, prefix: str = "") -> dict[str, Option]:
 
 
 def docstring_texts(cls: type) -> dict[str, str]:
-    """Descriptions of the fields of a dataclass, from its docstring and those of its bases.
-
-    "{package.module.TABLE}" in them becomes the keys of that table.
-    """
+    """Descriptions of a dataclass' fields, from docstrings, in which "{package.module.TABLE}" becomes that's keys."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         arguments = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2]
@@ -191,7 +177,7 @@ def _keys(named: re.Match) -> str:
 
 
 def _parse(values: dict[str, Any], options: Mapping[str, Option], faults: list[UserError]) -> dict[str, Any]:
-    """The values as their options' types, and the defaults of the others; appends an error for each wrong value."""
+    """The values as their options' types, or the defaults; appends an error for each wrong value."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     parsed = {key: option.default for key, option in options.items()}
@@ -215,7 +201,7 @@ def _build(config: Config, parsed: Mapping[str, Any], prefix: str = "") -> Confi
 
 
 def _print_help(prog: str, description: str, options: Mapping[str, Option], common: Sequence[str]) -> None:
-    """Print the options in `common`, in its order, a name of a group for all of its keys; all where it is empty."""
+    """Print the options in `common`, in its order, a group for all of its keys; all where it is empty."""
     names = [name for one in common or options for name in options if name == one or name.startswith(f"{one}.")]
     more = f"{HELP_ALL} lists {len(options) - len(names)} more options. " * bool(common)
     parser = argparse.ArgumentParser(

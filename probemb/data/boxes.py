@@ -6,9 +6,8 @@ Boxes are (left, top, right, bottom) in pixels: x from `left` up to `right`, y f
 from __future__ import annotations
 
 import heapq
-import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import product
@@ -19,25 +18,10 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.ops import box_iou
 
+from probemb.data import reading
 from probemb.data.image_loader import REGIONS, Images, RegionImages, locate, read_regions
-from probemb.data.reading import (
-    as_id,
-    as_inside,
-    as_list,
-    as_text,
-    check_unique,
-    checked,
-    choose_split,
-    listed,
-    parse_all,
-    parse_each,
-    parse_lines,
-    read_json,
-    read_lines,
-    read_npy,
-    read_text,
-)
 from probemb.errors import UserError
 
 Box = tuple[float, float, float, float]
@@ -45,7 +29,6 @@ MAX_SIDE = 100_000  # pixels of an image
 
 
 def as_size(width: object, height: object) -> tuple[int, int]:
-    """Raises ValueError: no size of an image in pixels."""
     if not all(type(side) is int and 0 < side <= MAX_SIDE for side in (width, height)):
         raise ValueError(f"an image has {str(width)[:20]} x {str(height)[:20]} pixels")
     return width, height
@@ -57,16 +40,10 @@ def area(box: Box) -> float:
 
 def iou(a: Tensor, b: Tensor) -> Tensor:
     """Intersection over union of boxes (N, 4) and (M, 4) -> (N, M) float64 in [0, 1]; 0 where both are empty."""
-    a, b = a.double(), b.double()
-    corner = torch.maximum(a[:, None, :2], b[None, :, :2])  # (N, M, 2)
-    shared = (torch.minimum(a[:, None, 2:], b[None, :, 2:]) - corner).clamp_min(0).prod(dim=2)
-    area_a, area_b = ((boxes[:, 2:] - boxes[:, :2]).clamp_min(0).prod(dim=1) for boxes in (a, b))
-    both = area_a[:, None] + area_b[None, :] - shared
-    return torch.where(both > 0, shared / both.clamp_min(torch.finfo(both.dtype).tiny), 0.0)
+    return box_iou(a.double(), b.double()).nan_to_num(0.0)
 
 
 def enclosing(boxes: Iterable[Box]) -> Box:
-    """The smallest box around all of them."""
     lefts, tops, rights, bottoms = zip(*boxes)
     return min(lefts), min(tops), max(rights), max(bottoms)
 
@@ -78,47 +55,36 @@ def clipped(box: Box, width: float, height: float) -> Box | None:
     return (left, top, right, bottom) if right - left >= 1 and bottom - top >= 1 else None
 
 
-# ------------------------------------------------------------------------------------------------------------- phrases
-
 MAX_PHRASES = 5_000  # of an image
 MAX_TEXT = 1_000  # characters of a phrase
 
 
 class Phrase(NamedTuple):
-    """A phrase without marks, the index of its image, and the boxes it refers to, at least one.
-
-    kind: its type, such as "people" or "clothing/bodyparts"; "" where the data has none.
-    """
+    """A phrase without marks."""
 
     image: int
     text: str
-    kind: str
-    boxes: tuple[Box, ...]
+    kind: str  # its type, such as "people" or "clothing/bodyparts"; "" where the data has none
+    boxes: tuple[Box, ...]  # that it refers to, at least one
 
 
 @dataclass(frozen=True)
 class PhraseDataset:
-    """N images and their phrases.
-
-    Attributes:
-        images: where they lie; image_ids: their names; sizes: (width, height) in pixels, as the annotations have them.
-        phrases: image after image; without_box: number of phrases without a box, which are left out.
-        split: the one that was asked for; None: everything. source: the path given, for messages.
-    """
+    """N images and their phrases."""
 
     images: Images
     image_ids: list[str]
-    sizes: list[tuple[int, int]]
-    phrases: list[Phrase]
-    without_box: int = 0
-    split: str | None = None
-    source: str = ""
+    sizes: list[tuple[int, int]]  # width and height in pixels, as the annotations have them
+    phrases: list[Phrase]  # image after image
+    without_box: int = 0  # number of phrases without a box, which are left out
+    split: str | None = None  # the one that was asked for; None: everything
+    source: str = ""  # for messages
 
     def __len__(self) -> int:
         return len(self.image_ids)
 
     def by_image(self) -> list[list[int]]:
-        """For each image the indices of its phrases."""
+        """The indices of the phrases of each image."""
         rows: list[list[int]] = [[] for _ in self.image_ids]
         for i, phrase in enumerate(self.phrases):
             rows[phrase.image].append(i)
@@ -132,12 +98,11 @@ def find_phrases(
 
     Args:
         data: a folder of one of FORMATS, or a folder around one; or the file of Visual Genome.
-        split: "train", "val", "test" of Flickr30k Entities; None: all images; "auto": "test" of data with several
-            splits. Visual Genome has none.
+        split: of Flickr30k Entities, as `reading.choose_split` has it; Visual Genome has none.
         images: folder of the images; by default searched beside the annotations.
-        sample: so many of the images, chosen by a hash of their names; None: all.
+        sample: so many of the images, chosen by a hash of their names.
 
-    Raises UserError: nothing of the kind is there; malformed data; missing images; names that lead out of the folder.
+    Raises UserError: nothing of the kind is there; malformed data; missing images.
     """
     path = Path(data)
     folders = [path.parent] if path.name == DESCRIPTIONS else [path, *sorted(path.glob("*/"))]
@@ -145,12 +110,9 @@ def find_phrases(
         (read, one) for names, read in FORMATS.items() for one in folders if all((one / x).exists() for x in names)
     ]
     if len(found) != 1:
-        kinds = listed([listed(names) for names in FORMATS], "or")
-        raise UserError(
-            f"{path} holds {'several kinds of' if found else 'no'} phrases with boxes.",
-            f"Name one folder with {kinds}, or make the synthetic data with `python -m tools.make_scenes data/scenes "
-            "--boxes`.",
-        )
+        kinds = reading.listed([reading.listed(names) for names in FORMATS], "or")
+        what = f"{path} holds {'several kinds of' if found else 'no'} phrases with boxes."
+        raise UserError(what, f"Name one folder with {kinds}, or make one: `python -m tools.make_scenes DIR --boxes`.")
     read, folder = found[0]
     result = read(folder, split, None if images is None else Path(images), sample)
     if not result.phrases:
@@ -159,7 +121,6 @@ def find_phrases(
 
 
 def _name_hash(name: object) -> bytes:
-    """The order in which images are sampled."""
     return blake2b(str(name).encode(), digest_size=8).digest()
 
 
@@ -171,7 +132,7 @@ _MARKED = re.compile(r"\[/EN#(\d{1,18})((?:/[\w-]+)+) ([^\[\]]+)\]")
 
 
 def read_entities(path: Path, split: str | None, images: Path | None, sample: int | None = None) -> PhraseDataset:
-    """Phrases of a split of Flickr30k Entities that have at least one box. Raises UserError.
+    """Phrases of a split of Flickr30k Entities that have at least one box.
 
     FOLDER/Sentences/ID.txt      captions, one a line, with marked phrases: [/EN#283585/people Two young guys] with ...
     FOLDER/Annotations/ID.xml    objects, each with the ids of its phrases and a box, or without one (scene, nobndbox)
@@ -181,22 +142,21 @@ def read_entities(path: Path, split: str | None, images: Path | None, sample: in
     Boxes count pixels from 1 with both ends included; here they become half-open and count from 0.
     """
     lists = {name: path / f"{name}.txt" for name in ("train", "val", "test") if (path / f"{name}.txt").is_file()}
-    split, parts = choose_split(split, lists, path)
+    split, parts = reading.choose_split(split, lists, path)
     if split is None:
         ids = sorted(file.stem for file in (path / "Sentences").glob("*.txt"))
     else:
-        lines = (line for part in parts for line in read_lines(lists[part]))
-        ids = parse_all(path, "Flickr30k Entities", lines, as_inside)
-    check_unique(ids, "image id", path)
+        lines = (line for part in parts for line in reading.read_lines(lists[part]))
+        ids = reading.parse_all(path, "Flickr30k Entities", lines, reading.as_inside)
+    reading.check_unique(ids, "image id", path)
     if sample is not None:
-        chosen = set(sorted(ids, key=_name_hash)[:sample])
-        ids = [one for one in ids if one in chosen]
+        ids = heapq.nsmallest(sample, ids, key=_name_hash)
     located = locate([(f"{one}.jpg",) for one in ids], ids, path, images, [path, path.parent])
     sizes, phrases, without_box = [], [], 0
     for row, one in enumerate(ids):
         size, boxes = _read_annotation(path / "Annotations" / f"{one}.xml")
         sizes.append(size)
-        sentences = parse_lines(path / "Sentences" / f"{one}.txt", "a text with marked phrases", _marked)
+        sentences = reading.parse_lines(path / "Sentences" / f"{one}.txt", "a text with marked phrases", _marked)
         for number, kind, text in [phrase for line in sentences for phrase in line][:MAX_PHRASES]:
             if number in boxes and number != NO_ENTITY:
                 phrases.append(Phrase(row, text, kind, tuple(boxes[number])))
@@ -214,15 +174,12 @@ def _marked(line: str) -> list[tuple[str, str, str]]:
 
 
 def _read_annotation(file: Path) -> tuple[tuple[int, int], dict[str, list[Box]]]:
-    """(width, height) of an image, and the boxes of each entity's id. Raises UserError."""
-    text, boxes = read_text(file, MAX_BYTES), {}
-    with checked(file, "an annotation of Flickr30k Entities"):
+    """(width, height) of an image, and the boxes of each entity's id."""
+    text, boxes = reading.read_text(file, MAX_BYTES), {}
+    with reading.checked(file, "an annotation of Flickr30k Entities"):
         if "<!DOCTYPE" in text:  # its entities could grow without bound or name other files
             raise ValueError("it declares a document type")
-        try:
-            root = ElementTree.fromstring(text)
-        except ElementTree.ParseError as error:
-            raise ValueError(error) from None
+        root = ElementTree.fromstring(text)
         size = as_size(*(int(root.findtext(f"size/{side}", "")) for side in ("width", "height")))
         for one in root.iter("object"):
             if (place := one.find("bndbox")) is None:
@@ -236,42 +193,39 @@ def _read_annotation(file: Path) -> tuple[tuple[int, int], dict[str, list[Box]]]
 
 # Visual Genome. Source: Krishna et al., IJCV 2017
 DESCRIPTIONS, SIZES = "region_descriptions.json", "image_data.json"
-MAX_ENTRY = 16 << 20  # characters of one image's entry
-_PIECE = 1 << 20
-_BETWEEN = re.compile(r"[\s,]*")
 
 
 def read_visual_genome(path: Path, split: str | None, images: Path | None, sample: int | None = None) -> PhraseDataset:
-    """Every region of Visual Genome as a phrase with one box. Raises UserError.
+    """Every region of Visual Genome as a phrase with one box.
 
     FOLDER/region_descriptions.json    [{"id": 1, "regions": [{"region_id", "phrase", "x", "y", "width", "height"}]}]
     FOLDER/image_data.json             [{"image_id": 1, "width": 800, "height": 600}]
     FOLDER/VG_100K/1.jpg, VG_100K_2/…  the images
-
-    The published file of descriptions has a gigabyte; it is read one image at a time.
     """
 
     def parse_regions(row: dict) -> tuple[int, list[tuple[str, Box]]] | None:
         regions = []
-        for one in as_list(row["regions"], "the regions", MAX_PHRASES):
+        for one in reading.as_list(row["regions"], "the regions", MAX_PHRASES):
             x, y, width, height = (float(one[name]) for name in ("x", "y", "width", "height"))
-            if text := " ".join(as_text(one["phrase"], "a phrase").split())[:MAX_TEXT]:
+            if text := " ".join(reading.as_text(one["phrase"], "a phrase").split())[:MAX_TEXT]:
                 regions.append((text, (x, y, x + width, y + height)))
-        number = as_id(row.get("id", row.get("image_id")), "the id of the image")
+        number = reading.as_id(row.get("id", row.get("image_id")), "the id of the image")
         return (number, regions) if regions else None
 
     def parse_size(row: dict) -> tuple[int, tuple[int, int]]:
-        return as_id(row.get("image_id", row.get("id")), "the id of the image"), as_size(row["width"], row["height"])
+        number = reading.as_id(row.get("image_id", row.get("id")), "the id of the image")
+        return number, as_size(row["width"], row["height"])
 
-    choose_split(split, (), path)
+    reading.choose_split(split, (), path)
     file = path / DESCRIPTIONS
-    rows = parse_each(file, "a list of regions", stream_list(file), parse_regions)
+    rows = reading.parse_all(file, "a list of regions", reading.read_json(file), parse_regions)
     rows = sorted(rows if sample is None else heapq.nsmallest(sample, rows, key=lambda row: _name_hash(row[0])))
     ids = [str(number) for number, _ in rows]
-    check_unique(ids, "image id", file)
-    sizes = dict(parse_all(path / SIZES, "a list of images with their sizes", read_json(path / SIZES), parse_size))
+    reading.check_unique(ids, "image id", file)
+    about = path / SIZES
+    sizes = dict(reading.parse_all(about, "a list of images with their sizes", reading.read_json(about), parse_size))
     if unknown := [number for number, _ in rows if number not in sizes]:
-        raise UserError(f"{path / SIZES} does not know the image {unknown[0]}.", "Fetch that file again.")
+        raise UserError(f"{about} does not know the image {unknown[0]}.", "Fetch that file again.")
     names = [(f"VG_100K/{one}.jpg", f"VG_100K_2/{one}.jpg", f"{one}.jpg") for one in ids]
     located = locate(names, ids, file, images, [path])
     regions = [(i, text, clipped(box, *sizes[number])) for i, (number, some) in enumerate(rows) for text, box in some]
@@ -280,37 +234,11 @@ def read_visual_genome(path: Path, split: str | None, images: Path | None, sampl
     return PhraseDataset(located, ids, chosen, phrases, len(regions) - len(phrases), None, str(file))
 
 
-def stream_list(file: Path) -> Iterator[object]:
-    """The entries of a JSON list, one at a time; memory is bounded by the largest. Raises UserError."""
-    decode = json.JSONDecoder().raw_decode
-    with checked(file, "a list in JSON"), open(file, encoding="utf-8-sig") as opened:
-        text = opened.read(_PIECE).lstrip()
-        if not text.startswith("["):
-            raise ValueError("it does not begin with [")
-        at = 1
-        while True:
-            at = _BETWEEN.match(text, at).end()
-            if text.startswith("]", at):
-                return
-            try:
-                found, at = decode(text, at)
-            except ValueError:
-                piece = opened.read(_PIECE)
-                if not piece or len(text) - at > MAX_ENTRY:
-                    raise
-                text, at = text[at:] + piece, 0
-            else:
-                yield found
-
-
 FORMATS = {ENTITIES: read_entities, (DESCRIPTIONS,): read_visual_genome}  # what a folder holds -> its reader
 
 
-# ----------------------------------------------------------------------------------------------------------- triplets
-
-
 class CropTriplet(NamedTuple):
-    """Crops A and B of an image and their union C, each with its box and its caption; C's is "a and b"."""
+    """Crops A and B of an image and their union C, captioned "a and b"."""
 
     image: int
     boxes: tuple[Box, Box, Box]
@@ -344,19 +272,13 @@ _WRITE = "Write features, boxes and ids together with `python -m tools.write_reg
 
 @dataclass(frozen=True)
 class Proposals:
-    """Candidate boxes of the images of a dataset, for their phrases.
+    """Candidate boxes of the images of a dataset, for their phrases."""
 
-    Attributes:
-        boxes: for each image its boxes; dropped: how many were dropped because nothing of them lies in the image.
-        features: of the boxes, for models that read regions: (P, W) of each image; None for crops of pixels.
-        rows: for each image the rows of `features` that belong to its boxes.
-    """
-
-    boxes: list[list[Box]]
-    dropped: int = 0
+    boxes: list[list[Box]]  # of each image
+    dropped: int = 0  # number of those of which nothing lies in the image
     source: str = ""
-    features: RegionImages | None = None
-    rows: list[list[int]] | None = None
+    features: RegionImages | None = None  # of the boxes, for models that read regions: (P, W) of each image
+    rows: list[list[int]] | None = None  # for each image the rows of `features` that belong to its boxes
 
     @property
     def total(self) -> int:
@@ -366,10 +288,8 @@ class Proposals:
 def grid_windows(width: int, height: int, scales: Sequence[float], ratios: Sequence[float], step: float) -> list[Box]:
     """Sliding windows over an image of width x height pixels.
 
-    Args:
-        scales: of windows, as the square root of their area over that of the image, in (0, 1].
-        ratios: width over height, where the image is taken for square; longer sides are cut to the image.
-        step: between neighbours, as a share of the window's side; places are spread evenly up to the borders.
+    `scales`: square roots of the windows' area over that of the image, in (0, 1]. `ratios`: width over height, where
+    the image is taken for square. `step`: between neighbours, as a share of the window's side.
     """
 
     def starts(side: float) -> list[float]:
@@ -397,18 +317,13 @@ def grid_proposals(data: PhraseDataset, scales: Sequence[float], ratios: Sequenc
 
 
 def read_proposals(file: str | Path, data: PhraseDataset, top: int | None) -> Proposals:
-    """Proposals of a JSON file, also gzipped: {image id: [[left, top, right, bottom], ...]}, the best ones first.
+    """Proposals of a JSON file, {image id: [[left, top, right, bottom], ...]}, of each image the first `top` ones.
 
-    Boxes are in pixels of the image, half-open and from 0 on. Parts outside the image are cut off.
-
-    Args:
-        top: so many of the first ones of each image; None: all.
-
-    Raises UserError: an image without proposals; malformed boxes.
+    Parts of boxes outside the image are cut off. Raises UserError: an image without proposals; malformed boxes.
     """
-    path, content = Path(file), read_json(Path(file))
+    path, content = Path(file), reading.read_json(Path(file))
     remedy = "Write {image id: [[left, top, right, bottom], ...]} in pixels, as JSON."
-    with checked(path, "a file of proposals", remedy):
+    with reading.checked(path, "a file of proposals", remedy):
         _refuse_missing(path, data, {one for one, boxes in content.items() if boxes})
         found = [_inside(content[one][:top], size, one) for one, size in zip(data.image_ids, data.sizes)]
     return Proposals([boxes for boxes, _, _ in found], sum(dropped for _, _, dropped in found), str(path))
@@ -421,24 +336,19 @@ def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None
     NAME_boxes.npy    (N, P, 4) float32 or float64, their boxes in pixels, half-open; zeros where an image has fewer
     NAME_ids.txt      the images' ids, one a line
 
-    Args:
-        file: NAME_ims.npy, of which one image at a time is read later.
-        top: so many of the first ones of each image; None: all.
-
-    Raises UserError: files that do not belong together, an image that they do not have, malformed boxes.
+    `file` is NAME_ims.npy; of each image the first `top` proposals count. Raises UserError: files that do not belong
+    together, an image that they do not have, malformed boxes.
     """
     path = Path(file)
     stem = path.name.removesuffix(REGIONS)
     ids_file, boxes_file = path.with_name(f"{stem}_ids.txt"), path.with_name(f"{stem}_boxes.npy")
-    if stem == path.name or not ids_file.is_file() or not boxes_file.is_file():
-        raise UserError(f"{path} is not NAME{REGIONS} with NAME_ids.txt and NAME_boxes.npy beside it.", _WRITE)
-    ids = read_lines(ids_file)
-    check_unique(ids, "image id", ids_file)
+    ids = reading.read_lines(ids_file)
+    reading.check_unique(ids, "image id", ids_file)
     images, row_of = read_regions(path, ids), {one: row for row, one in enumerate(ids)}
     _refuse_missing(path, data, row_of)
     chosen = [row_of[one] for one in data.image_ids]
-    with checked(boxes_file, "an array of the regions' boxes", _WRITE):
-        boxes = read_npy(boxes_file, mapped=True)
+    with reading.checked(boxes_file, "an array of the regions' boxes", _WRITE):
+        boxes = reading.read_npy(boxes_file, mapped=True)
         if boxes.dtype.kind != "f" or boxes.shape != (len(ids), images.shape[0], 4):
             raise ValueError(f"it holds {boxes.dtype} {boxes.shape}")
         found = [_inside(boxes[row], size, ids[row], top) for row, size in zip(chosen, data.sizes)]
@@ -449,10 +359,8 @@ def read_region_proposals(file: str | Path, data: PhraseDataset, top: int | None
 
 def _refuse_missing(path: Path, data: PhraseDataset, known: Iterable[str]) -> None:
     if missing := [one for one in data.image_ids if one not in known]:
-        raise UserError(
-            f"{path} has no proposals for {len(missing):,} of the {len(data):,} images, {missing[0]} for one.",
-            "Add them, or evaluate a split that the file covers.",
-        )
+        what = f"{path} has no proposals for {len(missing):,} of the {len(data):,} images, {missing[0]} for one."
+        raise UserError(what, "Add them, or evaluate a split that the file covers.")
 
 
 def _inside(boxes_P4, size: tuple[int, int], name: str, top: int | None = None) -> tuple[list[Box], list[int], int]:

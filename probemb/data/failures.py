@@ -25,14 +25,9 @@ class Failure(NamedTuple):
 
 
 class Tally:
-    """Failures of this process, by name of the shard or image.
+    """Failures of this process, by name of the shard or image, of which at most a `share` of the samples may fail.
 
-    Args:
-        share: largest share of the samples that may fail.
-        judged_from: number of samples from which on the share is checked.
-
-    Attributes:
-        read, failed: samples so far.
+    It is checked from the sample `judged_from` on.
     """
 
     def __init__(self, share: float, judged_from: int):

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from glob import glob
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -26,17 +26,8 @@ from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
 from probemb.data.reading import MALFORMED, checked, read_npy, reason
+from probemb.data.shards import samples
 from probemb.data.shards.index import expand_braces, read_index
-from probemb.data.shards.samples import (
-    IMAGE_EXTENSIONS,
-    MAX_IMAGE_BYTES,
-    Member,
-    Sample,
-    group_members,
-    parse_sample,
-    read_sample,
-    walk_tar,
-)
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
@@ -57,18 +48,12 @@ class Place(NamedTuple):
 
 @dataclass(kw_only=True)
 class Images:
-    """Listed images, not yet decoded.
-
-    Attributes:
-        source: the path given, for messages.
-        bad: (name, reason) of samples that were skipped while listing.
-        exif, draft: as `decode_image` has them.
-    """
+    """Listed images, not yet decoded."""
 
     places: list[Place]
-    source: str
-    bad: list[tuple[str, str]] = field(default_factory=list)
-    exif: bool = False
+    source: str  # the path given, for messages
+    bad: list[tuple[str, str]] = field(default_factory=list)  # name and reason of samples skipped while listing
+    exif: bool = False  # as `decode_image` has it, like `draft`
     draft: int | None = None
 
     def __len__(self) -> int:
@@ -79,10 +64,7 @@ class Images:
         return decode_image(read_place(self.places[index]), self.draft, exif=self.exif)
 
     def part(self, index: int, box: Sequence[float] | None) -> Image.Image:
-        """The part of an image in a box (left, top, right, bottom) of its stored pixels; None for all of it.
-
-        Raises BadSample.
-        """
+        """The part of an image in a box (left, top, right, bottom) of its stored pixels. Raises BadSample."""
         image = self.open(index)
         if box is None:
             return image
@@ -105,7 +87,7 @@ def read_place(place: Place) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise BadSample("is not a regular file")
         size = status.st_size if place.size < 0 else place.size
-        if size > MAX_IMAGE_BYTES:
+        if size > samples.MAX_IMAGE_BYTES:
             raise BadSample(f"has {size:,} bytes")
         return os.pread(fd, size, place.offset)
     finally:
@@ -123,9 +105,6 @@ def image_digest(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
     return size, hashlib.blake2b(data, digest_size=16).digest()
 
 
-# ------------------------------------------------------------------------------------------------------------ finding
-
-
 def find_tars(data: str | Path) -> list[Path]:
     """Tars of a folder (those of its index.json, if any), of a pattern with wildcards and braces, or one tar; perhaps
     none. Raises UserError if only some of the names of a brace range exist.
@@ -141,23 +120,20 @@ def find_tars(data: str | Path) -> list[Path]:
     found = [[name] if os.path.isfile(name) else sorted(glob(name)) for name in names]
     missing = [name for name, tars in zip(names, found) if not tars]
     if 0 < len(missing) < len(names):
-        raise UserError(
-            f"{len(missing):,} of the {len(names):,} names in {data} do not exist, {missing[0]} for one.",
-            "Fetch what is missing, or correct the range.",
-        )
+        what = f"{len(missing):,} of the {len(names):,} names in {data} do not exist, {missing[0]} for one."
+        raise UserError(what, "Fetch what is missing, or correct the range.")
     return [Path(tar) for tars in found for tar in tars]
 
 
-def list_members(tar: Path) -> list[Member]:
-    """Raises UserError: it cannot be read."""
+def list_members(tar: Path) -> list[samples.Member]:
     try:
-        return list(walk_tar(tar))
+        return list(samples.walk_tar(tar))
     except BadShard as error:
         raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
 
 
 def read_samples(
-    tars: Sequence[Path], extensions: Sequence[str], parse: Callable[[Sample], T | None],
+    tars: Sequence[Path], extensions: Sequence[str], parse: Callable[[samples.Sample], T | None],
     need_caption: bool | None = True,
 ) -> tuple[Images, list[T]]:  # fmt: skip
     """The images of shards, and `parse` of each one's sample, which has the texts with these extensions.
@@ -168,14 +144,14 @@ def read_samples(
     for tar in tars:
         prefix, members = f"{tar.name}:" if len(tars) > 1 else "", list_members(tar)
         with open(tar, "rb") as file:
-            for span in group_members(members):
-                image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
+            for span in samples.group_members(members):
+                image = next((span.parts[ext] for ext in samples.IMAGE_EXTENSIONS if ext in span.parts), None)
                 if image is None:
                     continue
                 texts = {ext: span.parts[ext] for ext in extensions if ext in span.parts}
                 try:
-                    texts = read_sample(file.fileno(), span._replace(parts=texts))
-                    value = parse(parse_sample({"jpg": b"-", **texts}, span.key, need_caption))
+                    texts = samples.read_sample(file.fileno(), span._replace(parts=texts))
+                    value = parse(samples.parse_sample({"jpg": b"-", **texts}, span.key, need_caption))
                 except (BadSample, *MALFORMED) as error:
                     images.bad.append((prefix + span.key, reason(error)))
                     continue
@@ -188,18 +164,10 @@ def read_samples(
 def locate(
     candidates: Sequence[Sequence[str]], names: Sequence[str], source: Path, images: Path | None, beside: Sequence[Path]
 ) -> Images:
-    """The location of each image of an annotation file.
-
-    Args:
-        candidates: for each image its possible paths below the folder; the first existing one is used.
-        images: the folder; None searches beside the annotations.
-
-    Raises UserError: the folder does not exist, or images are missing.
+    """The location of each image of an annotation file: the first existing one of its candidates below the folder
+    `images`, or beside the annotations. Raises UserError: images are missing.
     """
-    if images is not None and not images.is_dir():
-        raise UserError(f"{images} is not a folder.", "Name the folder that holds the images.")
     roots = [images] if images is not None else [folder / name for folder in beside for name in _IMAGE_FOLDERS]
-    roots = [root for root in roots if root.is_dir()]
 
     @cache
     def names_in(folder: str) -> frozenset[str]:  # one listing per folder, not one `stat` for each of 100,000 images
@@ -211,28 +179,20 @@ def locate(
 
     found = [find(group) for group in candidates]
     if missing := [name for name, file in zip(names, found) if file is None]:
-        raise UserError(
-            f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}.",
-            "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
-        )
+        what = f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}."
+        raise UserError(what, "Name the folder that holds them (COCO's has train2014 in it), or fetch them.")
     return Images(places=[Place(name, file) for name, file in zip(names, found)], source=str(source))
-
-
-# ------------------------------------------------------------------------------------------------------------ regions
 
 
 @dataclass(kw_only=True)
 class RegionImages(Images):
-    """Images of which precomputed features of regions stand in for pixels: `open` gives (R, W) float32.
+    """Images of which precomputed features of regions stand in for pixels; a place is a row of their file."""
 
-    shape: (R, W); dtype: of the file; a place's `offset` is that of the image's row.
-    """
-
-    shape: tuple[int, int]
-    dtype: np.dtype
+    shape: tuple[int, int]  # (R, W)
+    dtype: np.dtype  # of the file
 
     def open(self, index: int) -> torch.Tensor:
-        """The regions of one image. Raises BadSample: cut off, or numbers that are not finite."""
+        """(R, W) float32. Raises BadSample."""
         place = self.places[index]
         data = read_place(place)
         if len(data) != place.size:
@@ -247,7 +207,7 @@ def read_regions(path: Path, names: Sequence[str], per_image: int = 1) -> Region
     """The regions of images with these names, in the order of the rows of `NAME_ims.npy` of SCAN and VSRN.
 
     The array is (N, R, W): N images, R regions of W numbers (36 x 2048 as published), one row an image or `per_image`
-    equal ones. A region of zeros alone does not exist; so images may have fewer than R. Raises UserError.
+    equal ones. A region of zeros alone does not exist; so images may have fewer than R.
     """
     with checked(path, "an array of regions", "Name an array of (images, regions, numbers) of float32 or float16."):
         array = read_npy(path, mapped=True)
@@ -264,33 +224,18 @@ def read_regions(path: Path, names: Sequence[str], per_image: int = 1) -> Region
     return RegionImages(places=places, source=str(path), shape=array.shape[1:], dtype=array.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------ loading
-
-
-class _Decoded:
-    """Map-style dataset: index -> (index, pixels or None, reason if None)."""
-
-    def __init__(self, images: Images, transform: Callable):
-        self.images, self.transform = images, transform
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int):
+def _decode(images: Images, transform: Callable, rows: list[int]):
+    """A batch: the rows that can be used, their pixels or None, and (name, reason) of the others."""
+    kept, pixels, bad = [], [], []
+    for row in rows:
         try:
-            image = self.images.open(index)
+            pixels.append(transform(images.open(row)))
+            kept.append(row)
         except BadSample as error:
-            return index, None, str(error)
-        try:
-            return index, self.transform(image), ""
+            bad.append((images.places[row].name, str(error)))
         except Exception as error:  # one image must not end an evaluation
-            return index, None, f"cannot be transformed ({type(error).__name__})"
-
-
-def _collate(rows: list):
-    good = [(index, pixels) for index, pixels, _ in rows if pixels is not None]
-    bad = [(index, why) for index, pixels, why in rows if pixels is None]
-    return [index for index, _ in good], stack([pixels for _, pixels in good]) if good else None, bad
+            bad.append((images.places[row].name, f"cannot be transformed ({type(error).__name__})"))
+    return kept, stack(pixels) if pixels else None, bad
 
 
 class ImageBatches:
@@ -313,19 +258,20 @@ class ImageBatches:
         self.bad[:] = self.images.bad
         limits = len(self.images) + len(self.bad), self.images.source, self.max_bad, self.option
         refuse_too_many(self.bad, *limits)
-        decoded, pin = _Decoded(self.images, self.transform), torch.cuda.is_available()
-        loader = make_loader(decoded, self.workers, batch_size=self.batch_size, collate_fn=_collate, pin_memory=pin)
+        decode, pin = partial(_decode, self.images, self.transform), torch.cuda.is_available()
+        rows = range(len(self.images))
+        loader = make_loader(rows, self.workers, batch_size=self.batch_size, collate_fn=decode, pin_memory=pin)
         with closing(read(loader)) as batches:
             for kept, pixels, bad in batches:
                 self.kept += kept
-                self.bad += [(self.images.places[index].name, why) for index, why in bad]
+                self.bad += bad
                 refuse_too_many(self.bad, *limits)
                 if pixels is not None:
                     yield pixels
 
 
 def refuse_too_many(bad: list[tuple[str, str]], total: int, source: str, max_bad: float, option: str) -> None:
-    """Refuse images of which more than the share `max_bad` are `bad`: names and reasons. Raises UserError."""
+    """Raises UserError if more than the share `max_bad` of the images are `bad`: names and reasons."""
     if len(bad) > max_bad * total:
         shown = "; ".join(f"{name}: {why}" for name, why in bad[:3])
         remedy = f"Repair the data, or allow more than {max_bad:.0%} with {option}."

@@ -1,7 +1,5 @@
 """Decode untrusted images."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -35,17 +33,15 @@ Draft = Callable[[int, int], "tuple[int, int] | None"]
 def decode_image(
     data: bytes, draft: int | Draft | None = None, max_pixels: int = MAX_PIXELS, *, exif: bool = False
 ) -> Image.Image:
-    """Decoded RGB image (a `PIL.Image` of W x H pixels).
+    """Decode to RGB. Raises BadSample, but not for damage of which libjpeg only warns.
 
     Only PIL's JPEG, PNG and WebP decoders are tried, and the header's size is checked before decoding. Transparency is
-    composited over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become RGB; only the first
-    frame of an animation is used. Raises BadSample, but not for damage of which libjpeg only warns.
+    composited over white (as img2dataset does), 16-bit grey becomes 8-bit; of an animation the first frame is used.
 
     Args:
-        draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels;
-            images that are not reduced stay bit-identical.
-        exif: turn and mirror the image as its EXIF orientation says; `draft` is of the turned image. False gives the
-            pixels as stored, as PIL, webdataset, open_clip and the training of published weights do.
+        draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels.
+        exif: turn the image as its EXIF orientation says, and let `draft` speak of the turned one; PIL, open_clip and
+            the training of published weights do not.
     """
     with _opened(data, max_pixels) as image:
         orientation = _orientation(image) if exif else UPRIGHT
@@ -61,10 +57,7 @@ def decode_image(
 
 
 def _markers(data: bytes) -> list[int]:
-    """Markers of a JPEG's first picture up to its end, as libjpeg finds them; at most one more than `MAX_MARKERS`.
-
-    Before the first scan every 0xFF outside of segments counts, as Pillow reads that part byte by byte.
-    """
+    """Markers of a JPEG's first picture, as libjpeg finds them, and Pillow before the first scan: byte by byte."""
     markers: list[int] = []
     position, pattern = 2, _BEFORE_SCANS
     while len(markers) <= MAX_MARKERS and _END not in markers[-1:] and (found := pattern.search(data, position)):

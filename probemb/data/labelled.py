@@ -7,29 +7,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
-from PIL import Image
 
-from probemb.data.failures import BadSample
-from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_place, read_samples
-from probemb.data.reading import (
-    as_list,
-    as_text,
-    check_unique,
-    checked,
-    listed,
-    malformed,
-    parse_lines,
-    read_json,
-    read_lines,
-    read_text,
-)
+from probemb.data import reading
+from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_samples
 from probemb.data.shards.samples import IMAGE_EXTENSIONS
 from probemb.errors import UserError, nearest
 
@@ -41,17 +26,11 @@ Templates = Sequence[str] | dict[str, list[str]]  # for all classes, or the prom
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes to choose from.
+    """The classes to choose from."""
 
-    Attributes:
-        names: for prompts, in the order of the labels.
-        keys: name of each class in the data (a WordNet id, a folder), or None if only the order is known.
-        source: for messages.
-    """
-
-    names: tuple[str, ...]
-    keys: tuple[str, ...] | None
-    source: str
+    names: tuple[str, ...]  # for prompts, in the order of the labels
+    keys: tuple[str, ...] | None  # in the data (WordNet ids, folders); None if only the order is known
+    source: str  # for messages
 
     def __len__(self) -> int:
         return len(self.names)
@@ -59,18 +38,12 @@ class Classes:
 
 @dataclass(kw_only=True)
 class LabelledImages(Images):
-    """Images and their labels.
+    """Images and their labels."""
 
-    Attributes:
-        marks: the label in the data: a class index, or the name of the class folder.
-        folders: all class folders in sorted order, including empty ones; None where labels are indices.
-        class_file: classes.json or classes.txt beside the data; classes, templates: those that the layout has.
-    """
-
-    marks: list[int | str]
-    folders: list[str] | None = None
-    class_file: Path | None = None
-    classes: Classes | None = None
+    marks: list[int | str]  # of each image its class index, or the name of its class folder
+    folders: list[str] | None = None  # all class folders, sorted, also empty ones; None where labels are indices
+    class_file: Path | None = None  # classes.json or classes.txt beside the data
+    classes: Classes | None = None  # those that the layout has, as the templates
     templates: tuple[str, ...] | None = None
 
 
@@ -80,13 +53,12 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     Args:
         data: a path of one of LAYOUTS; tars also by a pattern.
         labels: a file of "NAME LABEL" lines for images without a class folder; LABEL is a class index or WordNet id.
-        exif: turn images as their EXIF orientation says.
 
     Raises UserError: the path is missing, holds no labelled image, or cannot be read.
     """
     path = Path(data)
-    remedy = f"Name {listed(list(LAYOUTS), 'or')}, or list the labels of plain images in --labels."
-    if not path.exists() and not find_tars(path) and not glob(str(path)):
+    remedy = f"Name {reading.listed(list(LAYOUTS), 'or')}, or list the labels of plain images in --labels."
+    if not path.exists() and not find_tars(path):
         raise UserError(f"The data path {data} does not exist.", remedy)
     if labels is not None:
         found = _read_images(path, _read_labels(Path(labels)))
@@ -171,7 +143,7 @@ def _read_labels(path: Path) -> dict[str, int | str]:
         if type(mark) is not type(next(iter(labels.values()))):
             raise ValueError("class indices and WordNet ids are mixed")
 
-    parse_lines(path, "a list of labels", parse)
+    reading.parse_lines(path, "a list of labels", parse)
     return labels
 
 
@@ -180,17 +152,10 @@ def _stem(name: str) -> str:
     return base.rpartition(".")[0] if _is_image(base) else base
 
 
-# ------------------------------------------------------------------------------------------------------------- shards
-
-
-def _read_labelled_shards(path: Path) -> LabelledImages | None:
-    """Shards with KEY.cls."""
-    tars = find_tars(path)
-    labelled = any(member.name.endswith(".cls") for tar in tars for member in list_members(tar))
-    return _read_shards(tars) if labelled else None
-
-
-def _read_shards(tars: Sequence[Path]) -> LabelledImages:
+def _read_shards(path: Path, tars: Sequence[Path] = ()) -> LabelledImages | None:
+    tars = tars or find_tars(path)
+    if not any(member.name.endswith(".cls") for tar in tars for member in list_members(tar)):
+        return None
     images, marks = read_samples(tars, ("cls",), lambda sample: sample.label, need_caption=False)
     return LabelledImages(**vars(images), marks=marks)
 
@@ -207,74 +172,21 @@ def _read_benchmark(path: Path) -> LabelledImages | None:
                              split.parent / "zeroshot_classification_templates.txt")  # fmt: skip
     if not count.is_file() or not names.is_file():
         return None
-    with checked(count, "the number of shards beside it", "Fetch the shards that are missing."):
+    with reading.checked(count, "the number of shards beside it", "Fetch the shards that are missing."):
         tars = sorted(split.glob("*.tar"), key=lambda tar: int(tar.stem))
-        if not tars or len(tars) != int(read_text(count)):
+        if not tars or len(tars) != int(reading.read_text(count)):
             raise ValueError(f"there are {len(tars)}")
     templates = tuple(read_templates(prompts)) if prompts.is_file() else None
-    return replace(_read_shards(tars), classes=read_classes(names), templates=templates)
-
-
-# -------------------------------------------------------------------------------------------------------------- CIFAR
-
-_CIFAR_PIXELS = 3 * 32 * 32
-_CIFAR_REMEDY = "Fetch the binary version from https://www.cs.toronto.edu/~kriz/cifar.html, and name its folder."
-_CIFAR = {  # bytes before the pixels, of which the last is the label; classes; the file of their names; the test images
-    "CIFAR-10": (1, 10, "batches.meta.txt", "test_batch.bin"),
-    "CIFAR-100": (2, 100, "fine_label_names.txt", "test.bin"),
-}
-_CIFAR_PICKLES = {"cifar-10-batches-py": "CIFAR-10", "cifar-100-python": "CIFAR-100"}  # folders of the Python version
-
-
-@dataclass(kw_only=True)
-class CifarImages(LabelledImages):
-    """Images of 32 x 32 pixels that are stored as they are: the red plane, the green one, the blue one."""
-
-    def open(self, index: int) -> Image.Image:
-        """One image. Raises BadSample."""
-        data = read_place(self.places[index])
-        if len(data) != _CIFAR_PIXELS:
-            raise BadSample(f"has {len(data)} of {_CIFAR_PIXELS} bytes")
-        return Image.fromarray(np.frombuffer(data, np.uint8).reshape(3, 32, 32).transpose(1, 2, 0).copy())
-
-
-def _read_cifar(path: Path) -> CifarImages | None:
-    """The test images of a folder, or those of a file or a pattern of files, beside the file of the class names."""
-    inner = sorted(path.glob("cifar-*"))
-    for one in (path, path.parent, *inner):
-        if form := _CIFAR_PICKLES.get(one.name):
-            raise UserError(f"{path} is the Python version of {form}: pickles, which can run code.", _CIFAR_REMEDY)
-    for form, (before, n_classes, names, test) in _CIFAR.items():
-        named = [one / test for one in (path, *inner)] if path.is_dir() else map(Path, sorted(glob(str(path))))
-        files = [file for file in named if file.suffix == ".bin" and (file.parent / names).is_file()]
-        if not files:
-            continue
-        found, size = CifarImages(places=[], marks=[], source=str(path)), before + _CIFAR_PIXELS
-        for file in files:
-            with checked(file, form, _CIFAR_REMEDY):
-                labels = np.memmap(file, np.uint8, "r").reshape(-1, size)[:, before - 1].tolist()
-                if max(labels) >= n_classes:
-                    raise ValueError(f"it holds a label {max(labels)}")
-            starts = range(before, len(labels) * size, size)
-            found.places += [Place(f"{file.name}/{i:05d}", str(file), at, _CIFAR_PIXELS) for i, at in enumerate(starts)]
-            found.marks += labels
-        names = files[0].parent / names
-        found.classes = Classes(tuple(line.replace("_", " ") for line in read_lines(names)), None, str(names))
-        if len(found.classes) != n_classes:
-            raise malformed(names, f"the {n_classes} names of {form}", f"it has {len(found.classes)}")
-        return found
-    return None
+    images = _read_shards(split, tars)
+    return images and replace(images, classes=read_classes(names), templates=templates)
 
 
 # The readers give None for data of another layout; the first that does not counts, and the last always gives images.
 LAYOUTS: dict[str, Callable[[Path], LabelledImages | None]] = {
-    "CIFAR's binary files": _read_cifar,
     "a data set of CLIP_benchmark": _read_benchmark,
-    "webdataset shards with KEY.cls": _read_labelled_shards,
+    "webdataset shards with KEY.cls": _read_shards,
     "a folder or tar with a folder for each class": _read_images,
 }
-
-# ------------------------------------------------------------------------------------------------------------ classes
 
 
 def imagenet_classes(keys: tuple[str, ...] | None = None) -> Classes:
@@ -299,11 +211,10 @@ def read_classes(path: str | Path) -> Classes:
     """Read a class-name file.
 
     One of: one name a line; a JSON list of names; a JSON object {folder: name}; a JSON list of objects with a "name"
-    (or "open_clip_name"), and optionally an "index" and a "wnid" or "folder". Raises UserError.
+    (or "open_clip_name"), and optionally an "index" and a "wnid" or "folder".
     """
-    path = Path(path)
-    text = read_text(path)
-    with checked(path, "a class-name file", "Write one class name a line, or a JSON list of names."):
+    text = reading.read_text(path := Path(path))
+    with reading.checked(path, "a class-name file", "Write one class name a line, or a JSON list of names."):
         rows = json.loads(text) if path.suffix.lower() == ".json" else text.rstrip().splitlines()
         if isinstance(rows, dict):
             rows = [{"folder": folder, "name": name} for folder, name in rows.items()]
@@ -311,12 +222,12 @@ def read_classes(path: str | Path) -> Classes:
         rows = sorted(rows, key=lambda row: row.get("index", 0))
         if [row.get("index", i) for i, row in enumerate(rows)] != list(range(len(rows))):
             raise ValueError(f'its "index" entries are not 0 to {len(rows) - 1}, each once')
-        names = [as_text(row.get("name", row.get("open_clip_name")), "a name").strip() for row in rows]
+        names = [reading.as_text(row.get("name", row.get("open_clip_name")), "a name").strip() for row in rows]
         if not all(names) or not names:
             raise ValueError(f"class {names.index('')} has no name" if names else "it is empty")
     keys = [row.get("wnid", row.get("folder")) for row in rows]
     keys = None if None in keys else tuple(map(str, keys))
-    check_unique(keys or (), "class", path)
+    reading.check_unique(keys or (), "class", path)
     return Classes(tuple(names), keys, str(path))
 
 
@@ -332,13 +243,14 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
     variant = None if folders is None else imagenet_folders(folders)
     if wanted == "imagenet":
         classes = imagenet_classes(variant)
+    elif wanted and not Path(wanted).is_file():
+        raise UserError(f"--classes: there is no file {wanted}.", "Name a class-name file, or imagenet.")
     elif wanted or images.class_file:
         classes = read_classes(wanted or images.class_file)
     elif images.classes is not None:
         classes = images.classes
     elif variant is not None:
-        present = set(folders)
-        kept = [item for item in zip(IMAGENET_CLASSNAMES, variant) if item[1] in present]
+        kept = [item for item in zip(IMAGENET_CLASSNAMES, variant) if item[1] in folders]
         source = BUILT_IN if len(kept) == len(variant) else f"{BUILT_IN}, {len(kept)} of them"
         classes = Classes(*map(tuple, zip(*kept)), source)
     elif folders is None and n_marks == 1000:
@@ -347,17 +259,16 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
         names = tuple(folder.replace("_", " ").strip() or folder for folder in folders)
         classes = Classes(names, tuple(folders), "the names of the class folders")
     else:
-        raise UserError(
-            f"{images.source} has {n_marks} classes and does not say what they are called.",
-            "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's.",
-        )
+        remedy = "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's."
+        raise UserError(f"{images.source} has {n_marks} classes and does not say what they are called.", remedy)
     if not classes.source.startswith(BUILT_IN) and classes.names != tuple(IMAGENET_CLASSNAMES):  # which repeats two
-        check_unique((" ".join(name.casefold().split()) for name in classes.names), "class name", classes.source)
+        names = (" ".join(name.casefold().split()) for name in classes.names)
+        reading.check_unique(names, "class name", classes.source)
     return classes, assign_labels(images, classes)
 
 
 def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
-    """Index of each image's class. Raises UserError if the classes do not fit."""
+    """Raises UserError if the classes do not fit."""
     if images.folders is None:
         known, marks = [range(len(classes))], images.marks
     else:
@@ -369,10 +280,8 @@ def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
             return [index[mark] for mark in images.marks]
     unknown = next(mark for mark in marks if mark not in known[0])
     close = "" if images.folders is None else nearest(unknown, classes.keys or classes.names)
-    raise UserError(
-        f"The class {unknown} of {images.source} is not one of the {len(classes)} classes of {classes.source}.{close}",
-        "Pass --classes the file that belongs to this data: one name for each class in order, or {folder: name}.",
-    )
+    what = f"The class {unknown} of {images.source} is not one of the {len(classes)} classes of {classes.source}."
+    raise UserError(what + close, "Pass --classes a file with a name for each class in order, or {folder: name}.")
 
 
 def remarks(labels: Sequence[int], classes: Classes) -> list[str]:
@@ -386,9 +295,6 @@ def remarks(labels: Sequence[int], classes: Classes) -> list[str]:
     return [f"{len(empty)} of {len(classes)} classes have no images ({named}): they only compete with the others."]
 
 
-# ------------------------------------------------------------------------------------------------------------ prompts
-
-
 def imagenet_templates() -> list[str]:
     """CLIP's 80 ImageNet templates, each with one `{}` for the class name."""
     return [template("{}") for template in OPENAI_IMAGENET_TEMPLATES]
@@ -397,22 +303,21 @@ def imagenet_templates() -> list[str]:
 def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
     """CLIP's 80 templates, or those of a file: one a line, each with `{}` (or CLIP_benchmark's `{c}`) where the class
     name goes, or a JSON object {class name: [prompts]} with the same number of prompts for every class.
-
-    Raises UserError: a missing or empty file, a template without `{}`, a class without prompts.
     """
     if path is None:
         return imagenet_templates()
     path = Path(path)
     if path.suffix.lower() != ".json":
-        templates = list(dict.fromkeys(line.replace("{c}", "{}") for line in read_lines(path)))
+        templates = list(dict.fromkeys(line.replace("{c}", "{}") for line in reading.read_lines(path)))
         if not templates or any(one.count("{}") != 1 for one in templates):
-            raise malformed(path, "a list of templates", "a line does not hold {} exactly once, or there is none")
+            why = "a line does not hold {} exactly once, or there is none"
+            raise reading.malformed(path, "a list of templates", why)
         return templates
-    found = read_json(path)
-    with checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
-        prompts = {name: as_list(found[name], "the prompts") for name in class_names}
+    found = reading.read_json(path)
+    with reading.checked(path, "a JSON object of prompts", 'Write {"class name": ["prompt", …], …} with all classes.'):
+        prompts = {name: reading.as_list(found[name], "the prompts") for name in class_names}
         for text in chain(*prompts.values()):
-            as_text(text, "a prompt")
+            reading.as_text(text, "a prompt")
         if len({len(row) for row in prompts.values()} | {0}) != 2:
             raise ValueError("the classes have no prompts, or different numbers of them")
     return prompts
@@ -426,5 +331,5 @@ def prompt_texts(class_names: Sequence[str], templates: Templates) -> list[str]:
 
 
 def count_prompts(templates: Templates) -> int:
-    """P, the number of prompts of a class."""
+    """P of a class."""
     return len(next(iter(templates.values())) if isinstance(templates, dict) else templates)

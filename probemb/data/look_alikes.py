@@ -1,11 +1,8 @@
 """Finds pictures that occur twice although their files differ: saved in another format, quality or size.
 
-Two images look alike if small colour thumbnails of their decoded pixels are nearly the same. Squared distances of
-photographs saved again (JPEG of quality 30, WebP of 50, half the size) are some 0.01 at most, of distinct ones 0.2 and
-more. Crops, mirrored and repainted copies are not found. Memory is 780 bytes for each image.
+Two images look alike if small colour thumbnails of them are nearly the same: squared distances of photographs saved
+again are some 0.01 at most, of distinct ones 0.2 and more. Crops and mirrored or repainted copies are not found.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,21 +34,14 @@ def describe(image: Image.Image) -> Tensor:
 
 
 def seen_in(these: Images, those: Images, workers: int = 0, show: Callable = silent) -> list[int]:
-    """Indices of `these` that look like one of `those`; unreadable images look like none.
-
-    Args:
-        workers: processes that decode; show: as `probemb.progress.progress`.
-    """
+    """Indices of `these` that look like one of `those`; unreadable images look like none."""
     known, asked = _thumbnails(those, workers, show), _thumbnails(these, workers, show)
     near = [_near(part, known).any(dim=1) for part in asked.split(BATCH)]
     return torch.cat(near).nonzero().flatten().tolist()
 
 
 def same_picture(images: Images, workers: int = 0, show: Callable = silent) -> list[int]:
-    """For each image the index of the first one of its group; images that look alike, also by way of others, form one.
-
-    Args: as `seen_in`.
-    """
+    """The index of the first one of each image's group; images that look alike, also by way of others, form one."""
     thumbnails, first = _thumbnails(images, workers, show), np.arange(len(images))
     for start in range(0, len(images), BATCH):
         for i, near in enumerate(_near(thumbnails[start : start + BATCH], thumbnails[: start + BATCH]), start):
@@ -62,10 +52,7 @@ def same_picture(images: Images, workers: int = 0, show: Callable = silent) -> l
 
 
 def leave_out(selection: Images, evaluated: Images, workers: int = 0, show: Callable = silent) -> tuple[list[int], str]:
-    """Rows of images to choose on that look like no evaluated one, and a sentence about the others, or "".
-
-    Raises UserError: more than MAX_SHARE of them look like evaluated images.
-    """
+    """Rows of images to choose on that look like no evaluated one, and a sentence about the others, or ""."""
     known = seen_in(selection, evaluated, workers, show)
     if not known:
         return list(range(len(selection))), ""

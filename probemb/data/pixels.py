@@ -1,12 +1,8 @@
 """Decoded images as uint8 tensors, resized, and normalised where the model computes.
 
-Torch's antialiased resizing of uint8 takes a sixth of PIL's time, and uint8 batches take a quarter of float32's memory
-on their way to the device. The resampling filters are the same; values differ by rounding (`tests/data/test_pixels.py`
-bounds it). Pixels are (3, H, W) in the memory order of (H, W, 3), as decoders write them. No torchvision here: it takes
-seconds to import.
+Torch's antialiased resizing of uint8 takes a sixth of PIL's time; values differ by rounding. Pixels are (3, H, W) in
+the memory order of (H, W, 3), as decoders write them. No torchvision here: it takes seconds to import.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -32,10 +28,7 @@ def empty_stack(one: Tensor, count: int, pinned: bool = False) -> Tensor:
 
 
 def stack(images: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape and type as one; (3, H, W) pixels stay in the memory order of (H, W, 3).
-
-    `torch.stack` transposes those, at five times the time.
-    """
+    """`torch.stack`, which would transpose pixels, at five times the time."""
     if not _channels_last(images[0]):
         return torch.stack(tuple(images))
     return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
@@ -54,10 +47,7 @@ def resize(pixels: Tensor, size: Sequence[int], mode: str) -> Tensor:
 
 
 def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(B, 3, H, W) uint8 -> float32, (x / 255 − mean) / std of each channel, contiguous.
-
-    The channels' numbers are no tensors: nothing is copied to the device, and half-precision models keep them exact.
-    """
+    """(B, 3, H, W) uint8 -> float32, (x / 255 − mean) / std of each channel, contiguous."""
     x = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     for channel, numbers in enumerate(zip(mean, std, strict=True)):
         x[:, channel].sub_(numbers[0]).div_(numbers[1])

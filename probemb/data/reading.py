@@ -1,7 +1,7 @@
 """Checked reading of annotation files from outside: bounded, in UTF-8, and with one shape of error.
 
 A reader parses one entry at a time and raises what malformed content makes Python raise (ValueError with the reason,
-KeyError, TypeError); `checked` and `parse_each` turn that into a UserError with file, entry and reason.
+KeyError, TypeError); `checked` and `parse_all` turn that into a UserError with file, entry and reason.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 
 from probemb.errors import UserError, nearest
 
-MAX_FILE = 1 << 30  # bytes of an annotation file, unpacked
+MAX_FILE = 2 << 30  # bytes of an annotation file, unpacked
 MAX_ARRAYS = 4 << 30  # bytes of an .npz, unpacked
 MAX_ID = 2**63 - 1
 MALFORMED = (
     *(ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, csv.Error),
-    *(OSError, EOFError, zlib.error),
+    *(OSError, EOFError, zlib.error, SyntaxError),  # the last of XML
 )
 REMEDY = "Correct the file, or fetch it again."
 AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it
@@ -34,16 +34,12 @@ _SPLIT_NAMES = {"dev": "val", "valid": "val", "validation": "val"}  # other name
 _SPLIT_PARTS = {"train": ("train", "restval")}  # COCO's restval: images of val2014 that Karpathy gave to training
 T = TypeVar("T")
 
-# ------------------------------------------------------------------------------------------------------------- files
-
 
 def malformed(path: str | Path, what: str, error: Exception | str, entry: str = "", remedy: str = REMEDY) -> UserError:
-    """The error for content that is not `what` it should be."""
     return UserError(f"{path} is not {what}: {entry and f'in {entry}, '}{reason(error)}.", remedy)
 
 
 def reason(error: Exception | str) -> str:
-    """The words of an exception of malformed content."""
     return f"there is no {error}" if isinstance(error, KeyError) else str(error)[:200]
 
 
@@ -56,23 +52,18 @@ def checked(path: str | Path, what: str, remedy: str = REMEDY) -> Iterator[None]
         raise malformed(path, what, error, remedy=remedy) from None
 
 
-def parse_each(
+def parse_all(
     path: str | Path, what: str, rows: Iterable, parse: Callable[..., T | None], unit: str = "entry"
-) -> Iterator[T]:
+) -> list[T]:
     """`parse` of every row, without None. Raises UserError, which names the row, counted from 1."""
-    number = 0
+    found, number = [], 0
     try:
         for row in rows:
             number += 1
-            if (parsed := parse(row)) is not None:
-                yield parsed
+            found.append(parse(row))
     except MALFORMED as error:
         raise malformed(path, what, error, f"{unit} {number}") from None
-
-
-def parse_all(*args, **more) -> list:
-    """A list of `parse_each`."""
-    return list(parse_each(*args, **more))
+    return [one for one in found if one is not None]
 
 
 def parse_lines(path: Path, what: str, parse: Callable[[str], T | None]) -> list[T]:
@@ -99,18 +90,17 @@ def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_FILE) -> str:
-    """The content of a file in UTF-8, also gzipped. Raises UserError."""
+    """The content of a file in UTF-8, also gzipped."""
     with checked(path, "a text in UTF-8"):
         return read_bytes(path, limit).decode("utf-8-sig")
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text that are not blank, stripped. Raises UserError."""
+    """The lines of a text that are not blank, stripped."""
     return [line.strip() for line in read_text(path).split("\n") if line.strip()]
 
 
 def read_json(path: Path) -> object:
-    """The content of a JSON file, also gzipped. Raises UserError."""
     text = read_text(path)
     with checked(path, "JSON"):
         return json.loads(text)
@@ -121,14 +111,12 @@ def _hostile() -> Iterator[None]:
     """Bytes that are no arrays fail in many ways."""
     try:
         yield
-    except (OSError, ValueError):
-        raise
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 def read_npy(file: str | os.PathLike | BinaryIO, *, mapped: bool = False) -> np.ndarray:
-    """The array of a .npy file, memory-mapped and read-only if `mapped`. Raises ValueError, OSError."""
+    """The array of a .npy file, memory-mapped and read-only if `mapped`. Raises ValueError."""
     with _hostile():
         array = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
     if not isinstance(array, np.ndarray):
@@ -137,18 +125,15 @@ def read_npy(file: str | os.PathLike | BinaryIO, *, mapped: bool = False) -> np.
 
 
 def read_npz(file: str | os.PathLike, *names: str) -> list[np.ndarray]:
-    """Arrays of an .npz file. Raises ValueError, OSError."""
+    """Arrays of an .npz file. Raises ValueError."""
     with _hostile(), np.load(file, allow_pickle=False) as arrays:
         if sum(member.file_size for member in arrays.zip.infolist()) > MAX_ARRAYS:
             raise ValueError(f"it has more than {MAX_ARRAYS >> 30} GiB")
         return [arrays[name] for name in names]
 
 
-# ------------------------------------------------------------------------------------------------------------ values
-
-
 def is_id(value: object) -> bool:
-    """True if a JSON value can be a COCO id: a whole number from 0 on, of at most 63 bits."""
+    """True for a whole number from 0 on of at most 63 bits, as COCO's ids are."""
     return type(value) is int and 0 <= value <= MAX_ID
 
 
@@ -197,22 +182,18 @@ def only_file(files: Sequence[Path], folder: Path, what: str) -> Path:
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:
-    """The names as "a, b and c" or "a, b or c"."""
+    """The names as "a, b and c"."""
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-# ------------------------------------------------------------------------------------------------------------ splits
-
-
 def split_name(name: str) -> str:
-    """The canonical name of a split: "val" for "dev" and "validation"."""
     return _SPLIT_NAMES.get(name, name)
 
 
 def choose_split(split: str | None, known: Iterable[str], source: str | Path) -> tuple[str | None, tuple[str, ...]]:
-    """The canonical split, None for all data, and the parts of the data that form it.
+    """The canonical split ("val" for "dev", None for all data), and the parts of the data that form it.
 
-    Raises UserError, naming the known ones, if there is no such split.
+    "auto" is "test" of data with several usual splits, else all. Raises UserError.
     """
     known, split = list(dict.fromkeys(known)), split and split_name(split)
     if split == AUTO:
@@ -222,8 +203,6 @@ def choose_split(split: str | None, known: Iterable[str], source: str | Path) ->
     parts = tuple(part for part in _SPLIT_PARTS.get(split, (split,)) if part in known)
     if not parts:
         others = f"only {listed(sorted(known))}" if known else "none at all"
-        raise UserError(
-            f"{source} has no split '{split}', {others}.{nearest(split, known)}",
-            "Name one of these splits." if known else "Leave the split out to use all data.",
-        )
+        what = f"{source} has no split '{split}', {others}.{nearest(split, known)}"
+        raise UserError(what, "Name one of these splits." if known else "Leave the split out to use all data.")
     return split, parts

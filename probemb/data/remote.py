@@ -52,10 +52,7 @@ _PREFIX = "probemb-shards-"
 
 @dataclass(frozen=True)
 class Remote:
-    """The address of a remote shard; a separate type, so that a file's path is never mistaken for a command.
-
-    str() is for messages: without a user's name, password or query, which may hold a secret.
-    """
+    """The address of a remote shard; str() is for messages, without a user's name, password or query."""
 
     address: str
 
@@ -64,7 +61,6 @@ class Remote:
 
     @property
     def scheme(self) -> str:
-        """ "https", "s3", …, or "pipe"."""
         return self.address.partition(":")[0].lower()
 
     def beside(self, name: str) -> Remote:
@@ -82,8 +78,6 @@ class Remote:
 
 @dataclass(frozen=True)
 class FetchPolicy:
-    """Attempts and time limits of a fetch."""
-
     attempts: int = 5
     timeout: float = 30.0  # seconds in which the first answer must arrive, redirects included, and then each 64 KiB
     backoff: float = 1.0  # seconds before the second attempt; doubled for every further one, up to a minute
@@ -97,26 +91,18 @@ def is_remote(source: str) -> bool:
     return _REMOTE.match(source) is not None and not os.path.exists(source)
 
 
-# ----------------------------------------------------------------------------------------------------------- transfer
-
-
 class TransferFailed(Exception):
-    """A failed attempt; BadShard in its place if another cannot succeed."""
+    """A failed attempt after which another may succeed."""
 
 
 def fetch(
-    remote: Remote,
-    file: BinaryIO,
-    size: int | None,
-    policy: FetchPolicy = DEFAULT_POLICY,
-    limit: int = 1 << 50,
+    remote: Remote, file: BinaryIO, size: int | None, policy: FetchPolicy = DEFAULT_POLICY, limit: int = 1 << 50,
     state: dict[str, str] | None = None,
-) -> int:
-    """Write a whole remote file to `file`; returns the number of bytes.
+) -> int:  # fmt: skip
+    """Write a whole remote file, of at most `limit` bytes, to `file`; returns the number of bytes.
 
-    Without `size`, which an index has, at most `limit` bytes are accepted. `state` gets the "version" of the bytes so
-    far, a strong ETag or a date, or ""; with that of an earlier call the transfer resumes at the end of `file` if the
-    server still has the same. Raises BadShard, with address and reason; OSError: the disk is full.
+    `state` gets the "version" of the bytes so far, a strong ETag or a date, or ""; with that of an earlier call the
+    transfer resumes at the end of `file` if the server still has the same. Raises BadShard; OSError: the disk is full.
     """
     state, limit = {"version": ""} if state is None else state, limit if size is None else size
 
@@ -238,7 +224,7 @@ def _from_web(address: str, timeout: float, state: dict[str, str], start: int = 
 
 
 def _from_command(address: str, ending: ExitStack) -> Iterator:
-    """The output of a command, whose process and children end with `ending`."""
+    """The output of a command, which is killed with its children at the end of `ending`."""
     words = ending.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     command = ["/bin/sh", "-c", address.partition(":")[2]]
     process = subprocess.Popen(
@@ -259,7 +245,6 @@ def _from_command(address: str, ending: ExitStack) -> Iterator:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """Kill a process that leads a session of its own, and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -278,7 +263,7 @@ def _from_fsspec(address: str) -> Iterator:
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Run it in a daemon thread, so that a long fetch does not delay the end of the program."""
+    """Run it in a daemon thread, which does not delay the end of the program."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -291,9 +276,6 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
     return done
 
 
-# -------------------------------------------------------------------------------------------------------------- cache
-
-
 class ShardCache:
     """Remote shards as local files, in a folder that many processes share; any of them may be killed at any moment.
 
@@ -302,7 +284,7 @@ class ShardCache:
     HASH.lock   held while it is opened or fetched; flock's, so the kernel releases it with the process
 
     `limit`: bytes of all together. Without a folder there is a temporary one, which `close` or the end of this process
-    removes. Raises UserError: the folder cannot be made, or its file system has no locks.
+    removes. Raises UserError.
     """
 
     def __init__(self, folder: str | Path | None, limit: int, policy: FetchPolicy = DEFAULT_POLICY):
@@ -318,13 +300,11 @@ class ShardCache:
                 with suppress(BlockingIOError), self._locked(f"{part.stem}.lock", fcntl.LOCK_NB):
                     part.unlink(missing_ok=True)
         except OSError as error:
-            raise UserError(
-                f"{folder} cannot be used as the cache of shards: {error.strerror}.",
-                "Name a writable folder on a local disk with data.cache.",
-            ) from None
+            what = f"{folder} cannot be used as the cache of shards: {error.strerror}."
+            raise UserError(what, "Name a writable folder on a local disk with data.cache.") from None
 
     def open(self, remote: Remote, size: int) -> BinaryIO:
-        """The shard (`size` bytes), open for reading, fetched first if needed. Raises BadShard, OSError."""
+        """The shard, of `size` bytes, fetched first if needed. Raises BadShard, OSError."""
         name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
         path, part = self.folder / f"{name}.tar", self.folder / f"{name}.part"
         with self._locked(f"{name}.lock"):

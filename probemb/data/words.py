@@ -1,7 +1,6 @@
-"""Words: splitting texts, vocabulary files, and word vectors in GloVe's text format.
+"""Words (lower-case ASCII letters and digits, and an ending such as "'s"), vocabulary files, and word vectors.
 
-A vocabulary file is UTF-8 with one word a line, the most frequent first, each optionally followed by a tab and its
-count. A word is a run of lower-case ASCII letters and digits, possibly with an ending such as "'s".
+A vocabulary file is UTF-8 with a word a line, the most frequent first, each perhaps followed by a tab and its count.
 """
 
 import gzip
@@ -37,21 +36,16 @@ def frequent_words(counts: Counter[str], min_count: int = 1, max_words: int | No
 
 
 def count_words(texts: Iterable[str]) -> Counter[str]:
-    """The number of occurrences of each word."""
     return Counter(word for text in texts for word in split_words(text))
 
 
 def write_vocabulary(path: str | Path, words: Iterable[tuple[str, int]]) -> None:
-    """Write a vocabulary file atomically. Raises OSError."""
     text = "".join(f"{word}\t{count}\n" for word, count in words)
     replace_file(Path(path), lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def read_vocabulary(path: str | Path) -> list[str]:
-    """The words of a vocabulary file in their order.
-
-    Raises UserError: the file is missing, not UTF-8 or empty; a malformed line (named), or a word that occurs twice.
-    """
+    """The words of a vocabulary file in their order. Raises UserError."""
 
     def parse(line: str) -> str:
         word, _, count = line.partition("\t")
@@ -59,15 +53,15 @@ def read_vocabulary(path: str | Path) -> list[str]:
             raise ValueError(f"{line[:80]!r} is not a word with its count")
         return word
 
-    words = parse_lines(Path(path), "a vocabulary", parse)
+    words = parse_lines(Path(path), "a vocabulary", parse) if Path(path).is_file() else []
     check_unique(words, "word", path)
     if not words:
-        raise UserError(f"The vocabulary {path} is empty.", _BUILD)
+        raise UserError(f"model.vocabulary: {path} does not exist, or holds no word.", _BUILD)
     return words
 
 
 def find_vocabulary(folders: Iterable[str | Path]) -> Path:
-    """`vocabulary.txt` in the first folder, or parent of one, that has it. Raises UserError."""
+    """`vocabulary.txt` in the first folder, or parent of one, that has it."""
     near = [folder if folder.is_dir() else folder.parent for folder in map(Path, folders)]
     tried = dict.fromkeys(place / VOCABULARY for folder in near for place in (folder, folder.parent))
     if found := next(filter(Path.is_file, tried), None):
@@ -80,8 +74,7 @@ def read_vectors(path: str | Path, words: Collection[str]) -> dict[str, np.ndarr
     """Vectors of those words that a file in GloVe's text format has, (dimension,) float32 each; plain or .gz.
 
     A line is a word and its numbers with one space between them. Of duplicate words the first counts; numbers of other
-    words are not parsed. Raises UserError: the file cannot be read, or a line (named) has not as many numbers as the
-    first, or not only finite numbers.
+    words are not parsed. Raises UserError.
     """
     wanted, found, widths = set(words), {}, set()
 

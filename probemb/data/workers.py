@@ -1,7 +1,4 @@
-"""Worker processes of a DataLoader; their failures surface instead of hanging.
-
-Everything private of torch and multiprocessing that this needs is here.
-"""
+"""Worker processes of a DataLoader, with all that is private of torch and multiprocessing; failures do not hang."""
 
 from __future__ import annotations
 

@@ -3,15 +3,15 @@
 N items (images), M captions, D dimensions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from scipy.stats import kendalltau
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -40,10 +40,7 @@ STEPS, IMAGES = 50, 16  # of a walk through a hierarchy; images that walk at a t
 
 
 def coverage(inner: Gaussian, outer: Gaussian, central: float = CENTRAL) -> Tensor:
-    """The share of `inner`'s mass that lies in the central interval of `outer`, a mean over the dimensions, (N,).
-
-    Row by row. A normal covers `central` of itself.
-    """
+    """The share of `inner`'s mass that lies in the central interval of `outer`, a mean over the dimensions, (N,)."""
     inner_mean, inner_std, outer_mean, outer_std = (x.double() for x in (inner.mean, inner.std, outer.mean, outer.std))
     half = math.sqrt(2) * torch.erfinv(torch.tensor(central, dtype=torch.float64)) * outer_std
     normal = torch.distributions.Normal(inner_mean, inner_std)
@@ -53,18 +50,16 @@ def coverage(inner: Gaussian, outer: Gaussian, central: float = CENTRAL) -> Tens
 def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
     """Does the embedding of a mixed input cover the intersection of both inputs, row by row of (N, D), N at least 4?
 
-    "covers", "covers_other": `coverage` of the own intersection, and of that two rows before, by the mixed input;
-    "own_is_closest": of all N by expected likelihood ("chance" 1/N); "between": its mean is closer to the
-    intersection's than to either original's; "wider": its geometric mean of σ is above both originals' mean. Shares,
-    with "…_se".
+    "covers_other": that of two rows before; "own_is_closest": of all N by expected likelihood; "between": its mean is
+    closer to the intersection's than to either original's.
     """
-    common = compose(Gaussian.stack([first, second])).gaussian
+    common, rows = compose(Gaussian.stack([first, second])).gaussian, torch.arange(len(mixed))
     to_common, to_a, to_b = ((mixed.mean - g.mean).norm(dim=-1) for g in (common, first, second))
     return _means(
         {
             "covers": coverage(common, mixed),
-            "covers_other": coverage(_rolled(common, 2), mixed),
-            "own_is_closest": elk(mixed, common).argmin(1) == torch.arange(len(mixed)),
+            "covers_other": coverage(common[rows.roll(2)], mixed),
+            "own_is_closest": elk(mixed, common).argmin(1) == rows,
             "between": (to_common < to_a) & (to_common < to_b),
             "wider": geometric_sigma(mixed) > (geometric_sigma(first) + geometric_sigma(second)) / 2,
         }
@@ -72,23 +67,15 @@ def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
 
 
 def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]) -> list[dict]:
-    """Does an input (N, D) lie in the same input with a part erased? A row for each of the shares.
-
-    "sigma": mean of the geometric mean of σ (PCME Fig. 7); "wider": the share whose σ is above the whole's; "lies_in":
-    the share whose erased includes the whole; "covers", "covered", "covers_other": `coverage` of the whole by the
-    erased, the reverse, and of another item.
-    """
+    """Does an input (N, D) lie in the same input with a part erased? A row for each share. Source: PCME Fig. 7."""
     rows = []
     for share, g in zip(shares, erased):
         sigma = geometric_sigma(g)
         found = {"sigma": sigma, "wider": sigma > geometric_sigma(whole), "lies_in": own_inclusion(whole, g) > 0}
         found |= {"covers": coverage(whole, g), "covered": coverage(g, whole)}
-        rows.append({"share": share, **_means(found | {"covers_other": coverage(_rolled(whole, 1), g)})})
+        found |= {"covers_other": coverage(whole[torch.arange(len(whole)).roll(1)], g)}
+        rows.append({"share": share, **_means(found)})
     return rows
-
-
-def _rolled(g: Gaussian, by: int) -> Gaussian:
-    return Gaussian(g.mean.roll(by, 0), g.log_var.roll(by, 0))
 
 
 def _means(values: dict[str, Tensor]) -> dict[str, float | None]:
@@ -131,10 +118,7 @@ def plane_of(mean_ND: Tensor) -> Plane:
 
 
 def ellipses(g: Gaussian, plane: Plane, level: float = 0.5) -> Ellipses:
-    """The ellipses that hold `level` of every item's mass in the plane, that of its projected covariance.
-
-    In two dimensions the mass within r standard deviations is 1 - exp(-r² / 2).
-    """
+    """Those that hold `level` of every item's mass in the plane; within r deviations it is 1 - exp(-r² / 2)."""
     centre = (g.mean.double() - plane.origin) @ plane.axes
     covariance = torch.einsum("dp,nd,dq->npq", plane.axes, g.var.double(), plane.axes)
     values, vectors = torch.linalg.eigh(covariance)  # ascending
@@ -164,16 +148,12 @@ class EmbeddedTriplets:
 def embed_triplets(
     embedder: Embedder, data: PhraseDataset, thresholds: Sequence[float]
 ) -> tuple[dict[float, EmbeddedTriplets], list[tuple[str, str]]]:
-    """The triplets of every area threshold that has any, each crop and caption embedded once; (name, reason) of images
-    that could not be read. Raises UserError: no image has two regions below any threshold; too many cannot be read.
-    """
+    """The triplets of every area threshold that has any, and (name, reason) of unreadable images. UserError."""
     found = {threshold: crop_triplets(data, threshold) for threshold in thresholds}
     every = list(chain.from_iterable(found.values()))
     if not every:
-        raise UserError(
-            f"No image of {data.source} has two regions of less than {max(thresholds):.0%} of its area.",
-            "Raise the largest of --areas, or take images with more regions.",
-        )
+        what = f"No image of {data.source} has two regions of less than {max(thresholds):.0%} of its area."
+        raise UserError(what, "Raise the largest of --areas, or take images with more regions.")
     boxes: list[dict] = [{} for _ in range(len(data))]  # as ordered sets
     for one in every:
         boxes[one.image] |= dict.fromkeys(one.boxes)
@@ -190,8 +170,6 @@ def embed_triplets(
             images = {x: Gaussian.stack([crops[t.image][t.boxes[i]] for t in kept]) for i, x in enumerate(ITEMS)}
             said = {x: texts[torch.tensor([place[t.captions[i]] for t in kept])] for i, x in enumerate(ITEMS)}
             out[threshold] = EmbeddedTriplets(images, said, kept)
-    if not out:
-        raise UserError(f"No image of {data.source} with two regions could be read.", "Repair the data.")
     return out, bad
 
 
@@ -208,10 +186,7 @@ def union_uncertainty(found: EmbeddedTriplets) -> dict:
 
 
 def binary_selection(found: EmbeddedTriplets, ranking: str, options: RankingOptions) -> dict:
-    """Share of the triplets in which a query scores its own item above the other one of A and C; equal ones are half.
-
-    Of each task and "mean", of the four.
-    """
+    """Share of the triplets in which a query scores its own item above the other one of A and C; ties are half."""
 
     def scores(crop: str, caption: str) -> Tensor:  # (n,) of crop i with caption i
         images, captions = found.images[crop], found.captions[caption]
@@ -236,10 +211,7 @@ def _estimate(values: Tensor) -> dict:
 def hierarchy_walk(
     images_ND: Tensor, texts_TD: Tensor, numbers_T: Tensor, roots_ND: Tensor, steps: int = STEPS
 ) -> list[Tensor]:
-    """Numbers of the captions closest to points on the way from an image's closest caption towards its root.
-
-    The root is not reached. All are of unit length.
-    """
+    """Numbers of the captions closest to points on the way from an image's closest caption towards its root."""
     share, found = torch.arange(steps)[:, None] / steps, []
     for image, root in zip(images_ND.split(IMAGES), roots_ND.split(IMAGES)):
         start = texts_TD[(image @ texts_TD.T).argmax(1)][:, None]
@@ -262,8 +234,7 @@ def within_radius(
 
 
 def hierarchy_score(found: Sequence[Tensor], numbers_NL: Tensor) -> dict[str, float]:
-    """Means over images: of the captions found for each the share that is its own ("precision"), of its own the share
-    that is found ("recall"), and "any"."""
+    """Means over images of the precision and recall of the captions found for each, and "any"."""
     rows = [
         (torch.isin(seen, own).double().mean(), torch.isin(own, seen).double().mean(), torch.isin(seen, own).any())
         for seen, own in zip(found, numbers_NL)
@@ -279,11 +250,8 @@ def including_roots(images: Gaussian, texts: Gaussian, root_D: Tensor) -> Tensor
 
 def level_correlation(values_NL: Tensor) -> float:
     """Mean over images of Kendall's tau-b between a value of its captions and their level, from general to specific."""
-    level = torch.arange(values_NL.shape[1])
-    upper = level[:, None] < level[None]
-    difference = (values_NL[:, None, :] - values_NL[:, :, None]).sign()[:, upper]
-    pairs, untied = difference.shape[1], difference.abs().sum(1)
-    return float((difference.sum(1) / (untied * pairs).sqrt().clamp_min(1)).double().mean())
+    found = [kendalltau(range(len(values)), values).statistic for values in values_NL.numpy()]
+    return float(np.nan_to_num(found).mean())  # of equal values it is 0
 
 
 # ---------------------------------------------------------------------------- semantic continuity. Source: jWAE, Fig. 2
@@ -292,8 +260,7 @@ def level_correlation(values_NL: Tensor) -> float:
 
 
 class Walk(NamedTuple):
-    """From one image to another, S steps with both ends: rows of the nearest image and caption to each step's code, and
-    the cosine of that image's code."""
+    """S steps from one image to another: rows of the nearest image and caption to each, and that image's cosine."""
 
     start: int
     end: int
@@ -315,7 +282,7 @@ def likeness_of(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
 
 
 def nearest_images(codes_ND: Tensor, k: int) -> Tensor:
-    """The k nearest others of every code by the cosine, (N, k)."""
+    """By the cosine, (N, k)."""
     unit = normalize(codes_ND.float(), dim=1)
     return (unit @ unit.T).fill_diagonal_(-2).topk(k, 1).indices
 
@@ -347,9 +314,7 @@ def of_neighbours(likeness: Tensor, near: Tensor) -> dict:
 
 
 def of_walks(likeness: Tensor, walks: Sequence[Walk]) -> dict:
-    """Means over walks: likeness of the nearest images of two steps in a row that differ, and of each step's to both
-    ends; different images met; the cosine of the nearest image, low in between where codes leave holes.
-    """
+    """Means over walks; "consecutive": likeness of the nearest images of two steps in a row that differ."""
     steps = [(a, b) for one in walks for a, b in zip(one.images, one.images[1:]) if a != b]
     return {
         "walks": len(walks),

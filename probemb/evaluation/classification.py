@@ -4,8 +4,6 @@ Shapes: N images, C classes, P prompts of a class, K = 1..P prompts kept, D dime
 Source: PCME++ §3.5 and §C.6; class vectors are means of the prompts' means, as in CLIP's prompt ensembles.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch
@@ -20,17 +18,15 @@ def normalise(vectors: Tensor) -> Tensor:
 
 
 def class_vectors(mean: Tensor, weights: Tensor) -> Tensor:
-    """Class vectors (C, D) float32, weighted means of the prompts' means (C, P, D), at unit length.
-
-    weights: (C, P), not negative. Summed in float64, so that equal weights give equal vectors in any order.
+    """Weighted means of the prompts' means (C, P, D) at unit length, (C, D) float32. weights: (C, P), not negative.
+    Summed in float64, so that equal weights give equal vectors in any order.
     """
     return normalise(torch.einsum("cp,cpd->cd", weights.double(), mean.double())).float()
 
 
 def prefix_vectors(mean: Tensor, uncertainty: Tensor, class_chunk: int = 64) -> Tensor:
-    """Class vectors (P, C, D) float32 from the K most certain prompts; row K - 1 keeps K of them.
-
-    mean: (C, P, D); uncertainty: (C, P). Prompts of equal uncertainty keep the order of the templates.
+    """Class vectors (P, C, D) float32 from the K most certain of the prompts (C, P, D); row K - 1 keeps K of them.
+    Prompts of equal uncertainty (C, P) keep the order of the templates.
     """
     order = uncertainty.argsort(dim=1, stable=True)
     n_classes, n_prompts, dim = mean.shape
@@ -51,14 +47,11 @@ def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int 
     before = torch.arange(n_classes, device=stacked.device)
     out = torch.empty(len(images), n_stacked, dtype=torch.int32, device=stacked.device)
     stacks = blocks(n_stacked, n_classes, max_scores)
-    with torch.autocast(stacked.device.type, enabled=False):
-        for k, n in product(stacks, blocks(len(images), stacks[0].stop * n_classes, max_scores)):
-            scores = (images[n] @ stacked[k].reshape(-1, dim).T).view(n.stop - n.start, -1, n_classes)
-            own = scores.take_along_dim(labels[n], dim=2)  # (n, k, 1)
-            above, tied = (~(scores <= own)).sum(dim=2, dtype=torch.int32), scores == own  # NaN counts as above
-            if int(tied.sum(dtype=torch.int32)) > own.numel():
-                above += (tied & (before < labels[n])).sum(dim=2, dtype=torch.int32)
-            out[n, k] = above
+    for k, n in product(stacks, blocks(len(images), stacks[0].stop * n_classes, max_scores)):
+        scores = (images[n] @ stacked[k].reshape(-1, dim).T).view(n.stop - n.start, -1, n_classes)
+        own = scores.take_along_dim(labels[n], dim=2)  # (n, k, 1)
+        above = ~(scores <= own) | ((scores == own) & (before < labels[n]))  # NaN counts as above
+        out[n, k] = above.sum(dim=2, dtype=torch.int32)
     return out if vectors.dim() == 3 else out[:, 0]
 
 
@@ -78,8 +71,5 @@ def class_accuracy(ranks: Tensor, labels: Tensor, n_classes: int, k: int = 1) ->
 
 def confidences(images: Tensor, vectors: Tensor, scale: float, max_scores: int = 20_000_000) -> Tensor:
     """Probability of each image's first class under the softmax of scale * cosine, (N,) float64, on the CPU."""
-    images, parts = images.to(vectors.device), []
-    with torch.autocast(vectors.device.type, enabled=False):
-        for part in images.split(max(1, max_scores // len(vectors))):
-            parts.append((scale * (part @ vectors.T)).double().softmax(dim=1).amax(dim=1).cpu())
-    return torch.cat(parts)
+    parts = images.to(vectors.device).split(max(1, max_scores // len(vectors)))
+    return torch.cat([(scale * (part @ vectors.T)).double().softmax(dim=1).amax(dim=1).cpu() for part in parts])

@@ -1,14 +1,10 @@
-"""Composed retrieval: queries of several parts, their metrics, and the feasibility of combinations.
-
-Feasibility (MPC, Fig. 5): scores that are larger the less feasible a combination seems, and their ROC AUC.
+"""Composed retrieval: queries of several parts, their metrics, and the feasibility of combinations (MPC, Fig. 5).
 
 Letters: Q queries of k parts, T items of the gallery, D dimensions; A low and B high scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -38,8 +34,7 @@ class ComposedQueries(NamedTuple):
     composed: Product
     parts: Gaussian
 
-    def only(self, rows: Tensor) -> ComposedQueries:
-        """Some of the queries; rows: int64."""
+    def only(self, rows: Tensor) -> Self:
         composed = Product(self.composed.gaussian[rows], self.composed.log_normaliser[rows])
         return ComposedQueries([self.queries[row] for row in rows.tolist()], composed, self.parts[rows])
 
@@ -57,9 +52,7 @@ def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -
 
 @torch.no_grad()
 def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Query]) -> ComposedQueries:
-    """Embed every different part once, and compose; queries with a part that cannot be read are left out. Raises
-    UserError: the model has no composer, or too many parts cannot be read.
-    """
+    """Embed every different part once, and compose; queries with a part that cannot be read are left out. UserError."""
     composer, (crops, words, rows) = composer_of(embedder.model), query_parts(data.images, queries)
     images = embedder.images(crops, "image queries") if len(crops) else None
     texts = embedder.texts(words, "text queries") if words else None
@@ -77,12 +70,9 @@ def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Quer
 
 
 def composer_of(model) -> Composer:
-    """The model's composer. Raises UserError: it has none."""
     if getattr(model, "composer", None) is None:
-        raise UserError(
-            "This model was not trained to compose queries of several parts.",
-            "Use one that was: `python -m finetune.run --method mpc`.",
-        )
+        what = "This model was not trained to compose queries of several parts."
+        raise UserError(what, "Use one that was: `python -m finetune.run --method mpc`.")
     return model.composer
 
 
@@ -91,17 +81,14 @@ def positives_of(data: Compositions, queries: Sequence[Query], kept: Sequence[in
     place = torch.full((len(data),), -1)
     place[torch.as_tensor(kept)] = torch.arange(len(kept))
     found = [place[torch.from_numpy(data.targets(query.concepts))] for query in queries]
-    rows = torch.arange(len(found)).repeat_interleave(torch.tensor([len(one) for one in found]))
-    items = torch.cat(found)
+    rows, items = torch.arange(len(found)).repeat_interleave(torch.tensor([len(x) for x in found])), torch.cat(found)
     return Positives.from_pairs(rows[items >= 0], items[items >= 0], len(queries), len(kept))
 
 
 def ranked_by(
     gallery: EmbeddedImages, found: ComposedQueries, by: Ranking = "cosine", without_own: bool = False
 ) -> Callable[[slice], Tensor]:
-    """Scores of the queries, a block at a time, against the gallery. without_own: the images that a query is made of
-    rank last, as TIRG's evaluation of Fashion200k has it.
-    """
+    """Scores of the queries against the gallery. without_own: a query's own images rank last, as in TIRG."""
     score = composed_scores(found.composed, gallery.gaussian, by)
     place = {image: row for row, image in enumerate(gallery.kept)}
     own = [[place[part.image] for part in one.parts if part.image in place] for one in found.queries]
@@ -158,17 +145,6 @@ def combinations_of(queries: Sequence[Query]) -> Tensor:
     return torch.tensor([numbers.setdefault(query.concepts, len(numbers)) for query in queries], dtype=torch.int64)
 
 
-# ---------------------------------------------------------------------------------------------------------- feasibility
-
-
-class FeasibilityScore(NamedTuple):
-    """A score of infeasibility: title, what the composer must have, and parts (Q, k, D), compositions -> (Q,)."""
-
-    title: str
-    needs: Literal["normaliser", "variance", "nothing"]
-    of: Callable[[Gaussian, Product], Tensor]
-
-
 def disagreement(parts: Gaussian, composed: Product) -> Tensor:
     """The means' part of -2 log Z, (Q,): of two parts the sum of (mu_1 - mu_2)^2 / (var_1 + var_2)."""
     gap = parts.mean - composed.gaussian.mean[:, None]
@@ -182,14 +158,15 @@ def parts_distance(parts: Gaussian, _: Product) -> Tensor:
     return 1 - (mean.sum(1).square().sum(-1) - mean.square().sum((1, 2))) / (k * (k - 1))
 
 
-SCORES: dict[str, FeasibilityScore] = {
-    "normaliser": FeasibilityScore("log-normaliser, -log Z (Eq. 7)", "normaliser", lambda _, one: -one.log_normaliser),
-    "disagreement": FeasibilityScore("disagreement, the means' share of -log Z", "normaliser", disagreement),
-    "variance": FeasibilityScore("total variance, sum of σ²", "variance", lambda _, one: one.gaussian.uncertainty()),
-    "log-variance": FeasibilityScore("mean of log σ²", "variance", lambda _, one: one.gaussian.log_var.mean(-1)),
-    "distance": FeasibilityScore("distance of the parts, 1 - cosine", "nothing", parts_distance),
+# Scores of infeasibility: title, what the composer must have, and parts (Q, k, D), compositions -> (Q,).
+SCORES: dict[str, tuple[str, str, Callable[[Gaussian, Product], Tensor]]] = {
+    "normaliser": ("log-normaliser, -log Z (Eq. 7)", "normaliser", lambda _, one: -one.log_normaliser),
+    "disagreement": ("disagreement, the means' share of -log Z", "normaliser", disagreement),
+    "variance": ("total variance, sum of σ²", "variance", lambda _, one: one.gaussian.uncertainty()),
+    "log-variance": ("mean of log σ²", "variance", lambda _, one: one.gaussian.log_var.mean(-1)),
+    "distance": ("distance of the parts, 1 - cosine", "nothing", parts_distance),
 }
-TITLES = {name: score.title for name, score in SCORES.items()} | {"rarity": "no model: rarity of the parts in training"}
+TITLES = {name: title for name, (title, *_) in SCORES.items()} | {"rarity": "no model: rarity of the parts in training"}
 
 # (scores, combinations) of the feasible and of the infeasible queries, (A,) and (B,) each
 Stratum = Sequence[tuple[Tensor, Tensor]]
@@ -200,7 +177,7 @@ def infeasibility(composer: Composer, found: ComposedQueries) -> dict[str, Tenso
     (gaussian, log_normaliser), parts = found.composed, found.parts.to(torch.float64)
     composed = Product(gaussian.to(torch.float64), log_normaliser.double())
     has = {"nothing": True, "variance": composer.probabilistic, "normaliser": composer.weighs}
-    return {name: score.of(parts, composed) for name, score in SCORES.items() if has[score.needs]}
+    return {name: score(parts, composed) for name, (_, needs, score) in SCORES.items() if has[needs]}
 
 
 def rarity(queries: Sequence[Query], counts: Sequence[int]) -> Tensor:
@@ -222,11 +199,9 @@ def feasibility_strata(
     groups = [combinations_of(one.queries) for one in sides]
     rows = {kind: [of_kind(one.queries, kind) for one in sides] for kind in KINDS}
     common = {kind: both for kind, both in rows.items() if all(bool(some.any()) for some in both)}
+    every = {kind: list(zip(scores, groups, both)) for kind, both in common.items()}
     return {
-        name: {
-            kind: [(one[name][some], group[some]) for one, group, some in zip(scores, groups, both)]
-            for kind, both in common.items()
-        }
+        name: {kind: [(one[name][some], group[some]) for one, group, some in of] for kind, of in every.items()}
         for name in scores[0]
     }
 
@@ -234,10 +209,7 @@ def feasibility_strata(
 def measure_feasibility(
     composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """ROC AUC of telling infeasible queries from feasible ones of the same kind: score -> kind -> {"value", "se"}; 0.5
-    is chance. "all" is the mean of the kinds, each as often as the side with fewer of it has. Standard errors treat the
-    queries of one combination as dependent.
-    """
+    """ROC AUC of infeasible queries against feasible ones of the same kind: score -> kind -> {"value", "se"}."""
     strata = feasibility_strata(composer, feasible, infeasible, counts).items()
     return {
         name: {"all": auc_estimate(list(kinds.values()))} | {kind: auc_estimate([one]) for kind, one in kinds.items()}
@@ -278,7 +250,6 @@ def mean_roc_curve(strata: Sequence[Stratum], points: int = 201) -> tuple[np.nda
 
 
 def _labelled(low_A: Tensor, high_B: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and scores as scikit-learn takes them."""
     return np.repeat([0, 1], [len(low_A), len(high_B)]), torch.cat([low_A, high_B]).numpy()
 
 

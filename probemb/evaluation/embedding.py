@@ -1,4 +1,4 @@
-"""Embeddings of images and texts, in batches; of images with their captions; tokens, kept on disk.
+"""Embeddings of images and texts, in batches; of images with their captions; their tokens.
 
 N images, M or T texts, L tokens, D dimensions.
 """
@@ -6,27 +6,24 @@ N images, M or T texts, L tokens, D dimensions.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from probemb import models
 from probemb.cross_attention import Tokens, unit_tokens
+from probemb.data.captions.find import CaptionDataset
 from probemb.data.image_loader import ImageBatches, Images
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device, loader_workers
 from probemb.progress import silent
-
-if TYPE_CHECKING:
-    from probemb.data.captions.find import CaptionDataset
-    from probemb.models import Encoder
 
 Progress = Callable[[int], object]  # called with the number of items done since the last call
 
@@ -34,12 +31,10 @@ Progress = Callable[[int], object]  # called with the number of items done since
 def encode_texts(
     encode: Callable[[Tensor], Gaussian], tokens: Tensor, *, batch_size: int = 256, device: Device = CPU,
     cut: Callable[[Tensor], Tensor] = lambda tokens: tokens, progress: Progress = lambda n: None,
-    keeper: TokenKeeper | None = None,
+    kept: KeptTokens | None = None,
 ) -> Gaussian:  # fmt: skip
-    """Encode tokens (T, L), padded with zeros, in batches -> Gaussian (T, D), float32, on the CPU.
-
-    Repeated texts are encoded once. Texts of similar length share a batch, whose padding is cut (the model's
-    `cut_padding`). keeper: what `encode` keeps tokens with; it is told their order.
+    """Encode tokens (T, L), padded with zeros -> Gaussian (T, D), float32, on the CPU. Repeated texts are encoded once;
+    texts of similar length share a batch, whose padding is cut (the model's `cut_padding`).
     """
     distinct, place = torch.unique(tokens, dim=0, return_inverse=True)
     length = (torch.arange(1, tokens.shape[1] + 1) * (distinct != 0)).amax(dim=1)  # includes the end token
@@ -47,8 +42,8 @@ def encode_texts(
     found = encode_images(encode, (cut(distinct[part]) for part in order.split(batch_size)), device, progress)
     progress(len(tokens) - len(distinct))
     index = order.argsort()[place]
-    if keeper is not None:
-        keeper.order = index
+    if kept is not None:
+        kept.items = kept[index].items
     return found[index]
 
 
@@ -56,10 +51,7 @@ def encode_images(
     encode: Callable[[Tensor], Gaussian], batches: Iterable[Tensor], device: Device = CPU,
     progress: Progress = lambda n: None,
 ) -> Gaussian:  # fmt: skip
-    """Encode every batch of an iterable, without gradients -> Gaussian (N, D), float32, on the CPU.
-
-    Raises UserError: an embedding is not finite, or there is nothing to encode.
-    """
+    """Encode batches -> Gaussian (N, D), float32, on the CPU. Raises UserError: an embedding is not finite."""
     parts = []
     with torch.inference_mode():
         for batch in batches:
@@ -67,14 +59,10 @@ def encode_images(
                 found = encode(batch.to(device.name, non_blocking=True))
             parts.append(found.to("cpu", torch.float32))
             progress(len(batch))
-    if not parts:
-        raise UserError("There is nothing to encode.", "Check that the data holds images and the class file names.")
     both = Gaussian.cat(parts)
     if not all(x.isfinite().all() for x in (both.mean, both.log_var, both.uncertainty())):
-        raise UserError(
-            "The model gives embeddings, or variances of embeddings, that are not finite numbers.",
-            "Its training has diverged or its file is damaged: evaluate an earlier checkpoint.",
-        )
+        what = "The model gives embeddings, or variances of embeddings, that are not finite numbers."
+        raise UserError(what, "Its training has diverged or its file is damaged: evaluate an earlier checkpoint.")
     return Gaussian(both.mean.clone(), both.log_var.clone())  # out of inference mode, for autograd
 
 
@@ -88,12 +76,9 @@ class EmbeddedImages(NamedTuple):
 
 @dataclass(frozen=True)
 class Embedder:
-    """A model with its tokenizer and transform, and settings to run it.
-
-    Attributes:
-        model: in evaluation mode, on `device`; tokenizer: list of T texts -> (T, L); transform: PIL image -> (3, H, W).
-        workers: processes that decode images, None chooses; max_bad: largest share that may be unreadable.
-        show: context manager (title, total) -> advance, as `probemb.progress.progress`.
+    """A model in evaluation mode, with its tokenizer (list of T texts -> (T, L)), its transform (PIL image -> (3, H,
+    W)), and settings to run it. workers: processes that decode images, None chooses; max_bad: largest share that may be
+    unreadable; show: as `probemb.progress.progress`; kept: where the tokens of images and of texts are added.
     """
 
     model: torch.nn.Module
@@ -105,46 +90,36 @@ class Embedder:
     workers: int | None = 0
     max_bad: float = 0.05
     show: Callable = silent
+    kept: tuple[KeptTokens, KeptTokens] | None = None
 
-    def images(self, images: Images, title: str = "images", keeper: TokenKeeper | None = None) -> EmbeddedImages:
+    def images(self, images: Images, title: str = "images") -> EmbeddedImages:
         """Embed all readable images. Raises UserError: too many cannot be read, embeddings that are not finite."""
         models.check_images(self.model, images)
         workers = loader_workers(self.workers, len(images), self.device.name)
         batches = ImageBatches(images, self.transform, self.batch_size, workers, self.max_bad)
         with self.show(title, len(images)) as advance:
-            gaussian = self.pixels(batches, advance, keeper)
+            gaussian = self.pixels(batches, advance)
         return EmbeddedImages(gaussian, list(batches.kept), list(batches.bad))
 
-    def pixels(
-        self, batches: Iterable[Tensor], progress: Progress = lambda n: None, keeper: TokenKeeper | None = None
-    ) -> Gaussian:
-        """Embed batches of (B, 3, H, W) -> Gaussian (N, D)."""
-        encode = keeper.through(self.model.image_tower) if keeper else self.model.encode_image
+    def pixels(self, batches: Iterable[Tensor], progress: Progress = lambda n: None) -> Gaussian:
+        encode = self.kept[0].through(self.model.image_tower) if self.kept else self.model.encode_image
         return encode_images(encode, batches, self.device, progress)
 
-    def texts(self, texts: Sequence[str], title: str = "captions", keeper: TokenKeeper | None = None) -> Gaussian:
-        """Embed T texts -> Gaussian (T, D)."""
+    def texts(self, texts: Sequence[str], title: str = "captions") -> Gaussian:
         with self.show(title, len(texts)) as advance:
-            return self.tokens(self.tokenizer(list(texts)), advance, keeper)
+            return self.tokens(self.tokenizer(list(texts)), advance)
 
-    def tokens(
-        self, tokens: Tensor, progress: Progress = lambda n: None, keeper: TokenKeeper | None = None
-    ) -> Gaussian:
-        """Embed tokens (T, L) -> Gaussian (T, D)."""
-        return encode_texts(
-            keeper.through(self.model.text_tower) if keeper else self.model.encode_text, tokens,
-            batch_size=self.text_batch_size, device=self.device, cut=self.model.cut_padding, progress=progress,
-            keeper=keeper,
-        )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------- pairs
+    def tokens(self, tokens: Tensor, progress: Progress = lambda n: None) -> Gaussian:
+        kept = self.kept[1] if self.kept else None
+        encode = self.model.encode_text if kept is None else kept.through(self.model.text_tower)
+        how = {"batch_size": self.text_batch_size, "device": self.device, "cut": self.model.cut_padding}
+        return encode_texts(encode, tokens, **how, progress=progress, kept=kept)
 
 
 class EmbeddedPairs(NamedTuple):
     """Embeddings of all images that could be read, (N, D), and of their captions, (M, D), image after image, on the
     CPU; (N, K, D) for K embeddings an item. owner: (M,) int64, the row of each caption's image; kept, bad: as of
-    EmbeddedImages; tokens: of both, for the ranking "attention", where they were asked for.
+    EmbeddedImages; tokens: of both, where they were asked for.
     """
 
     images: Gaussian
@@ -157,11 +132,11 @@ class EmbeddedPairs(NamedTuple):
 
 def embed_pairs(embedder: Embedder, captions: CaptionDataset, with_tokens: bool = False) -> EmbeddedPairs:
     """Embed all readable images and their captions. Raises UserError: as `Embedder.images`."""
-    keepers = (TokenKeeper(), TokenKeeper()) if with_tokens else (None, None)
-    images, kept, bad = embedder.images(captions.images, keeper=keepers[0])
-    texts = embedder.texts([text for i in kept for text in captions.captions[i]], keeper=keepers[1])
+    embedder = replace(embedder, kept=(KeptTokens(), KeptTokens()) if with_tokens else None)
+    images, kept, bad = embedder.images(captions.images)
+    texts = embedder.texts([text for i in kept for text in captions.captions[i]])
     owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
-    return EmbeddedPairs(images, texts, owner, kept, bad, tuple(one.kept() for one in keepers) if with_tokens else None)
+    return EmbeddedPairs(images, texts, owner, kept, bad, embedder.kept)
 
 
 def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
@@ -183,8 +158,7 @@ def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[in
     """(N, M) bool, of data with known truth: whether each caption, or each of the `rows`, is true of each image."""
     truth, columns = captions.truth, _columns(captions, kept)
     columns = columns if rows is None else [columns[row] for row in rows]
-    images = [truth.images[str(captions.image_ids[i])] for i in kept]
-    return torch.from_numpy(truth.matches[np.ix_(images, columns)])
+    return torch.from_numpy(truth.matches[np.ix_([truth.images[str(captions.image_ids[i])] for i in kept], columns)])
 
 
 def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
@@ -196,46 +170,25 @@ def _columns(captions: CaptionDataset, kept: Sequence[int]) -> list[int]:
     return [captions.truth.texts[text] for i in kept for text in captions.captions[i]]
 
 
-# --------------------------------------------------------------------------------------------------------------- tokens
-
-
-@dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """Tokens of unit length of N items, in a file that no name points to: one behind the other, without padding.
+    """Tokens of unit length on the CPU, (T, D) float16 of each item."""
 
-    values: (P, D) float16, memory-mapped, of all items; starts, lengths: (N,) int64, where each item's tokens stand.
-    """
-
-    values: np.ndarray
-    starts: Tensor
-    lengths: Tensor
+    def __init__(self, items: Sequence[Tensor] = ()):
+        self.items = list(items)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.items)
 
     def __getitem__(self, index: Tensor | slice) -> KeptTokens:
-        """Other items, or another order, of the same file."""
-        return KeptTokens(self.values, self.starts[index], self.lengths[index])
+        return KeptTokens([self.items[i] for i in torch.arange(len(self))[index].tolist()])
 
     def read(self, device: torch.device | str = "cpu") -> Tokens:
-        """The tokens, (N, longest, D) float32, of unit length again."""
-        values = np.zeros((len(self), int(self.lengths.max()), self.values.shape[1]), np.float32)
-        for item, start, length in zip(values, self.starts.tolist(), self.lengths.tolist()):
-            item[:length] = self.values[start : start + length]
-        mask = torch.arange(values.shape[1]) < self.lengths[:, None]
-        return unit_tokens(torch.from_numpy(values).to(device), mask.to(device))
+        """(N, longest, D) float32, of unit length again."""
+        values = pad_sequence([item.float() for item in self.items], batch_first=True)
+        mask = torch.arange(values.shape[1]) < torch.tensor([[len(item)] for item in self.items])
+        return unit_tokens(values.to(device), mask.to(device))
 
-
-class TokenKeeper:
-    """Collects tokens batch by batch; `kept` gives them all."""
-
-    def __init__(self):
-        self._file = tempfile.TemporaryFile(prefix="probemb-tokens-")  # noqa: SIM115  lives as long as the tokens
-        self._lengths: list[Tensor] = []
-        self._dim = 0
-        self.order: Tensor | None = None  # of the items, if not that of `add`
-
-    def through(self, tower: Encoder) -> Callable[[Tensor], Gaussian]:
+    def through(self, tower: models.Encoder) -> Callable[[Tensor], Gaussian]:
         """A tower's `encode` of a batch, which also keeps its tokens. Raises ValueError: its heads give none."""
 
         def encode(inputs: Tensor) -> Gaussian:
@@ -246,20 +199,5 @@ class TokenKeeper:
         return encode
 
     def add(self, values: Tensor, mask: Tensor) -> None:
-        """A batch (B, T, D) with its mask (B, T). Raises UserError: the folder for temporary files is full."""
         tokens = unit_tokens(values, mask)
-        self._lengths.append(tokens.mask.sum(1).cpu())
-        self._dim = values.shape[2]
-        try:
-            self._file.write(tokens.values[tokens.mask].half().cpu().numpy())
-        except OSError as error:
-            what = f"The tokens that are ranked by cannot be kept in {tempfile.gettempdir()} ({error.strerror})."
-            raise UserError(what, "Make room there, or set TMPDIR to another folder.") from error
-
-    def kept(self) -> KeptTokens:
-        """All items."""
-        self._file.flush()
-        lengths = torch.cat(self._lengths)
-        values = np.memmap(self._file, np.float16, "r", shape=(int(lengths.sum()), self._dim))
-        found = KeptTokens(values, lengths.cumsum(0) - lengths, lengths)
-        return found if self.order is None else found[self.order]
+        self.items += tokens.values[tokens.mask].half().cpu().split(tokens.mask.sum(1).tolist())

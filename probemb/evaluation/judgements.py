@@ -7,8 +7,6 @@ measured on the other. Scores of both halves then differ in scale, so the mean o
 P judged pairs, I their images, C their captions, R resamples, N images, M captions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from probemb.errors import UserError
 from probemb.evaluation.embedding import EmbeddedPairs
 from probemb.evaluation.rankings import RANKINGS, RankingOptions, scores_of, title_of
 from probemb.evaluation.retrieval import GRID
-from probemb.metrics.bootstrap import RESAMPLES, PairMetrics, cluster_weights, estimate, pair_metrics
+from probemb.metrics.bootstrap import RESAMPLES, PairMetrics, clusters_of, estimate, pair_metrics
 from probemb.metrics.retrieval import blocks
 from probemb.metrics.uncertainty import fit_logistic, reliability, spearman
 
@@ -35,10 +33,7 @@ Resampled = dict[str, Tensor]  # "average_precision", "roc_auc" and "…_halves"
 
 @dataclass(frozen=True, eq=False)
 class JudgedPairs:
-    """P judged pairs: rows, label (a majority said yes), share of yes, and half, 0 or 1, by a hash of the image's name.
-
-    clusters: of images and of captions: (P,) places among those judged, and the bootstrap's weights, (R + 1, I or C).
-    """
+    """P judged pairs: rows, label (the majority's), share of yes, half (0 or 1), clusters of images and of captions."""
 
     image: Tensor
     caption: Tensor
@@ -49,16 +44,14 @@ class JudgedPairs:
 
     @property
     def halves(self) -> list[Tensor]:
-        """The pairs' rows of both halves."""
         return [(self.half == h).nonzero().flatten() for h in (0, 1)]
 
     @property
     def divisible(self) -> bool:
-        """True if both halves have pairs of both labels."""
+        """Both halves have pairs of both labels."""
         return all(len(self.label[rows].unique()) == 2 for rows in self.halves)
 
     def metrics(self, scores: Tensor, rows: Tensor | slice = slice(None), resamples: int = RESAMPLES) -> PairMetrics:
-        """Of some pairs, (R + 1,) each, under the first so many resamples."""
         clusters = ((place[rows], weights[: resamples + 1]) for place, weights in self.clusters)
         return pair_metrics(scores[rows], self.label[rows], *clusters)
 
@@ -67,21 +60,13 @@ def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> Judged
     """The pairs whose caption belongs to another image. Raises UserError: none, or people agree on all of them."""
     others = judgements.only(~judgements.own)
     if len(others.accepted.unique()) < 2:
-        raise UserError(
-            f"Of the {len(others):,} judged pairs that are not the caption's own image, people accept "
-            f"{'all' if others.accepted.any() else 'none'}, so that no order of them is better than another.",
-            "Name a file with accepted and refused pairs of the images in the data.",
-        )
+        some = "all" if others.accepted.any() else "none"
+        what = f"Of the {len(others):,} judged pairs with another image's caption, people accept {some}."
+        raise UserError(what, "Name a file with accepted and refused pairs of the images in the data.")
     hashed = (hashlib.sha256(name.encode("utf-8", "replace")).digest() for name in others.names)
     half = torch.tensor([digest[0] & 1 for digest in hashed])
-    places = [rows.unique(return_inverse=True)[1] for rows in (others.image, others.caption)]
-    clusters = tuple(
-        (place, cluster_weights(int(place.max()) + 1, n_resamples, seed)) for seed, place in enumerate(places)
-    )
+    clusters = tuple(clusters_of(rows, n_resamples, seed) for seed, rows in enumerate((others.image, others.caption)))
     return JudgedPairs(others.image, others.caption, others.accepted, others.share, half, clusters)
-
-
-# ------------------------------------------------------------------------------------------------------------- rankings
 
 
 def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, options: RankingOptions) -> Tensor:
@@ -107,9 +92,8 @@ def judged_metrics(scores: Tensor, judged: JudgedPairs) -> Resampled:
 def evaluate_rankings_of_pairs(
     pairs: EmbeddedPairs, judged: JudgedPairs, rankings: Sequence[str], options: RankingOptions
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Average precision and ROC AUC of every ranking that scores pairs; ranking -> scores (P,). "rows" have differences
-    to the "reference" by the paired bootstrap. Beside "tolerance", with the weights of `options`, stands CROSS_FITTED,
-    whose scores have no common scale: only means of halves count.
+    """Both metrics of every ranking that scores pairs, with paired differences to the "reference", and the scores (P,)
+    of each. Those of CROSS_FITTED have no common scale: only means of halves count.
     """
     names = [name for name in rankings if RANKINGS[name].scores] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}
@@ -164,18 +148,13 @@ def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float
     }
 
 
-# ------------------------------------------------------------------------------------------- calibration and acceptance
-
-
 def match_calibration(
     pairs: EmbeddedPairs, judged: JudgedPairs, options: RankingOptions, sampled: Tensor | None = None,
     closed: bool = True,
 ) -> dict:  # fmt: skip
-    """Match probabilities against the share of people who say yes: "raw", and "refitted" as sigmoid(slope * logit +
-    intercept) with the "parameters" of the other half, if both halves have both labels; "constant", the mean share.
-
-    The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), unless a and b were trained on samples (not `closed`);
-    `sampled`: (P,), PCME's match probabilities, if known.
+    """Match probabilities against the share of people who say yes: "raw", and "refitted" with the "parameters" of the
+    other half; "constant", the mean share. The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), unless a and b were
+    trained on samples (not `closed`); `sampled`: (P,), PCME's match probabilities, if known.
     """
     logits, mean = {}, judged.share.mean()
     if closed:

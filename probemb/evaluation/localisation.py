@@ -1,16 +1,14 @@
 """Phrase localisation: the proposals of an image ranked by how well their crops, or their regions, fit a phrase.
 
-For a model that reads regions every proposal is an image of that region alone; "attention" is then its own score of the
-phrase's words with the region, "mean" the cosine of both embeddings, as jWAE has it. Source: jWAE §5.2; Plummer et al.
-(IJCV 2017): a proposal is right if its IoU with the phrase's box is at least 0.5.
+For a model that reads regions every proposal is an image of that region alone. Source: jWAE §5.2; Plummer et al. (IJCV
+2017): a proposal is right if its IoU with the phrase's box is at least 0.5.
 
 P proposals of an image, Q phrases of an image, D dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,27 +23,22 @@ from probemb.data.failures import BadSample
 from probemb.data.image_loader import refuse_too_many
 from probemb.data.pixels import stack
 from probemb.data.workers import make_loader, read
-from probemb.errors import UserError
-from probemb.evaluation.embedding import Embedder, TokenKeeper, encode_images
+from probemb.evaluation.embedding import Embedder, KeptTokens, encode_images
 from probemb.evaluation.rankings import RankingOptions, scores_of
 from probemb.evaluation.uncertainty import query_scores
 from probemb.gaussian import Gaussian
 from probemb.machine import loader_workers
-from probemb.models.match import MatchModel
 
 KS = (1, 5, 10)
 THRESHOLD = 0.5  # of the IoU
 
 
 class Localised(NamedTuple):
-    """Result of each phrase, in the order of `rows`.
+    """Results of the phrases `rows` of the data, (Q,) each.
 
-    Attributes:
-        rows: indices of the phrases in the data; image: (Q,) the image of each.
-        first, first_overlaps: by ranking, (Q, 10) the first proposals and their IoU, -1 where there are fewer.
-        best_overlap: (Q,) the highest IoU of any proposal; chance: (Q, 3) recall of guessing at each of KS.
-        u: (Q,) uncertainty of each phrase; scores: name -> (Q,), see `query_scores`.
-        bad: (name, reason) of images that could not be read.
+    first, first_overlaps: by ranking, (Q, 10) the first proposals and their IoU, -1 where there are fewer;
+    best_overlap: of any proposal; chance: (Q, 3) recall of guessing at each of KS; scores: see `query_scores`; bad:
+    (name, reason) of images that could not be read.
     """
 
     rows: list[int]
@@ -63,15 +56,11 @@ def localise(
     embedder: Embedder, data: PhraseDataset, proposals: Proposals, rankings: Sequence[str], options: RankingOptions,
     several: str,
 ) -> Localised:  # fmt: skip
-    """Embed every phrase and every proposal, and rank. Holds the crops, or the regions, of one image at a time.
-    several: "merged", a phrase with several boxes means the smallest box around them, or "any", each is right. Raises
-    UserError: too many images that cannot be read; embeddings that are not finite.
-    """
-    keeper = TokenKeeper() if "attention" in rankings else None
-    texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases", keeper)
-    words, of_image, device = keeper and keeper.kept(), data.by_image(), options.device
-    parts, rows, bad = [], [], []
-    embedded = embedded_proposals(embedder, data, proposals, of_image, bad, with_tokens=keeper is not None)
+    """Embed and rank. Several boxes of a phrase are "merged", or "any" is right. Raises UserError."""
+    kept = (KeptTokens(), KeptTokens()) if "attention" in rankings else None
+    texts = replace(embedder, kept=kept).texts([phrase.text for phrase in data.phrases], "phrases")
+    of_image, device, parts, rows, bad = data.by_image(), options.device, [], [], []
+    embedded = embedded_proposals(embedder, data, proposals, of_image, bad, with_tokens=kept is not None)
     for image, crops, tokens in embedded:
         some, boxes = torch.tensor(of_image[image]), torch.tensor(proposals.boxes[image])
         overlaps = torch.stack([phrase_overlaps(boxes, data.phrases[row].boxes, several) for row in of_image[image]])
@@ -80,16 +69,14 @@ def localise(
             if name == "attention":
                 of_crops = Tokens(*(one.to(device) for one in tokens))
                 with torch.inference_mode():
-                    scores[name] = attention_scores(of_crops, words[some].read(device), options.attention).T.cpu()
+                    scores[name] = attention_scores(of_crops, kept[1][some].read(device), options.attention).T.cpu()
             else:
                 scores[name] = scores_of(name, crops, texts[some], options)(slice(None)).T.cpu()
         u = texts[some].uncertainty()
         single = u.dim() == 1  # not several embeddings of an item
-        known = query_scores(texts[some], crops, MatchModel.of(embedder.model)) if single else {}
+        known = query_scores(texts[some], crops, embedder.model.match_model) if single else {}
         parts.append({**_of_phrases(scores, overlaps), "u": u if single else u.mean(1), "scores": known})
         rows += of_image[image]
-    if not parts:
-        raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
     image = torch.tensor([data.phrases[row].image for row in rows])
     return Localised(rows, image, **_joined(parts), bad=bad)
 
@@ -128,16 +115,11 @@ def recall_at(first_overlaps_QK: Tensor, k: int, threshold: float = THRESHOLD) -
     return (first_overlaps_QK[:, :k] >= threshold).any(dim=1)
 
 
-# ------------------------------------------------------------------------------------------------------------ proposals
-
-
 def embedded_proposals(
     embedder: Embedder, data: PhraseDataset, proposals: Proposals, of_image: Sequence[Sequence],
     bad: list[tuple[str, str]], title: str = "proposals", with_tokens: bool = False,
 ) -> Iterator[tuple[int, Gaussian, Tokens | None]]:  # fmt: skip
-    """Image, proposals (P, D) and, `with_tokens`, their tokens (P, T, D) of each image with phrases; unreadable images
-    are added to `bad`. Raises UserError: these are too many.
-    """
+    """Image, proposals (P, D) and their tokens of each image with phrases; adds unreadable images to `bad`."""
     sizes = [len(boxes) if some else 0 for boxes, some in zip(proposals.boxes, of_image)]
     blocks = [(image, first) for image, n in enumerate(sizes) for first in range(0, n, embedder.batch_size)]
     dataset = _Proposals(data, proposals, blocks, embedder.transform, embedder.batch_size)
@@ -172,9 +154,7 @@ def embedded_proposals(
 
 class _Proposals:
     """Map-style dataset of blocks: index -> (image, whether it is the image's last block, inputs or None, reason).
-
-    Inputs are pixels of crops (P, 3, H, W), or features (P, 1, W): each is an image of one region.
-    """
+    Inputs are pixels of crops (P, 3, H, W), or features (P, 1, W)."""
 
     def __init__(self, data: PhraseDataset, proposals: Proposals, blocks: list, transform, size: int):
         self.data, self.proposals, self.blocks, self.transform, self.size = data, proposals, blocks, transform, size

@@ -1,21 +1,18 @@
 """Rankings of images and captions: the table of them, their scores by blocks, and searches. Source: PCME++ Table C.7.
 
-A ranking is one entry of RANKINGS. Scores are larger for closer pairs and without gradients; nothing of size N x M x D
-is held. CSD with any weights of the variances, 2-Wasserstein and the cosine of the means separate into one dot product:
-|x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y, 1, |y|^2 + c). Each side's vectors are computed once, and a block of
-scores is one matrix product.
+Scores are larger for closer pairs and without gradients; nothing of size N x M x D is held. CSD with any weights of the
+variances and the cosine of the means separate into one dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y,
+1, |y|^2 + c).
 
-Letters: N images, M captions, D dimensions, E = D + 2, J samples.
+Letters: N images, M captions, D dimensions, J samples.
 """
-
-from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -33,7 +30,7 @@ SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
 PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache
 INSTANCE_ELEMENTS = 1 << 24  # dot products of single embeddings computed at a time
 WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
-IMAGES, TEXTS = 64, 512  # whose tokens are read from disk at a time
+IMAGES, TEXTS = 64, 512  # whose tokens are read at a time
 LARGE_U = 512.0  # float32 resolves 6e-5 there; squared distances of means of unit length are 4 at most
 ALL = slice(None)
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
@@ -56,9 +53,8 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class RankingOptions:
-    """Settings: a and b of the match probability, samples of each item, FAISS' index and how many of the means'
-    neighbours are re-ranked, where scores are computed, the weights of "tolerance", how "attention" scores and the
-    tokens of images and captions (`EmbeddedPairs.tokens`)."""
+    """a and b of the match probability, samples of each item, FAISS' index and how many of the means' neighbours are
+    re-ranked, the weights of "tolerance", how "attention" scores, and the tokens of images and captions."""
 
     scale: float = 1.0
     shift: float = 0.0
@@ -71,15 +67,9 @@ class RankingOptions:
     tokens: tuple[KeptTokens, KeptTokens] | None = None
 
 
-# --------------------------------------------------------------------------------------------------------------- scores
-
-
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of N rows with M columns: `scores(rows)` gives `block(left[rows], right)`, (rows, M).
-
-    left, right: tensors, Gaussians, samples or tokens.
-    """
+    """Scores of N rows with M columns, of tensors, Gaussians, samples or tokens: a slice of the rows -> (rows, M)."""
 
     left: Any
     right: Any
@@ -93,7 +83,7 @@ class Scores:
     def shape(self) -> tuple[int, int]:
         return len(self.left), len(self.right)
 
-    def only(self, rows: Tensor, columns: Tensor) -> Scores:
+    def only(self, rows: Tensor, columns: Tensor) -> Self:
         """The scores of these rows and columns; with new samples, unless these are all."""
         return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
 
@@ -111,49 +101,21 @@ def _take(x, index: Tensor):
 
 
 def dots(left_NE: Tensor, right_ME: Tensor) -> Scores:
-    """left_NE @ right_ME.T."""
     return Scores(left_NE, right_ME, lambda left, right: left @ right.T)
-
-
-def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: Tensor | float = 0.0) -> Scores:
-    x_own, y_own = -(x.square().sum(1, keepdim=True) + row), y.square().sum(1, keepdim=True) + column
-    return dots(torch.cat([2 * x, x_own, -torch.ones_like(x_own)], 1), torch.cat([y, torch.ones_like(y_own), y_own], 1))
 
 
 @torch.no_grad()
 def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.0) -> Scores:
-    """-(|mu_a - mu_b|^2 + t2i u_a + i2t u_b) of images (N, D) and captions (M, D), u the sum of the variances.
-
-    A weight bears the name of the direction whose gallery it weighs. 1 and 1 is -CSD, 0 and 0 the means; below 0, a
-    large variance is a tolerance. Float64 where u is so large that float32 would blur the ranking.
+    """-(|mu_a - mu_b|^2 + t2i u_a + i2t u_b) of images (N, D) and captions (M, D): 1 and 1 is -CSD. A weight bears the
+    name of the direction whose gallery it weighs. Float64 where u is so large that float32 would blur the ranking.
     """
     u_a, u_b = t2i * a.uncertainty()[:, None], i2t * b.uncertainty()[:, None]
     x, y = at_least_float32(a.mean), at_least_float32(b.mean)
     if any(len(u) and float(u.abs().max()) > LARGE_U for u in (u_a, u_b)):
         x, y, u_a, u_b = x.double(), y.double(), u_a.double(), u_b.double()
-    return _squared_euclidean(*distances.near_origin(x, y), u_a, u_b)
-
-
-def _wasserstein2(a: Gaussian, b: Gaussian) -> Scores:
-    x, y = (torch.cat([g.mean, g.std], 1) for g in (a.float(), b.float()))
-    return _squared_euclidean(*distances.near_origin(x, y))
-
-
-def _kl_sides(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor]:
-    """Both sides of -KL(a || b) as a dot product."""
-    left, right, row, column = (x if x.ndim == 2 else x[:, None] for x in distances.kl_factors(a.float(), b.float()))
-    left = torch.cat([left, row, torch.ones_like(row)], 1)
-    return -0.5 * left, torch.cat([right, torch.ones_like(column), column], 1)
-
-
-def _both_kl_sides(a: Gaussian, b: Gaussian, weight: float = 1.0) -> tuple[Tensor, Tensor]:
-    """KL(a || b) and the reverse one side by side, (N, 2 E) and (M, 2 E)."""
-    (left, right), (back_right, back_left) = _kl_sides(a, b), _kl_sides(b, a)
-    return weight * torch.cat([left, back_left], 1), torch.cat([right, back_right], 1)
-
-
-def _larger(left: Tensor, right: Tensor) -> Tensor:
-    return torch.maximum(*(x @ y.T for x, y in zip(left.chunk(2, 1), right.chunk(2, 1))))
+    x, y = distances.near_origin(x, y)
+    row, column = -(x.square().sum(1, keepdim=True) + u_a), y.square().sum(1, keepdim=True) + u_b
+    return dots(torch.cat([2 * x, row, -torch.ones_like(row)], 1), torch.cat([y, torch.ones_like(column), column], 1))
 
 
 def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int | None = None, each: int = 1) -> Scores:
@@ -166,9 +128,9 @@ def pairwise(a: Any, b: Any, score: Callable[[Any, Any], Tensor], elements: int 
     return Scores(a, b, block)
 
 
-def _closed_form(score: Callable[[Gaussian, Gaussian], Tensor]) -> Callable[[Gaussian, Gaussian, Any], Scores]:
-    """Some hundred times the work of CSD."""
-    return lambda a, b, _: pairwise(a.float(), b.float(), score)
+def _closed_form(score: Callable[[Gaussian, Gaussian], Tensor], separates: bool = False) -> Callable[..., Scores]:
+    """separates: the score is made of matrix products, so a whole block is computed at once."""
+    return lambda a, b, _: (Scores if separates else pairwise)(a.float(), b.float(), score)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +150,7 @@ class _Samples:
     def __len__(self) -> int:
         return len(range(len(self.gaussian))[self.rows])
 
-    def __getitem__(self, index: slice | Tensor) -> _Samples:
+    def __getitem__(self, index: slice | Tensor) -> Self:
         """Of a slice the same samples; of other rows new ones."""
         return replace(self, rows=index) if isinstance(index, slice) else _Samples(self.gaussian[index], self.seed, ALL)
 
@@ -210,9 +172,8 @@ def sampled(a: Gaussian, b: Gaussian, score: Callable[[Tensor, Tensor], Tensor],
 
 
 def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: float, n_samples: int = 8) -> Scores:
-    return sampled(
-        a, b, partial(distances.match_probability_of_samples, scale=float(scale), shift=float(shift)), n_samples
-    )
+    score = partial(distances.match_probability_of_samples, scale=float(scale), shift=float(shift))
+    return sampled(a, b, score, n_samples)
 
 
 def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
@@ -227,7 +188,7 @@ def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
 
 
 def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
-    """Stacked cross attention of tokens, read from disk; the Gaussians have no part in it. Source: SCAN."""
+    """Stacked cross attention of tokens; the Gaussians have no part in it. Source: SCAN."""
 
     def block(images: KeptTokens, texts: KeptTokens) -> Tensor:
         device = options.device
@@ -241,28 +202,22 @@ def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
     return Scores(*options.tokens, block)
 
 
-# --------------------------------------------------------------------------------------------------------- the rankings
-
-
 # Numbers that a gallery keeps of every item. Source: PCME Table 1.
 NUMBERS: dict[str, Callable[[Gaussian, RankingOptions], int]] = {
     "mean": lambda gallery, o: gallery.mean[0].numel(),
     "mean and u": lambda gallery, o: gallery.shape[-1] + 1,
     "both": lambda gallery, o: 2 * gallery.shape[-1],
     "samples": lambda gallery, o: o.samples * gallery.shape[-1],  # could be drawn again from 2 D numbers, as here
-    "tokens": lambda gallery, o: o.tokens[1].values.shape[1] * round(o.tokens[1].lengths.double().mean().item()),
+    "tokens": lambda gallery, o: o.tokens[1].items[0].shape[1] * round(sum(map(len, o.tokens[1].items)) / len(gallery)),
 }
 
 
 class Ranking(NamedTuple):
     """A ranking; its name in RANKINGS is that of --rankings, whose help lists them all.
 
-    Attributes:
-        title: for tables; how: it is computed, with fields of RankingOptions; keeps: one of NUMBERS.
-        scores: (images, captions, options) -> Scores; None: by a search in an index of the form `index`.
-        variances: it reads them, so it is not of points; CSD is, as the squared distance of the means.
-        usual: measured where no names are given.
-        several: of K embeddings an item; all others are of one.
+    how: it is computed, with fields of RankingOptions; keeps: one of NUMBERS; scores: of images and captions, None: by
+    a search in an index of the form `index`; variances: it reads them, so it is not of points; usual: measured where no
+    names are given; several: of K embeddings an item.
     """
 
     title: str
@@ -281,7 +236,8 @@ RANKINGS: dict[str, Ranking] = {
     "csd": Ranking("CSD", "closed form", "mean and u", lambda a, b, o: tolerance_scores(a, b), usual=True),
     "mean": Ranking("mean only", "cosine of the means", "mean",
                     lambda a, b, o: dots(at_least_float32(a.mean), at_least_float32(b.mean)), usual=True),
-    "wasserstein2": Ranking("2-Wasserstein", "closed form", "both", lambda a, b, o: _wasserstein2(a, b), **_USUAL),
+    "wasserstein2": Ranking("2-Wasserstein", "closed form", "both",
+                            _closed_form(lambda x, y: -distances.wasserstein2(x, y), separates=True), **_USUAL),
     "match-probability": Ranking("match probability", _SAMPLES, "samples",
                                  lambda a, b, o: match_probability_scores(a, b, o.scale, o.shift, o.samples), **_USUAL),
     "tolerance": Ranking(
@@ -297,13 +253,13 @@ RANKINGS: dict[str, Ranking] = {
     "inclusion": Ranking("inclusion", "of the image in the caption, closed form", "both",
                          _closed_form(distances.inclusion), variances=True),
     "kl": Ranking("KL(image || caption)", "closed form, from the image to the caption", "both",
-                  lambda a, b, o: dots(*_kl_sides(a, b)), variances=True),
+                  _closed_form(lambda x, y: -distances.kl(x, y), separates=True), variances=True),
     "reverse-kl": Ranking("KL(caption || image)", "closed form, from the caption to the image", "both",
-                          lambda a, b, o: dots(*_kl_sides(b, a)[::-1]), variances=True),
+                          _closed_form(lambda x, y: -distances.kl(y, x).T, separates=True), variances=True),
     "min-kl": Ranking("smaller KL", "closed form, the smaller one of both directions", "both",
-                      lambda a, b, o: Scores(*_both_kl_sides(a, b), _larger), variances=True),
+                      _closed_form(lambda x, y: -distances.min_kl(x, y), separates=True), variances=True),
     "symmetric-kl": Ranking("symmetric KL", "closed form, the mean of both directions", "both",
-                            lambda a, b, o: dots(*_both_kl_sides(a, b, 0.5)), variances=True),
+                            _closed_form(lambda x, y: -distances.symmetric_kl(x, y), separates=True), variances=True),
     "bhattacharyya": Ranking("Bhattacharyya", "closed form", "both",
                              _closed_form(lambda x, y: -distances.bhattacharyya(x, y)), variances=True),
     "average-l2": Ranking("average L2", _SAMPLES, "samples", variances=True, scores=lambda a, b, o: sampled(
@@ -324,9 +280,7 @@ def ranking_names(text: str | None) -> list[str]:
 
 
 def fitting(names: Sequence[str], model, given: bool) -> list[str]:
-    """The rankings that a model's embeddings allow; if none were `given`, the one that it was trained for first. Raises
-    UserError: a given one does not fit the model.
-    """
+    """The rankings that fit a model; if none were `given`, the one that it was trained for first. Raises UserError."""
     unfit = {name: why for name in names if (why := _unfit(name, model))}
     if given and unfit:
         name, why = next(iter(unfit.items()))
@@ -339,7 +293,6 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
 
 
 def _unfit(name: str, model) -> str | None:
-    """Why a ranking does not fit a model, or None."""
     ranking = RANKINGS[name]
     if name == "attention" and model.attention is None:
         return "that was not trained for it"
@@ -347,7 +300,7 @@ def _unfit(name: str, model) -> str | None:
         return f"with {model.n_embeddings} embedding{'s' * (model.n_embeddings > 1)} of an item"
     if ranking.variances and not model.probabilistic:
         return "without uncertainty, a point model: it reads variances"
-    if name == "match-probability" and not model.predicts_matches:
+    if name == "match-probability" and not model.match_model.matches:
         return "whose loss did not train a and b"
     return None
 
@@ -356,9 +309,6 @@ def check_factory(factory: str, names: Sequence[str]) -> None:
     """Refuse a string that FAISS does not know, if any ranking of `names` needs it. Raises UserError."""
     for form in {RANKINGS[name].index for name in names if RANKINGS[name].scores is None}:
         new_index(width_of(ANY_DIMENSION, form, factory), factory)
-
-
-# --------------------------------------------------------------------------------------------------------- ranked lists
 
 
 class Ranked(NamedTuple):
@@ -401,7 +351,6 @@ class Ranker:
 
 @torch.no_grad()
 def scores_of(name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()) -> Scores:
-    """The scores of a ranking that has them."""
     return RANKINGS[name].scores(images.to(options.device), captions.to(options.device), options)
 
 

@@ -1,12 +1,7 @@
 """Retrieval of embedded pairs: every ranking against every kind of positives, and the weights of "tolerance".
 
-Kinds of positives: own captions, captions of the class, all true captions where these are known, and the benchmarks of
-COCO's test split (COCO 5K and 1K, CxC, ECCV Caption, plausible matches).
-
 N images, M captions, L object categories; Q queries and G gallery items of one direction.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,9 +34,6 @@ ORACLE = "oracle"
 PerQuery = dict[str, dict[str, Tensor]]  # side ("images", "captions") -> "positives: metric" -> (N,) or (M,)
 
 
-# ------------------------------------------------------------------------------------------------------------ positives
-
-
 class Fold(NamedTuple):
     """Rows of images and of captions that are ranked alone (None: all), a name for these, and both ways' matches."""
 
@@ -58,23 +50,21 @@ class Kind(NamedTuple):
 
 
 def _whole(positives: Positives) -> Kind:
-    """A kind of positives among all images, (N, M)."""
     return Kind([Fold(ALL, None, (positives, positives.transposed()))])
 
 
 def own_captions(owner: Tensor, n_images: int) -> Positives:
-    """Every image matches its own captions; (N, M)."""
     return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
 
 
 def class_captions(captions: CaptionDataset, owner: Tensor, kept: Sequence[int]) -> Positives:
-    """Every image matches the captions of all images of its class; (N, M). Raises UserError: data without classes."""
+    """Every image matches the captions of all images of its class; (N, M)."""
     numbers = torch.tensor(captions.class_numbers())[kept]
     return Positives.of_classes(numbers, numbers[owner])
 
 
 def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str, Positives]:
-    """Positives of images, (N, M): OWN, CLASS for data with classes, and TRUE where every true match is known."""
+    """Positives of images, (N, M): OWN, and CLASS and TRUE where these are known."""
     kinds = {OWN: own_captions(pairs.owner, len(pairs.images))}
     if captions.classes is not None:
         kinds[CLASS] = class_captions(captions, pairs.owner, pairs.kept)
@@ -84,7 +74,6 @@ def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str,
 
 
 def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequence[str]) -> dict[str, Kind]:
-    """By title."""
     kinds = {title: _whole(one) for title, one in known_positives(pairs, captions).items()}
     if set(benchmarks) & set(COCO):
         test = _test_split(captions, pairs.kept)
@@ -105,9 +94,7 @@ def _test_split(captions: CaptionDataset, kept: Sequence[int]) -> tuple[Tensor, 
 
 
 def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects: bool) -> list[str]:
-    """--benchmarks, separated by commas, as a list, or by default those that the data allows. Raises UserError: an
-    unknown name; COCO's benchmarks without COCO's ids; pmrp without objects.
-    """
+    """--benchmarks as a list, by default those that the data allows. Raises UserError: the data does not allow one."""
     if wanted is None:
         objects = ["pmrp"] if has_objects else []
         try:
@@ -124,17 +111,13 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
     return names
 
 
-# --------------------------------------------------------------------------------------------------------- measurements
-
-
 def evaluate_rankings(
     pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str], options: RankingOptions,
     benchmarks: Sequence[str] = (), objects: Tensor | None = None, show=silent,
 ) -> tuple[list[dict], PerQuery, dict[str, Tensor]]:  # fmt: skip
-    """Every ranking against every kind of positives; objects: (images of `captions`, L) multi-hot, for "pmrp".
-
-    Returns a row of each kind and ranking; of the first ranking `per_query`, side -> "positives: metric" -> values, NaN
-    for a query without positives, and side -> (N or M, 3) int64, the closest rows of the other side.
+    """Every ranking against every kind of positives; objects: (images of `captions`, L) multi-hot, for "pmrp". Returns
+    rows; and of the first ranking the metrics of every query, NaN for one without positives, and side -> (N or M, 3)
+    int64, the closest rows of the other side.
     """
     kinds, rows, first = all_kinds(pairs, captions, benchmarks), [], None
     objects = None if objects is None else objects[pairs.kept]
@@ -190,9 +173,7 @@ def measure(ranker: Ranker, kinds: dict[str, Kind]) -> tuple:
 def measure_plausible(
     ranker: Ranker, owner: Tensor, objects: Tensor, test: tuple[Tensor, Tensor] | None
 ) -> tuple[dict, PerQuery]:
-    """Plausible matches of objects (N, L), of all and as means over the folds of COCO 1K (PCME Table 3). test: rows of
-    COCO's test split, if the data are COCO's.
-    """
+    """Plausible matches of objects (N, L), of all and as means over the folds of COCO 1K (PCME Table 3)."""
 
     def variants(scores: Scores, images: Tensor, texts: Tensor) -> dict[str, dict]:
         i2t, t2i = scores.both_ways()
@@ -228,15 +209,15 @@ def evaluate_retrieval(
     embedder: Embedder, captions: CaptionDataset, ranking: str | None = None, by_class: bool = False
 ) -> dict:
     """`retrieval` under one ranking, by which finetuning selects its model; for a point model always that of its
-    training. The weights of "tolerance" are those with the best recalls of own captions, on these same images, and
-    returned too. by_class: all captions of an image's class are its matches. Raises UserError: as `embed_pairs`.
+    training. The weights of "tolerance" are those with the best recalls of own captions on these same images. by_class:
+    all captions of an image's class are its matches. Raises UserError: as `embed_pairs`.
     """
     model = embedder.model
     ranking = ranking if ranking and model.probabilistic else model.ranking
     pairs = embed_pairs(embedder, captions, with_tokens=ranking == "attention")
     found: dict = {"ranking": ranking, "images": len(pairs.images), "captions": len(pairs.texts)}
     options = RankingOptions(
-        *model.match_numbers(), device=embedder.device.name, attention=model.attention, tokens=pairs.tokens
+        *model.match_model.numbers, device=embedder.device.name, attention=model.attention, tokens=pairs.tokens
     )
     positives = own_captions(pairs.owner, len(pairs.images))
     if ranking == "tolerance":
@@ -247,16 +228,12 @@ def evaluate_retrieval(
     return found | retrieval(pairs.images, pairs.texts, positives, ranking, options)
 
 
-# --------------------------------------------------------------------------------------------- weights of the variances
-
-
 def choose_tolerance(
     pairs: EmbeddedPairs, positives: Positives, metric: str = "map_at_r", grid: Sequence[float] = GRID,
     chosen: str = ORACLE, of: str | None = None,
 ) -> Tolerance:  # fmt: skip
-    """The weight of each direction that is best on these pairs by `metric`, one of CHOSEN_BY; of equally good ones the
-    one closest to 0. A query's own variance is a constant of its ranking, so each direction has one weight, of its
-    gallery. positives: of images, (N, M), named `of`; chosen: the label of the choice.
+    """The weight of each direction's gallery that is best on these pairs by `metric`, one of CHOSEN_BY; of equally good
+    ones the one closest to 0. positives: of images, (N, M), named `of`; chosen: the label of the choice.
     """
     curve = {
         "lambda": [float(weight) for weight in grid],

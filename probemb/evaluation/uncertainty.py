@@ -1,11 +1,8 @@
 """Evaluation of uncertainties: retrieval quality, erased inputs, true ambiguity, generality, and other predictors.
 
-PCME++ §4. "images" are queries of image to text. Scores of a query are high for one that they call uncertain.
-
-N images, M captions, Q queries, G gallery items, K candidates of each query, P pairs, R resamples, D dimensions.
+PCME++ §4. "images" are queries of image to text. N images, M captions, Q queries, G gallery items, P pairs, R
+resamples, D dimensions.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +17,7 @@ from probemb.distances import csd, inclusion, squared_euclidean
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, exact_match, true_ambiguity
 from probemb.evaluation.rankings import match_probability_scores
 from probemb.gaussian import Gaussian
-from probemb.metrics.bootstrap import cluster_weights, estimate, pair_metrics
+from probemb.metrics.bootstrap import clusters_of, estimate, pair_metrics
 from probemb.metrics.retrieval import blocks
 from probemb.metrics.uncertainty import (
     SIGNIFICANT,
@@ -38,7 +35,7 @@ ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels or re
 CROP = (0.1, 0.75)  # shares of the side
 PROJECTED, EXAMPLES = 60, 8  # images, with their captions; most and least uncertain items
 OWN_PAIRS, CAPTIONS, NESTED_PAIRS = 10_000, 2_000, 20_000  # at most, of which generality is measured
-ROWS, IMAGES = 8, 4096  # pairs of which only the diagonal is wanted, and images whose captions are counted, at a time
+ROWS = 8  # pairs of which only the diagonal is wanted, at a time
 NEIGHBOURS = 10  # whose means' spread is measured
 BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
 
@@ -60,9 +57,7 @@ def findings(
     embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]],
     tops: dict[str, Tensor], erased: int, measure: str = "sum",
 ) -> dict:  # fmt: skip
-    """The uncertainty part of results.json. per_query, tops: of `evaluate_rankings`; measure: a key of MEASURES;
-    erased: number of images, and of captions.
-    """
+    """The uncertainty part of results.json. per_query, tops: of `evaluate_rankings`; erased: number of images."""
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
     if captions.truth is not None:
@@ -128,9 +123,6 @@ def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- erasing
-
-
 def erase_pixels(pixels_BCHW: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """A grey square over a share of each normalised image, at a random place. Grey is 0, the mean colour."""
     out = pixels_BCHW.clone()
@@ -170,10 +162,7 @@ def erase(
     embedder: Embedder, captions: CaptionDataset, chosen: Sequence[int], shares: Sequence[float] = ERASED,
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:  # fmt: skip
-    """Uncertainty against the share that is erased of the `chosen` images, "pixels" or precomputed "regions", and of
-    their first captions, "words" and "ends" (the last words). "lies_in": the share of captions that lie in their
-    prefix.
-    """
+    """Uncertainty by erased share of the `chosen` images and of their first captions; "ends": of the last words."""
     read = []
     for i in chosen:
         with suppress(BadSample):  # the file has changed
@@ -256,15 +245,13 @@ def probe(
 
 
 def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
-    """`distances.inclusion` of every row in the same row of the other, (N,); computed in blocks of few pairs."""
+    """`distances.inclusion` of every row in the same row of the other, (N,)."""
     return torch.cat([inclusion(inner[rows], outer[rows]).diagonal() for rows in blocks(len(inner), 1, ROWS)])
 
 
 def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) -> dict:
-    """Does an image lie in its caption, and a caption in a more general one (`distances.inclusion` above 0)?
-
-    "own": shares of images that lie in their captions ("lies_in"), and in another image's, {"value", "low", "high"} by
-    bootstrap over images; "nested": see `direction`, None where the captions' sets of images are unknown.
+    """Does an image lie in its caption or in another's, and a caption in a more general one, that is, is
+    `distances.inclusion` above 0? "nested": see `direction`, None where the captions' sets of images are unknown.
     """
     rows = _drawn(len(pairs.owner), OWN_PAIRS, seed)
     owner, texts = pairs.owner[rows], pairs.texts[rows]
@@ -272,7 +259,7 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
     apart = other != owner  # neighbours in a drawn order may share their image
 
     def lie_in(image: Tensor, texts: Gaussian) -> dict[str, float]:
-        return _share(own_inclusion(pairs.images[image], texts) > 0, *_clusters(image))
+        return _share(own_inclusion(pairs.images[image], texts) > 0, *clusters_of(image))
 
     strangers = lie_in(other[apart], texts[apart]) if apart.any() else None
     own, nested = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": strangers}, None
@@ -283,11 +270,8 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
 
 
 def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
-    """Does inclusion tell which of two captions is true of more images? match_NM: (N, M) bool.
-
-    Of the `nested_pairs` "found" among "captions" (None without any) "pairs" are measured: "lies_in", the share in
-    which the caption of fewer images lies in the other, and "roc_auc" of that inclusion against the reverse one, by
-    bootstrap.
+    """Does inclusion tell which of two captions is true of more images? None without `nested_pairs`. "lies_in": the
+    share in which the caption of fewer images lies in the other; "roc_auc": of that against the reverse inclusion.
     """
     small, large = nested_pairs(match_NM)
     if not len(small):
@@ -295,7 +279,7 @@ def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
     n_found, chosen = len(small), _drawn(len(small), NESTED_PAIRS, seed)
     small, large = small[chosen], large[chosen]
     score_P = own_inclusion(texts[small], texts[large])
-    cluster, weights_RC = _clusters(small, seed)
+    cluster, weights_RC = clusters_of(small, seed=seed)
     both = torch.cat([score_P, -score_P])  # the reverse inclusion is the negative one
     area = pair_metrics(both, torch.arange(len(both)) < len(score_P), (cluster.repeat(2), weights_RC)).roc_auc
     return {
@@ -308,26 +292,17 @@ def larger_of_nested(u: Tensor, match_NM: Tensor, seed: int = 0) -> dict | None:
     """Share of `nested_pairs` whose caption of more images has the larger u (M,), by bootstrap; None without any."""
     small, large = nested_pairs(match_NM)
     chosen = _drawn(len(small), NESTED_PAIRS, seed)
-    return _share(u[large[chosen]] > u[small[chosen]], *_clusters(small[chosen], seed)) if len(small) else None
+    return _share(u[large[chosen]] > u[small[chosen]], *clusters_of(small[chosen], seed=seed)) if len(small) else None
 
 
 def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """Captions of which one is true of some of the other's images and of no other image, from (N, M) bool matches.
-
-    Returns (P,) columns of the smaller sets, (P,) of the larger ones.
+    """Pairs of captions of which one is true of some of the other's images and of no other image, from (N, M) bool
+    matches: (P,) columns of the smaller sets, (P,) of the larger ones.
     """
-    common = torch.zeros(match_NM.shape[1], match_NM.shape[1])
-    for images in match_NM.split(IMAGES):
-        common += images.float().T @ images.float()  # whole numbers, exact below 2^24
+    common = match_NM.float().T @ match_NM.float()  # whole numbers, exact below 2^24
     count = common.diagonal()
     inside = (common == count[:, None]) & (count[:, None] < count[None, :]) & (count[:, None] > 0)
     return inside.nonzero(as_tuple=True)
-
-
-def _clusters(item_P: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(P,) clusters of pairs with the same item, and the bootstrap's weights, (R, C)."""
-    cluster = item_P.unique(return_inverse=True)[1]
-    return cluster, cluster_weights(int(cluster.max()) + 1, seed=seed)
 
 
 def _share(hit_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> dict[str, float]:
@@ -341,8 +316,7 @@ def _drawn(n: int, wanted: int, seed: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:wanted]
 
 
-# ----------------------------------------------------------------------- other scores that say how uncertain a query is
-
+# Scores that say how uncertain a query is; higher means less certain.
 TITLES = {
     "u": "u",
     "expected-matches": "expected matches",
@@ -355,10 +329,8 @@ TITLES = {
 
 @torch.no_grad()
 def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dict[str, Tensor]:
-    """Every score of every query against the whole gallery, (Q,) each on the CPU, in the order of TITLES.
-
-    A point model has no u and, but for SigLIP's, no match probability; its entropy is that of the softmax of its
-    cosines, and its neighbours are those of the means.
+    """Every score of every query against the whole gallery, (Q,) each on the CPU, in the order of TITLES. A point model
+    has no u; its entropy is that of the softmax of its cosines, and its neighbours are those of the means.
     """
     queries, gallery, parts = queries.float(), gallery.float(), []
     u_gallery, log_odds = gallery.uncertainty(), _log_odds(queries, gallery, model)
@@ -407,10 +379,7 @@ def evaluate_predictors(
     pairs: EmbeddedPairs, captions: CaptionDataset, correct: Mapping[str, Tensor], model: MatchModel,
     device: str = "cpu", accepted_share: Tensor | None = None,
 ) -> dict:  # fmt: skip
-    """`assess` of both directions, and a warning if u runs against recall. correct: "images" -> (N,), "captions" ->
-    (M,), whether the first answer is right; accepted_share: (M,). "match_of_first": mean match of a caption's closest
-    image among all, and the share that is right.
-    """
+    """`assess` of both directions, and a warning. correct: side -> (Q,), whether the first answer is right."""
     images, texts = pairs.images.to(device), pairs.texts.to(device)
     ambiguity = None if captions.truth is None else true_ambiguity(captions, pairs.kept)
     first = None
@@ -431,11 +400,9 @@ def assess(
     scores: Mapping[str, Tensor], correct: Tensor, cluster: Tensor | None = None, ambiguity: Tensor | None = None,
     accepted_share: Tensor | None = None,
 ) -> list[dict]:  # fmt: skip
-    """Measure how well each score (Q,) predicts whether its queries are answered right (`correct`, (Q,)).
-
-    Spearman's correlation with correct, with the share of all images that a query fits (`ambiguity`) and that people
-    accept, `halves`, and "gain" of refusing; None where unknown or constant. An informative score correlates negatively
-    with r@1, the rest is positive. cluster: (Q,) queries that depend on each other, such as an image's captions.
+    """Measure how well each score (Q,) predicts whether its queries are answered right (`correct`, (Q,)), how many
+    images they fit (`ambiguity`), and how many people accept; None where unknown or constant. An informative score
+    correlates negatively with r@1, the rest is positive. cluster: (Q,) queries that depend on each other.
     """
     outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}
     return [

@@ -1,7 +1,5 @@
 """The CLIP loss (symmetric InfoNCE over the batch), and InfoNCE with a plain multiplier and any labels."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -10,18 +8,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from probemb.gaussian import at_least_float32
-from probemb.losses.output import LossOutput
+from probemb.losses.output import LossOutput, identity
 from probemb.losses.ring import BLOCK, blocks, number, pass_on, round_trip
 
 
 def clip_loss(
-    image_BD: Tensor,
-    text_BD: Tensor,
-    logit_scale: Tensor | float,
-    all_image_ND: Tensor | None = None,
-    all_text_ND: Tensor | None = None,
-    offset: int = 0,
-) -> LossOutput:
+    image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | float, all_image_ND: Tensor | None = None,
+    all_text_ND: Tensor | None = None, offset: int = 0,
+) -> LossOutput:  # fmt: skip
     """Mean of both directions' cross entropies of logit_scale * cosine, of unit rows; item i of one matches that of the
     other. `logit_scale` is the inverse temperature itself, not its logarithm.
 
@@ -41,10 +35,9 @@ def clip_loss(
 
 
 def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | float, block: int = BLOCK) -> LossOutput:
-    """`clip_loss` over all ranks' items, B on each: texts pass around a ring; memory is O(B * block + B D) for any W.
+    """`clip_loss` over all ranks' items, B on each: texts pass around a ring, `block` are compared at a time.
 
-    The mean over the ranks is the loss of one process on the whole batch, in value and gradient; a text's gradient is
-    the sum over the ranks. There are no gradients of second order. `block` texts are compared at a time.
+    Memory is O(B * block + B D). A text's gradient is the sum over the ranks; there are none of second order.
     """
     with torch.autocast(image_BD.device.type, enabled=False):
         image_BD, text_BD = at_least_float32(image_BD), at_least_float32(text_BD)
@@ -55,57 +48,44 @@ def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | floa
 
 
 class _RingCrossEntropy(torch.autograd.Function):
-    """Two rounds: the log-normalisers of rows and columns, and with these, from logits computed again, the gradients:
-    nothing of the size of the pairs is kept.
-    """
+    """Two rounds: the log-normalisers, and with these, from logits computed again, the gradients."""
 
     @staticmethod
     def forward(ctx, block: int, wanted: bool, image_BD: Tensor, text_BD: Tensor, scale: Tensor) -> Tensor:
         image_BD, text_BD, scale = image_BD.detach(), text_BD.detach(), scale.detach()
-        row_B, column_B = _normalisers(image_BD, text_BD, scale, block)
-        own_B = (image_BD * text_BD).sum(1)
-        if wanted:
-            ctx.save_for_backward(*_gradients(image_BD, text_BD, scale, row_B, column_B, own_B, block))
-        return 0.5 * (row_B + column_B).mean() - scale * own_B.mean()
+        n, scaled_BD, own_B = len(image_BD), scale * image_BD, (image_BD * text_BD).sum(1)
+        # Log-normalisers of this rank's images over all texts, and of its texts over all images.
+        row_B, column_B = (image_BD.new_full((n,), -math.inf) for _ in range(2))
+        for (visitor_BD,) in round_trip([text_BD]):
+            for rows in blocks(n, block):
+                logits = scaled_BD @ visitor_BD[rows].T  # (B, block)
+                row_B = torch.logaddexp(row_B, logits.logsumexp(1))
+                column_B[rows] = torch.logaddexp(column_B[rows], logits.logsumexp(0))
+            (column_B,) = pass_on([column_B])  # the last hop brings them back
+        loss = 0.5 * (row_B + column_B).mean() - scale * own_B.mean()
+        if not wanted:
+            return loss
+        # Of images and of the scale by this rank's images, of this rank's texts by all ranks.
+        of_image, of_text, of_scale = -scale * text_BD / n, -scale * image_BD / n, -own_B.mean()
+        for visitor_BD, visitor_B in round_trip([text_BD, column_B]):
+            for rows in blocks(n, block):
+                cosine = image_BD @ visitor_BD[rows].T  # (B, block)
+                logits = scale * cosine
+                weight = (logits - row_B[:, None]).exp_()
+                weight += logits.sub_(visitor_B[None, rows]).exp_()
+                weight /= 2 * n  # of each logit in the sum of all ranks' losses
+                of_scale = of_scale + cosine.mul_(weight).sum()
+                weight *= scale
+                of_image.addmm_(weight, visitor_BD[rows])
+                of_text[rows] += weight.T @ image_BD
+            (of_text,) = pass_on([of_text])
+        ctx.save_for_backward(of_image, of_text, of_scale)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         return None, None, *(grad * kept for kept in ctx.saved_tensors)
-
-
-def _normalisers(image_BD: Tensor, text_BD: Tensor, scale: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Log-normalisers of this rank's images over all texts, and of its texts over all images, (B,) each."""
-    row_B, column_B = (image_BD.new_full((len(image_BD),), -math.inf) for _ in range(2))
-    scaled_BD = scale * image_BD
-    for (visitor_BD,) in round_trip([text_BD]):
-        for rows in blocks(len(text_BD), block):
-            logits = scaled_BD @ visitor_BD[rows].T  # (B, block)
-            row_B = torch.logaddexp(row_B, logits.logsumexp(1))
-            column_B[rows] = torch.logaddexp(column_B[rows], logits.logsumexp(0))
-        (column_B,) = pass_on([column_B])  # the last hop brings them back
-    return row_B, column_B
-
-
-def _gradients(
-    image_BD: Tensor, text_BD: Tensor, scale: Tensor, row_B: Tensor, column_B: Tensor, own_B: Tensor, block: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of images, of this rank's texts by all ranks, and of the scale by this rank's images."""
-    n = len(image_BD)
-    of_image, of_text, of_scale = -scale * text_BD / n, -scale * image_BD / n, -own_B.mean()
-    for visitor_BD, visitor_B in round_trip([text_BD, column_B]):
-        for rows in blocks(n, block):
-            cosine = image_BD @ visitor_BD[rows].T  # (B, block)
-            logits = scale * cosine
-            weight = (logits - row_B[:, None]).exp_()
-            weight += logits.sub_(visitor_B[None, rows]).exp_()
-            weight /= 2 * n  # of each logit in the sum of all ranks' losses
-            of_scale = of_scale + cosine.mul_(weight).sum()
-            weight *= scale
-            of_image.addmm_(weight, visitor_BD[rows])
-            of_text[rows] += weight.T @ image_BD
-        (of_text,) = pass_on([of_text])
-    return of_image, of_text, of_scale
 
 
 def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Tensor | None = None) -> LossOutput:
@@ -116,17 +96,13 @@ def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Ten
     """
     with torch.autocast(similarity_NM.device.type, enabled=False):
         logits = tau * at_least_float32(similarity_NM)
-        if match_NM is None:
-            target = torch.arange(len(logits), device=logits.device)
-            i2t, t2i = F.cross_entropy(logits, target), F.cross_entropy(logits.T, target)
-        else:
-            match_NM = match_NM.to(logits.dtype)
-            i2t, t2i = _cross_entropy_of_labels(logits, match_NM), _cross_entropy_of_labels(logits.T, match_NM.T)
+        match_NM = identity(*logits.shape, device=logits.device) if match_NM is None else match_NM
+        i2t, t2i = _cross_entropy_of_labels(logits, match_NM), _cross_entropy_of_labels(logits.T, match_NM.T)
     return LossOutput(0.5 * (i2t + t2i), {"i2t": i2t, "t2i": t2i})
 
 
 def _cross_entropy_of_labels(logits: Tensor, match: Tensor) -> Tensor:
-    """Mean over the rows with labels."""
+    match = match.to(logits.dtype)
     mass = match.sum(1, keepdim=True)
     target = match / torch.where(mass > 0, mass, torch.ones_like(mass))
     return -(target * logits.log_softmax(1)).sum() / (mass > 0).sum().clamp(min=1)

@@ -7,8 +7,7 @@ not depend on the batch. All losses are scalars, ().
 Shapes: N items, D dimensions of a code, P of a feature, T tokens of an item, L words of a caption.
 """
 
-from __future__ import annotations
-
+import math
 from typing import Literal
 
 import torch
@@ -38,36 +37,27 @@ def reconstruction(x: Tensor, decoded: Tensor, norm: str = "l1", mask_NT: Tensor
 
 
 def drop_words(words_NL: Tensor, rate: float, generator: torch.Generator | None = None) -> Tensor:
-    """Words that a decoder does not get to see: a copy with each word replaced by 0 with probability `rate`, (N, L).
-
-    Ids below `FIRST_DROPPED` stay. One number is drawn for every place, padding included.
-    """
+    """A copy with words that a decoder does not get to see, each with probability `rate`, replaced by 0, (N, L)."""
     drawn = torch.rand(words_NL.shape, generator=generator, device=words_NL.device)
     return words_NL.masked_fill((drawn < rate) & (words_NL >= FIRST_DROPPED), 0)
 
 
 def encoder_loss(logits: Tensor) -> Tensor:
-    """Loss of encoders against a discriminator: −log D(code), mean over codes; sigmoid(logit) is D, the probability of
-    the prior. The GAN's form of D_JS, whose gradient does not vanish while the discriminator wins. Source: Eq. 6.
-    """
+    """Mean of −log D(code), D = sigmoid(logit) the probability of the prior: the GAN's form of D_JS. Source: Eq. 6."""
     return F.softplus(-at_least_float32(logits)).mean()
 
 
 def discriminator_loss(prior_logits: Tensor, code_logits: Tensor) -> Tensor:
-    """Loss of the discriminator: cross entropy of prior samples (1) and of codes (0), each a mean, summed.
-
-    At its optimum it is 2 log 2 − 2 D_JS.
-    """
+    """Cross entropy of prior samples (1) and of codes (0), each a mean, summed; at its optimum 2 log 2 − 2 D_JS."""
     return encoder_loss(prior_logits) + encoder_loss(-at_least_float32(code_logits))
 
 
 def js_bound(loss: Tensor) -> Tensor:
     """The lower bound of D_JS, in nats, that a `discriminator_loss` means: log 2 − loss / 2, at least 0."""
-    return (torch.log(torch.tensor(2.0, dtype=loss.dtype, device=loss.device)) - loss.detach() / 2).clamp(min=0)
+    return (math.log(2) - loss.detach() / 2).clamp(min=0)
 
 
 def prior_samples(codes_ND: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """As many samples of N(0, I) as there are codes, and of their dimension, (N, D)."""
     return torch.randn(codes_ND.shape, generator=generator, device=codes_ND.device, dtype=codes_ND.dtype)
 
 

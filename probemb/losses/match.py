@@ -1,7 +1,5 @@
 """PCME++: cross entropy of match over all pairs, pseudo-positives, and the variational information bottleneck."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,7 +62,7 @@ def pairwise_match_loss(
 def _direction(
     logits_NM: Tensor, match_NM: Tensor | None, offset: int, pseudo_positive: float, softplus: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Terms of one direction, and the mean softplus of the logits, which is that of the transposed logits too."""
+    """Terms of one direction, and the mean softplus of the logits, for the other direction."""
     if match_NM is None:
         matched = logits_NM.diagonal(offset).sum()  # the identity needs no N x M matrix
     else:
@@ -85,8 +83,9 @@ def ring_match_loss(
     image: Gaussian, text: Gaussian, *, scale: Tensor | float, shift: Tensor | float, distance: str = "csd",
     vib: float = 0.0, block: int = BLOCK,
 ) -> LossOutput:  # fmt: skip
-    """`pairwise_match_loss` over all ranks' items, B on each, without labels and pseudo-positives: texts pass around a
-    ring, `block` are compared at a time; memory is O(B * block + B D).
+    """`pairwise_match_loss` over all ranks' items, B on each: texts pass around a ring, `block` are compared at a time.
+
+    Memory is O(B * block + B D).
     """
     with torch.autocast(image.mean.device.type, enabled=False):
         image, text = image.float(), text.float()
@@ -110,10 +109,9 @@ def match_logits(
     a: Gaussian, b: Gaussian, scale: Tensor | float, shift: Tensor | float, distance: str = "csd",
     reverse: bool = False, generator: torch.Generator | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logits of every pair's match, shift - scale * distance, (N, M). Source: PCME++ Eq. 2.
+    """Logits of every pair's match, shift - scale * distance, (N, M), or log-odds. Source: PCME++ Eq. 2.
 
-    Those of "match-probability" are its log-odds. With `reverse`, a holds the texts; asymmetric distances stay
-    distances from image to text.
+    With `reverse`, a holds the texts; asymmetric distances stay distances from image to text.
     """
     if distance == "match-probability":
         samples = (g.float().sample(SAMPLES, generator) for g in (a, b))

@@ -5,8 +5,6 @@ log N(z; mu, Sigma) is quadratic in z, so its mean over samples, or over a targe
 product of 2 D columns; neither N x T x D nor N x T x J values are made.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -23,13 +21,9 @@ def target_softmax(
 ) -> LossOutput:
     """Cross entropy of every query's own target among all targets, mean over the queries. Source: MPC Eq. 7.
 
-    Args:
-        positives_NT: bool, correct targets: but for its own, they are left out of a query's negatives. None: none is.
-        temperature: divides the similarities; 1 in the paper.
-        reverse: weight, from 0 to 1, of the cross entropy of every target's own query among the queries; the other
-            direction has the rest. 0 in the paper, 0.5 in its public code.
-
-    The term "r@1" is the share of queries whose own target is the closest.
+    `positives_NT`: bool, correct targets, which but for its own are left out of a query's negatives. `reverse`: weight,
+    from 0 to 1, of the other direction, 0 in the paper, 0.5 in its public code. The term "r@1" is the share of queries
+    whose own target is the closest.
     """
     with torch.autocast(similarity_NT.device.type, enabled=False):
         logits = at_least_float32(similarity_NT)
@@ -89,10 +83,7 @@ def mpc_code_loss(
     parts: Gaussian, query: Gaussian, target: Gaussian, samples: tuple[Tensor, Tensor],
     positives: Tensor | None = None, *, temperature: float, reverse: float, log_var_l2: float,
 ) -> LossOutput:  # fmt: skip
-    """The public code's loss, of given samples (N, J, D) of the compositions and (T, J, D) of the targets.
-
-    The other direction takes the target for the query and samples the composition, which also counts in `log_var_l2`.
-    """
+    """The public code's loss, of samples (N, J, D) of the compositions, which count in `log_var_l2`, and (T, J, D)."""
     z_NJD, z_TJD = samples
     out = target_softmax(code_similarity(code_embedding(query)[0], z_TJD), positives, temperature)
     if reverse:
@@ -122,8 +113,7 @@ def _log_density(query: Gaussian, mean_TD: Tensor, var_TD: Tensor) -> Tensor:
 
 
 def _of_samples(query: Gaussian, z_TJD: Tensor) -> Tensor:
-    mean = z_TJD.mean(1)
-    return _log_density(query, mean, (z_TJD - mean[:, None]).square().mean(1))
+    return _log_density(query, z_TJD.mean(1), z_TJD.var(1, correction=0))
 
 
 def expected_similarity(query: Product, target: Gaussian) -> Tensor:
@@ -153,9 +143,7 @@ def code_similarity(query: Gaussian, z_TJD: Tensor) -> Tensor:
 
 
 def code_embedding(g: Gaussian) -> tuple[Gaussian, Gaussian]:
-    """A normal as the public code compares it, and as it samples it: means at unit length, and when sampling, a
-    log-variance taken for the logarithm of a standard deviation.
-    """
+    """A normal, of unit mean, as the public code compares it, and as it samples it, with log-variances as log sigma."""
     g = g.float()
     unit = F.normalize(g.mean, dim=-1)
     return Gaussian(unit, g.log_var), Gaussian(unit, 2 * g.log_var)
@@ -171,9 +159,8 @@ def sampled_cosine_loss(
 ) -> LossOutput:  # fmt: skip
     """Softmax over targets of the mean cosine of samples, + weighted squared log-variances. Source: MPC Eq. 5, 7, 8.
 
-    The mean over all J x J pairs of samples is the product of the means of the unit vectors: no pairs are made.
-    `samples`: (N, J, D) of the compositions and (T, J, D) of the targets, instead of drawn ones. `as_code`: the
-    composition counts in `log_var_l2`, as in the public code.
+    The mean over all J x J pairs is the product of the means of the unit vectors. `samples`: (N, J, D) and (T, J, D),
+    instead of drawn ones. `as_code`: the composition counts in `log_var_l2`, as in the public code.
     """
     with torch.autocast(query.mean.device.type, enabled=False):
         if samples is None:
@@ -186,10 +173,7 @@ def sampled_cosine_loss(
 def scaled_cosine_loss(
     query_ND: Tensor, target_TD: Tensor, scale: Tensor, positives: Tensor | None = None
 ) -> LossOutput:
-    """`target_softmax` of scale^2 times the cosine of the means: TIRG's loss, for all points.
-
-    The scale is learned, and 4 at the start in the public code, which multiplies both sides by it.
-    """
+    """`target_softmax` of scale^2 times the cosine of the means: TIRG's loss, whose scale is learned, 4 at first."""
     with torch.autocast(query_ND.device.type, enabled=False):
         left, right = (F.normalize(at_least_float32(x), dim=-1) for x in (query_ND, target_TD))
         return target_softmax(scale.square() * (left @ right.T), positives)

@@ -4,29 +4,24 @@ Letters: N pairs, D dimensions, C captions, V words. Similarities and labels hav
 pairs are no negatives, see `triplet_loss`.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from scipy.sparse import csr_matrix
 from torch import Tensor
+from torch.distributions import Dirichlet, kl_divergence
 
-from probemb.distances import sum_over_slices
+from probemb.distances import in_row_blocks, sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, cosine_similarity, in_row_blocks
-from probemb.losses.triplet import hardest_of_scores, hinges, sum_of_hardest, triplet_loss
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
+from probemb.losses.output import LossOutput, cosine_similarity
+from probemb.losses.triplet import hinges, sum_of_hardest, triplet_loss
 
 # ----------------------------------------------------------------------------------------------------------------- NCR
 # Noisy Correspondence Rectifier (NeurIPS 2021). After a warm-up, pairs' losses are split by a mixture of two normals
-# every epoch, labels are refined, and the triplet loss is minimised with a margin per pair. Two networks are trained,
-# each with the split by the other one's losses.
+# every epoch, and labels are refined. Two networks are trained, each with the split by the other one's losses.
 
 SOFT_MARGINS = {
     "linear": lambda label: label,
@@ -39,13 +34,10 @@ def ncr_loss(
     similarity_NN: Tensor, label_N: Tensor | None = None, match_NN: Tensor | None = None, *, margin: float = 0.2,
     soft_margin: str = "exponential", hardest: bool = True, published_margins: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """Triplet loss whose margin is SOFT_MARGINS of a pair's label, wherever it is the positive. Source: NCR.
+    """Triplet loss whose margin is SOFT_MARGINS of a pair's label in [0, 1], wherever it is the positive. Source: NCR.
 
-    Args:
-        label_N: estimated labels in [0, 1]; None is the full margin for all.
-        hardest: the largest hinge of every row and column; False (the warm-up) is the mean over all N.
-        published_margins: broadcast labels of shape (N,), (N, 1) or (N, N) over both hinges, as the authors' code
-            does: (N,) is then the margin of the column's pair and (N, 1) of the row's, whichever is the positive.
+    Not `hardest` (the warm-up) is the mean over all N. `published_margins` broadcasts labels of shape (N,), (N, 1) or
+    (N, N) over both hinges, as the authors' code does: (N,) is the margin of the column's pair, (N, 1) of the row's.
     """
     row_margin, column_margin = margin, None
     if label_N is not None:
@@ -58,7 +50,7 @@ def ncr_loss(
 
 
 def ncr_pair_losses(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
-    """Every pair's mean hinge of both directions, (N,): what `clean_probability` splits. Source: NCR."""
+    """Every pair's mean hinge of both directions, (N,). Source: NCR."""
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
     return row_NN.mean(1) + column_NN.mean(0)
 
@@ -76,10 +68,9 @@ def ncr_predict(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: f
 def refine_labels(
     predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Tensor, predicted_by_other_N: Tensor | None = None
 ) -> Tensor:
-    """Labels for training, (N,): w + (1 - w) p for pairs classified as clean, the mean of p and q for the others.
+    """Labels for training, (N,): w + (1 - w) p for clean pairs, the mean of p and q for the others. Source: NCR.
 
-    p is the network's own prediction, q the other's, by default p; the probability w of being clean and the
-    classification come from the other network's losses. Source: NCR.
+    p is the network's own prediction, q the other's, by default p; w is the probability of being clean.
     """
     p, q = predicted_N, predicted_N if predicted_by_other_N is None else predicted_by_other_N
     return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * p, (p + q) / 2)
@@ -88,10 +79,8 @@ def refine_labels(
 def clean_probability(
     losses_N: Tensor, max_iterations: int = 10, tolerance: float = 1e-2, variance_floor: float = 5e-4
 ) -> Tensor:
-    """Posterior probability that a pair belongs to the normal with the lower mean, (N,) float64 on the CPU.
-
-    The losses of the whole training set, scaled to [0, 1], are fitted by a mixture of two normals, with the published
-    settings. Losses that are all equal are all clean: probability 1. Source: NCR.
+    """Probability that a pair belongs to the lower normal of a mixture of two, fitted to the losses of the training
+    set, scaled to [0, 1], (N,) float64 on the CPU. Losses that are all equal are all clean. Source: NCR.
     """
     from sklearn.exceptions import ConvergenceWarning  # sklearn costs --help more than a second
     from sklearn.mixture import GaussianMixture
@@ -109,10 +98,7 @@ def clean_probability(
 
 
 def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
-    """Pairs classified as clean, (N,) bool: more probable than the threshold.
-
-    If all of two pairs or more are, the N // 100 + 1 least probable ones are not, so that neither part is empty.
-    """
+    """Pairs more probable than the threshold, (N,) bool; never all: then the N // 100 + 1 least probable are not."""
     clean = clean_probability_N > threshold
     if clean.all() and len(clean) > 1:
         clean[clean_probability_N.argsort(stable=True)[: len(clean) // 100 + 1]] = False
@@ -133,19 +119,14 @@ def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
 
 def dirichlet_kl(alpha_NM: Tensor) -> Tensor:
     """KL(Dirichlet(alpha) || Dirichlet(1, ..., 1)) of every row in nats, (N,)."""
-    total_N = alpha_NM.sum(1)
-    expected_log = alpha_NM.digamma() - total_N.digamma()[:, None]
-    log_m_factorial = torch.lgamma(alpha_NM.new_tensor(float(alpha_NM.shape[1])))
-    log_normaliser = total_N.lgamma() - alpha_NM.lgamma().sum(1) - log_m_factorial
-    return ((alpha_NM - 1) * expected_log).sum(1) + log_normaliser
+    return kl_divergence(Dirichlet(alpha_NM), Dirichlet(torch.ones_like(alpha_NM)))
 
 
 def evidential_loss(evidence_NM: Tensor, label_NM: Tensor, kl_weight: float = 0.1) -> Tensor:
     """Expected squared error of the matches' probabilities plus kl_weight * misplaced evidence, (N,), rows are queries.
 
     With alpha = evidence + 1 the expectation over the Dirichlet is (label - mean)^2 plus the variance. The second
-    term is the KL to the uniform Dirichlet without the evidence of the query's matches. Labels are in [0, 1]: a row of
-    zeros is a query without a match; several matches share the probability.
+    term is the KL to the uniform Dirichlet without the evidence of the query's matches, which share the probability.
     """
     alpha = evidence_NM + 1
     total = alpha.sum(1, keepdim=True)
@@ -172,8 +153,8 @@ def decl_correspondence(
 ) -> tuple[Tensor, Tensor]:
     """Pairs classified as clean, (N,) bool, and their uncertainty, (N,). Source: DECL, divergence of data.
 
-    A pair is clean if its evidence, summed over both directions, is its row's largest; what else matches by `match_NN`
-    does not compete, as batches of the paper have none. The uncertainty is N over the total of alpha, summed likewise.
+    A pair is clean if its evidence, summed over both directions, is its row's largest; others that match by `match_NN`
+    do not compete. The uncertainty is N over the total of alpha, summed likewise.
     """
     e = evidence(similarity_NN, tau)
     n = len(e)
@@ -191,7 +172,7 @@ def decl_loss(
 ) -> LossOutput:  # fmt: skip
     """Mean of both directions' evidential losses + hinge_weight * sum of the clean pairs' dynamic hinges. Source: DECL.
 
-    The texts of pairs not in `clean_N` match nothing, and they have no hinge; None: all are clean (warm-up).
+    Texts of pairs not in `clean_N` match nothing; None: all are clean (warm-up).
     """
     n = len(similarity_NN)
     clean_N = similarity_NN.new_ones(n) if clean_N is None else clean_N.to(similarity_NN.dtype)
@@ -206,39 +187,18 @@ def decl_loss(
 
 # ---------------------------------------------------------------------------------------------------------------- P2RM
 # Point-to-rectangle matching (Wang et al., ACM Multimedia 2022) as a regulariser of VSE's triplet loss, without public
-# code. An item is extended from a point to a rectangle, whose points stand for possible matches in the other modality
-# (the abstract; PCME++ §3.2). Assumed: a rectangle is axis-aligned around the unit mean, with one learned vector of
-# half-sides per modality; its similarity to a point is minus a half of the squared Euclidean distance, which is
-# cosine - 1 for half-sides of 0, so that margins keep their meaning; the mean of both directions; weight and start.
-
-
-def _outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
-    """Squared distance from a rectangle in each dimension, 0 inside."""
-    return ((point - centre).abs() - half_side).clamp(min=0).square()
+# code: an item's rectangle stands for its possible matches (the abstract; PCME++ §3.2). Assumed: it is axis-aligned
+# around the unit mean, with one learned vector of half-sides per modality; its similarity to a point is minus half the
+# squared distance, cosine - 1 for half-sides of 0, so that margins keep their meaning; weight and start.
 
 
 def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor) -> Tensor:
     """Squared Euclidean distance from points to axis-aligned rectangles, (N, M)."""
-    return sum_over_slices(_outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
 
+    def outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
+        return ((point - centre).abs() - half_side).clamp(min=0).square()
 
-def rectangle_triplet(
-    point_ND: Tensor, centre_ND: Tensor, half_side_D: Tensor, match_NN: Tensor | None, margin: float, hardest: bool
-) -> Tensor:
-    """`triplet_loss` of minus half of `point_to_rectangle`, points in rows."""
-
-    def similarity() -> Tensor:
-        return -0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D)
-
-    def of(points: Tensor, centres: Tensor) -> Tensor:
-        return -0.5 * _outside(points, centres, half_side_D).sum(1)
-
-    def chosen(centres: Tensor, points: Tensor) -> list[Tensor]:
-        return [of(point_ND, centre_ND), of(point_ND, centre_ND[centres]), of(point_ND[points], centre_ND)]
-
-    if hardest:
-        return hardest_of_scores(similarity, chosen, match_NN, margin).loss
-    return triplet_loss(similarity(), match_NN, margin, False).loss
+    return sum_over_slices(outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
 
 
 def p2rm_loss(
@@ -249,9 +209,9 @@ def p2rm_loss(
     point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
     with torch.autocast(point_i.device.type, enabled=False):
         triplet = triplet_loss(cosine_similarity(image, text), match, margin, hardest).loss
-        i2t = rectangle_triplet(point_i, point_t, half_text_D, match, margin, hardest)
-        t2i = rectangle_triplet(point_t, point_i, half_image_D, None if match is None else match.T, margin, hardest)
-        rectangle = 0.5 * (i2t + t2i)
+        i2t = -0.5 * point_to_rectangle(point_i, point_t, half_text_D)
+        t2i = -0.5 * point_to_rectangle(point_t, point_i, half_image_D).T
+        rectangle = 0.5 * sum(triplet_loss(x, match, margin, hardest).loss for x in (i2t, t2i))
     return LossOutput(triplet + weight * rectangle, {"triplet": triplet, "rectangle": rectangle})
 
 
@@ -300,9 +260,7 @@ def daa_loss(
 
 
 def caption_tfidf(captions: Sequence[str]) -> csr_matrix:
-    """Unit rows of term frequency times inverse document frequency, sparse (C, V) in float32, as scikit-learn has them;
-    a caption without words (of at least two letters or digits) is a row of zeros.
-    """
+    """Unit rows of tf-idf, (C, V) in float32; zeros for a caption without words (of two letters or digits or more)."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     return TfidfVectorizer().fit_transform(captions).astype(np.float32)
@@ -313,17 +271,10 @@ class CaptionSimilarity:
 
     def __init__(self, captions: Sequence[str], image_of_caption: Sequence[int]):
         """All training captions, and the index of the image of each."""
-        self.tfidf = caption_tfidf(captions)
-        owner = np.asarray(image_of_caption, dtype=np.int64)
-        self.of_image = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
+        self.tfidf, owner = caption_tfidf(captions), np.asarray(image_of_caption)
+        share = (1 / np.bincount(owner).clip(1))[owner].astype(np.float32)
+        self.of_image = csr_matrix((share, (owner, np.arange(len(owner))))) @ self.tfidf
 
     def __call__(self, image_index: Sequence[int], caption_index: Sequence[int]) -> Tensor:
         """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32."""
-        texts = self.tfidf[caption_index]
-        words = np.unique(texts.indices)  # no others count
-        own = [self.of_image[i] for i in image_index]
-        counts = [len(captions) for captions in own]
-        firsts = np.cumsum([0, *counts])[:-1]
-        sums = np.add.reduceat(self.tfidf[np.concatenate(own)][:, words].toarray(), firsts)
-        means = sums / np.array(counts, np.float32)[:, None]
-        return torch.from_numpy(means @ texts[:, words].toarray().T)
+        return torch.from_numpy((self.of_image[image_index] @ self.tfidf[caption_index].T).toarray())

@@ -1,17 +1,11 @@
 """The result of every loss, and what losses share. Labels are (N, M) in [0, 1], of N images and M texts."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import Gaussian, at_least_float32
-
-BLOCK_ELEMENTS = 1 << 22  # of an intermediate result of a block of rows: 16 MiB in float32
 
 
 @dataclass
@@ -31,24 +25,11 @@ def cosine_similarity(image: Gaussian, text: Gaussian) -> Tensor:
         return at_least_float32(image.mean) @ at_least_float32(text.mean).T
 
 
-def in_row_blocks(
-    fn: Callable[..., Tensor], tensors: Sequence[Tensor], elements_per_row: int, held: int = BLOCK_ELEMENTS
-) -> Tensor:
-    """fn(*tensors), by blocks of rows whose intermediate results have at most `held` elements; several blocks are
-    recomputed in the backward pass, so that one at a time is held.
-    """
-    rows = max(1, held // max(1, elements_per_row))
-    if rows >= len(tensors[0]):
-        return fn(*tensors)
-    blocks = zip(*(x.split(rows) for x in tensors))
-    return torch.cat([checkpoint(fn, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks])
-
-
 # -------------------------------------------------------------------------------------------------------------- labels
 
 
 def identity(n: int, m: int | None = None, offset: int = 0, device=None, dtype=torch.float32) -> Tensor:
-    """Row i matches column offset + i alone, (n, m). `offset` is where this rank's rows start in the gathered batch."""
+    """Row i matches column offset + i alone, (n, m)."""
     rows, columns = torch.arange(n, device=device) + offset, torch.arange(n if m is None else m, device=device)
     return (rows[:, None] == columns[None, :]).to(dtype)
 

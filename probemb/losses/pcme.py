@@ -3,8 +3,6 @@
 Letters: N images, M texts, J and K samples of each, D dimensions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -12,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from probemb.distances import near_origin, root, squared_euclidean
+from probemb.distances import in_row_blocks, near_origin, root, squared_euclidean
 from probemb.gaussian import Gaussian
 from probemb.losses.match import vib_kl
-from probemb.losses.output import LossOutput, in_row_blocks
+from probemb.losses.output import LossOutput
 
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
@@ -29,14 +27,12 @@ def pcme_loss(
 ) -> LossOutput:  # fmt: skip
     """2 * sum of every pair's soft contrastive loss + vib * L_vib + uniformity_weight * L_uniformity. Source: PCME.
 
-    Images (N, D), texts (M, D), labels (N, M), see `pair_nll`. The sum over pairs grows with the batch, as published.
+    Images (N, D), texts (M, D), labels (N, M), see `pair_nll`; `samples` of each item, or themselves, (N, J, D) and
+    (M, K, D); the generator, on the embeddings' device, is seeded alike on every rank.
 
-    Args:
-        samples: drawn of each item; or themselves, (N, J, D) and (M, K, D).
-        vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which
-            the published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma
-            where log sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
-        generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
+    `vib_form`: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which the
+    published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma where log
+    sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
     """
     with torch.autocast(image.mean.device.type, enabled=False):
         image, text = image.float(), text.float()

@@ -1,14 +1,12 @@
 """ProLIP: pairwise contrastive loss of normals, inclusion of one in another; and SigLIP, which it comes from."""
 
-from __future__ import annotations
-
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from probemb.distances import inclusion_per_dimension
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.match import vib_kl
 from probemb.losses.output import LossOutput
@@ -23,8 +21,7 @@ def siglip_loss(
     """-1/B * sum over pairs of log sigmoid(y l), l = scale * cosine + bias, y = 1 for own pairs and else -1; unit rows.
 
     With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
-    value and gradient. `scale` is the inverse temperature itself; `block` texts are compared at a time.
-    Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
+    value and gradient. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
     """
     none_B = image_BD.new_zeros(len(image_BD))
     loss = _sigmoid_loss(image_BD, none_B, text_BD, none_B, scale, bias, block)
@@ -73,20 +70,6 @@ def inclusion_loss(
 ) -> Tensor:
     """Mean over items and dimensions of -log sigmoid(scale * H), (): small where `inner` lies in `outer`."""
     return F.softplus(-scale * inclusion_per_dimension(inner, outer, form, eps)).mean()
-
-
-def inclusion_per_dimension(inner: Gaussian, outer: Gaussian, form: Form = "exact", eps: float = -10.0) -> Tensor:
-    """H, the log of the integral of p_1^2 p_2 over that of p_1 p_2^2, row by row and for each dimension, (B, D).
-
-    `distances.inclusion` is its sum over dimensions. The public code's form, "code", counts the ratio of the widths
-    twice and weighs the distance of the means by e^eps. Source: ProLIP §3.3.
-    """
-    v1, v2 = inner.var, outer.var
-    left, right = 2 * v1 + v2, v1 + 2 * v2
-    apart, widths = (inner.mean - outer.mean).square() * ((v2 - v1) / left / right), outer.log_var - inner.log_var
-    if form == "code":
-        apart, widths = math.exp(eps) * apart, 2 * widths
-    return apart + 0.5 * (left / right).log() + 0.5 * widths
 
 
 def _sigmoid_loss(image_BD, u_image_B, text_BD, u_text_B, scale, bias, block: int, match_BB=None) -> Tensor:

@@ -3,8 +3,6 @@
 B items of a rank, W ranks. Memory is O(B * block) for the pairs and O(B D) for what travels, whatever W is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -18,18 +16,15 @@ BLOCK = 1024  # texts that are compared at a time
 
 
 def number(x: Tensor | float, like: Tensor) -> Tensor:
-    """A number as a tensor (), of the type and on the device of `like`; the host waits for no copy."""
+    """A number as a tensor () like another one; the host waits for no copy."""
     x = x if isinstance(x, Tensor) else like.new_full((), x)
     return x.to(like.dtype).reshape(())
 
 
 def sum_over_pairs(
-    term: Callable[..., Tensor],
-    image: Sequence[Tensor],
-    text: Sequence[Tensor],
-    scalars: Sequence[Tensor] = (),
+    term: Callable[..., Tensor], image: Sequence[Tensor], text: Sequence[Tensor], scalars: Sequence[Tensor] = (),
     block: int = BLOCK,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The sum over this rank's images and all ranks' texts, (); a text's gradient is the sum over the ranks.
 
     `term`: (*image, *at most `block` texts, *scalars) -> the sum over their pairs, (); `image` and `text` are tensors
@@ -73,7 +68,6 @@ class _SumOverPairs(torch.autograd.Function):
 
 
 def blocks(n: int, block: int) -> Iterator[slice]:
-    """Rows 0 … n-1, at most `block` at a time."""
     return (slice(start, start + block) for start in range(0, n, block))
 
 

@@ -4,9 +4,6 @@ Letters: N images and texts (M texts where they are not pairs), K embeddings of 
 larger for closer pairs, with images in rows. Nothing of size N x M x D is held.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -16,25 +13,18 @@ from torch.nn import functional as F
 from probemb.cross_attention import CrossAttention, Tokens, attention_scores, pair_scores
 from probemb.distances import kl, min_kl, order_similarity, root, squared_euclidean, wasserstein2
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.output import LossOutput, in_row_blocks
+from probemb.losses.output import LossOutput
 
 
 def triplet_loss(
-    similarity_NN: Tensor,
-    match_NN: Tensor | None = None,
-    margin: float = 0.2,
-    hardest: bool = True,
+    similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2, hardest: bool = True,
     reduce: Literal["sum", "mean"] = "sum",
-) -> LossOutput:
+) -> LossOutput:  # fmt: skip
     """Both directions' hinges max(0, margin + s(negative) - s(pair)) of N pairs. Source: VSE++, PVSE (reduce "mean").
 
     A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image) are
-    neither negatives nor positives; None is the identity.
-
-    Args:
-        hardest: the largest hinge of every row and column (VSE++) rather than the sum (VSE0; VSE infinity's warm-up).
-        reduce: "sum" over the pairs, or PVSE's "mean": over N hardest hinges of a direction, or over all N x N, in
-            which positives count as 0.
+    neither negatives nor positives. `hardest`: the largest hinge of every row and column (VSE++) rather than the sum
+    (VSE0; VSE infinity's warm-up). The "mean" is over N hardest hinges of a direction, or over all N x N.
     """
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
     loss = sum_of_hardest(row_NN, column_NN) if hardest else row_NN.sum() + column_NN.sum()
@@ -44,14 +34,11 @@ def triplet_loss(
 
 
 def hinges(
-    similarity_NN: Tensor,
-    match_NN: Tensor | None = None,
-    margin: Tensor | float = 0.2,
+    similarity_NN: Tensor, match_NN: Tensor | None = None, margin: Tensor | float = 0.2,
     column_margin: Tensor | float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Hinges against the row's own pair (image to text) and against the column's (text to image), (N, N) each.
-
-    They are 0 for positives. The margins are numbers or broadcast to (N, N); by default both are the same.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Hinges against the row's own pair (image to text) and against the column's (text to image), (N, N) each, 0 for
+    positives. Margins are numbers or broadcast to (N, N).
     """
     column_margin = margin if column_margin is None else column_margin
     positive = torch.eye(len(similarity_NN), dtype=torch.bool, device=similarity_NN.device)
@@ -66,46 +53,28 @@ def sum_of_hardest(row_NN: Tensor, column_NN: Tensor) -> Tensor:
     return row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
 
 
-def hardest_of_scores(
-    scores: Callable[[], Tensor],
-    chosen: Callable[[Tensor, Tensor], Sequence[Tensor]],
-    match_NN: Tensor | None,
-    margin: float,
-) -> LossOutput:
-    """`triplet_loss` with the hardest negatives of N x N costly scores, whose memory does not grow beyond these.
+def scan_loss(
+    images: Tokens, texts: Tokens, match_NN: Tensor | None = None,
+    how: CrossAttention = CrossAttention(),  # noqa: B008 - frozen
+    margin: float = 0.2, hardest: bool = True,
+) -> LossOutput:  # fmt: skip
+    """`triplet_loss` of N images' and N texts' attention scores; tokens have unit length (`unit_tokens`).
 
-    Only 3 N of them have a gradient: the pairs' own, and the hardest ones of every row and column. So all are computed
-    without one, and those again with it, by `chosen`: the hardest text of every image and image of every text, (N,)
-    each, to these three scores.
+    Of the hardest only 3 N scores have a gradient, the pairs' own, and those of every row and column: all N x N are
+    computed without one, and these again with it.
     """
+    if not hardest:
+        return triplet_loss(attention_scores(images, texts, how), match_NN, margin, hardest=False)
     with torch.no_grad():
-        row_NN, column_NN = hinges(scores(), match_NN, margin)
+        row_NN, column_NN = hinges(attention_scores(images, texts, how), match_NN, margin)
         (row_N, text_N), (column_N, image_N) = row_NN.max(1), column_NN.max(0)
-    own_N, of_text_N, of_image_N = chosen(text_N, image_N)
+    every_N = torch.arange(len(text_N), device=text_N.device)
+    pairs = torch.cat([every_N, every_N, image_N]), torch.cat([every_N, text_N, every_N])
+    own_N, of_text_N, of_image_N = pair_scores(images, texts, how, pairs).chunk(3)
     i2t = (margin + of_text_N - own_N).clamp(min=0) * (row_N > 0)  # 0: there is no negative, or none within reach
     t2i = (margin + of_image_N - own_N).clamp(min=0) * (column_N > 0)
     loss = i2t.sum() + t2i.sum()
     return LossOutput(loss, {"triplet": loss})
-
-
-def scan_loss(
-    images: Tokens,
-    texts: Tokens,
-    match_NN: Tensor | None = None,
-    how: CrossAttention = CrossAttention(),  # noqa: B008 - frozen
-    margin: float = 0.2,
-    hardest: bool = True,
-) -> LossOutput:
-    """`triplet_loss` of N images' and N texts' attention scores; tokens have unit length (`unit_tokens`)."""
-    if not hardest:
-        return triplet_loss(attention_scores(images, texts, how), match_NN, margin, hardest=False)
-
-    def chosen(text_N: Tensor, image_N: Tensor) -> Sequence[Tensor]:
-        every_N = torch.arange(len(text_N), device=text_N.device)
-        pairs = torch.cat([every_N, every_N, image_N]), torch.cat([every_N, text_N, every_N])
-        return pair_scores(images, texts, how, pairs).chunk(3)
-
-    return hardest_of_scores(lambda: attention_scores(images, texts, how), chosen, match_NN, margin)
 
 
 # --------------------------------------------------------------------------------------------- similarities of normals
@@ -133,20 +102,16 @@ def prob_triplet_loss(
 ) -> LossOutput:
     """`triplet_loss` of one of GAUSSIAN_SIMILARITIES; the margin is in its units: nats, or the distance itself.
 
-    Source: Probabilistic VSE++/VSRN Eq. 3, which takes the largest hinge of every row and column; its text speaks of
-    semi-hard negatives, the hardest of those that are farther than the pair itself.
+    Source: Probabilistic VSE++/VSRN Eq. 3; its text speaks of semi-hard negatives, the hardest of those that are
+    farther than the pair itself.
     """
     similarity_NN = GAUSSIAN_SIMILARITIES[similarity](image, text)
-    with torch.autocast(similarity_NN.device.type, enabled=False):
-        row_NN, column_NN = hinges(similarity_NN, match, margin)
-        if negatives == "semi-hard":
-            own_N = similarity_NN.diagonal()
-            row_NN = row_NN.masked_fill(similarity_NN >= own_N[:, None], 0)
-            column_NN = column_NN.masked_fill(similarity_NN >= own_N[None, :], 0)
-        if negatives == "all":
-            loss = row_NN.sum() + column_NN.sum()
-        else:
-            loss = row_NN.amax(1).sum() + column_NN.amax(0).sum()
+    if negatives != "semi-hard":
+        return triplet_loss(similarity_NN, match, margin, negatives == "hardest")
+    row_NN, column_NN = hinges(similarity_NN, match, margin)
+    own_N = similarity_NN.diagonal()
+    row_NN = row_NN.masked_fill(similarity_NN >= own_N[:, None], 0)
+    loss = sum_of_hardest(row_NN, column_NN.masked_fill(similarity_NN >= own_N[None, :], 0))
     return LossOutput(loss, {"triplet": loss})
 
 
@@ -158,27 +123,18 @@ def multi_instance_similarity(
 ) -> Tensor:
     """The largest of the K x K similarities of every pair, (N, M), in at least float32. Source: PVSE, L_mil.
 
-    (N, D) and (M, D) stand for K = 1. Cosines are of unit embeddings; "order" is `order_similarity` without the square,
-    as in the public code.
+    (N, D) and (M, D) stand for K = 1. "order" is `order_similarity` without the square, as in the public code.
     """
     image_NKD, text_MKD = _several(image_NKD), _several(text_MKD)
-    m, k = text_MKD.shape[:2]
-    flat_text = text_MKD.flatten(0, 1)  # (M K, D)
-
-    def of_rows(image: Tensor) -> Tensor:
-        flat = image.flatten(0, 1)
-        every = order_similarity(flat, flat_text, squared=False) if similarity == "order" else flat @ flat_text.T
-        return every.view(len(image), -1, m, k).amax((1, 3))
-
+    flat_image, flat_text = image_NKD.flatten(0, 1), text_MKD.flatten(0, 1)  # (N K, D), (M K, D)
     with torch.autocast(image_NKD.device.type, enabled=False):
-        return in_row_blocks(of_rows, [image_NKD], image_NKD.shape[1] * m * k)
+        order = similarity == "order"
+        every = order_similarity(flat_image, flat_text, squared=False) if order else flat_image @ flat_text.T
+        return every.view(*image_NKD.shape[:2], *text_MKD.shape[:2]).amax((1, 3))
 
 
 def diversity(residual_NKD: Tensor) -> Tensor:
-    """Similarity of an item's K residuals: mean over items of ||G - I||_F / K^2. Source: PVSE, diversity loss.
-
-    G (K, K) has the cosines of an item's residuals: what the attention adds to its pooled features.
-    """
+    """Mean over items of ||G - I||_F / K^2, G (K, K) the cosines of an item's residuals. Source: PVSE, diversity."""
     with torch.autocast(residual_NKD.device.type, enabled=False):
         unit = F.normalize(at_least_float32(residual_NKD), dim=-1)
         k = unit.shape[1]
@@ -194,14 +150,10 @@ def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: Literal["rbf", "
     """
 
     def mean(a: Tensor, b: Tensor) -> Tensor:
-        def of_rows(index: Tensor) -> Tensor:
-            squared = squared_euclidean(a[index], b).clamp(min=0)
-            if a is b:  # no rounding errors where the root is steep
-                squared = squared.masked_fill(index[:, None] == torch.arange(len(b), device=b.device), 0)
-            return (-gamma * (squared if kernel == "rbf" else root(squared))).exp().sum()[None]
-
-        rows = torch.arange(len(a), device=a.device)
-        return in_row_blocks(of_rows, [rows], len(b)).sum() / (len(a) * len(b))
+        squared = squared_euclidean(a, b).clamp(min=0)
+        if a is b:  # no rounding errors where the root is steep
+            squared = squared.masked_fill(torch.eye(len(a), dtype=torch.bool, device=a.device), 0)
+        return (-gamma * (squared if kernel == "rbf" else root(squared))).exp().mean()
 
     with torch.autocast(x_PD.device.type, enabled=False):
         x, y = at_least_float32(x_PD), at_least_float32(y_QD)
@@ -218,9 +170,8 @@ def pvse_loss(
 ) -> LossOutput:  # fmt: skip
     """Triplet loss of `multi_instance_similarity` + weighted `diversity` of both sides + weighted `mmd`. Source: PVSE.
 
-    Of N pairs, (N, K, D) each, or (N, D) for K = 1, with which it is the triplet loss alone. `residuals`: what the
-    attention adds to the images' and the texts' features, (N, K, D) each. With `reduce` "sum" the regularisers are sums
-    over the batch too (the public code's other choice).
+    Of N pairs, (N, K, D) each, or (N, D) for the triplet loss alone. `residuals`: what attention adds to the images'
+    and the texts' features, (N, K, D). With `reduce` "sum" (as the public code may) the regularisers are sums too.
     """
     mean_i, mean_t = _several(image.mean), _several(text.mean)
     n, k, _ = mean_i.shape

@@ -7,8 +7,6 @@ pigeonhole bootstrap", 2007).
 Letters: N images, Q classifiers, C classes or clusters, P pairs, R resamples.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -25,17 +23,13 @@ def interval(values_R: Tensor, confidence: float = CONFIDENCE) -> tuple[float, f
     tail = (1 - confidence) / 2
     if not len(values_R):
         return math.nan, math.nan
-    low, high = values_R.double().quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
-    return float(low), float(high)
+    return tuple(values_R.double().quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist())
 
 
 def estimate(values_R: Tensor) -> dict[str, float]:
     """{"value", "low", "high"} of values whose first is that of the data; resamples without a value are left out."""
     low, high = interval(values_R[1:][~values_R[1:].isnan()])
     return {"value": float(values_R[0]), "low": low, "high": high}
-
-
-# --------------------------------------------------------------------------------------------------------------- images
 
 
 class Resampled(NamedTuple):
@@ -68,9 +62,6 @@ def _counts(n_resamples: int, n: int, generator: torch.Generator) -> Tensor:
     return torch.zeros(n_resamples, n).scatter_add_(1, drawn, torch.ones(1).expand_as(drawn))
 
 
-# ---------------------------------------------------------------------------------------------------- clusters of pairs
-
-
 class PairMetrics(NamedTuple):
     """Average precision and ROC AUC, (R,) float64 each; NaN where one of the two labels is absent."""
 
@@ -82,6 +73,12 @@ def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0
     """Draws of each of C clusters, (R + 1, C) float32; row 0 is the data itself, all ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([torch.ones(1, n_clusters), _counts(n_resamples, n_clusters, generator)])
+
+
+def clusters_of(item_P: Tensor, n_resamples: int = RESAMPLES, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The cluster of each pair, those with the same item, (P,), and `cluster_weights`."""
+    cluster = item_P.unique(return_inverse=True)[1]
+    return cluster, cluster_weights(int(cluster.max()) + 1, n_resamples, seed)
 
 
 def pair_metrics(scores_P: Tensor, label_P: Tensor, *clusters: tuple[Tensor, Tensor]) -> PairMetrics:

@@ -4,8 +4,6 @@ Matches come from the package eccv_caption; each fold of COCO 1K is ranked alone
 CxC 1K, Probabilistic VSE++/VSRN §4.3.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
@@ -45,7 +43,6 @@ COCO: dict[str, tuple[CocoBenchmark, ...]] = {  # value of --benchmarks
 
 @lru_cache(1)
 def package_metrics():
-    """eccv_caption's ground truth."""
     with warnings.catch_warnings():  # it recommends a faster JSON package
         warnings.simplefilter("ignore")
         from eccv_caption import Metrics
@@ -62,10 +59,7 @@ def coco_test_ids() -> tuple[list[int], list[int]]:
 
 
 def coco_rows(image_ids: Iterable | None, caption_ids: Iterable | None) -> tuple[Tensor, Tensor]:
-    """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data, which may hold others.
-
-    Raises UserError: the data has no ids, or some of COCO's are not among them.
-    """
+    """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data. UserError: some are missing."""
     remedy, found = "Give the data of COCO's Karpathy test split with its ids, or leave these benchmarks out.", []
     for what, ids, wanted in zip(("images", "captions"), (image_ids, caption_ids), coco_test_ids()):
         place = {int(name) if str(name).lstrip("-").isdecimal() else name: row for row, name in enumerate(ids or ())}

@@ -3,8 +3,6 @@
 Letters: Q queries, G gallery items, L object categories (80 or 90 on COCO), Z values of zeta.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,7 +29,7 @@ def plausible_match_r_precision(
     n_queries, n_gallery = len(query_labels_QL), len(gallery_labels_GL)
     a, b = (query_labels_QL != 0).float(), (gallery_labels_GL != 0).float()
     is_query, unlabelled = a.any(1).numpy(), ~b.any(1)
-    far = b.sum(1).masked_fill(unlabelled, 1e4)  # unlabelled items differ from everything
+    far = b.sum(1).masked_fill(unlabelled, 1e4)
     precision = np.full((2, len(zetas), n_queries), np.nan)  # R-Precision, R@1
     for rows in blocks(n_queries, n_gallery, SORT_ELEMENTS):
         scores = at_least_float32(score(rows)).contiguous()  # a transposed matrix is slow to sort
@@ -50,10 +48,8 @@ def plausible_match_r_precision(
 
 
 def _found_among_r(scores_QG: np.ndarray, differ_QG: np.ndarray, zetas: Sequence[int]) -> list[np.ndarray]:
-    """For each zeta the share of matches among the R closest, and whether the closest item matches, (2, Q).
-
-    Sorted values give the score at rank R, which is far faster than sorting indices; NaN where nothing matches.
-    """
+    """For each zeta the share of matches among the R closest, and whether the closest item matches, (2, Q)."""
+    # Sorted values give the score at rank R, far faster than sorted indices; NaN where nothing matches.
     ordered_QG, every = np.sort(scores_QG, axis=1), np.arange(len(scores_QG))
     place_P = np.flatnonzero(differ_QG <= max(zetas))  # pairs: few, compared with all
     query_P, n_gallery = place_P // scores_QG.shape[1], scores_QG.shape[1]

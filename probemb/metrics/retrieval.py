@@ -1,9 +1,7 @@
-"""Retrieval metrics: recall at k, R-Precision, mAP@R, RSUM, from ranked lists `top_QK`, the gallery index at each rank.
-
-Lists come from scores, larger is closer, of which a block of queries is held at a time. Ties rank by gallery index.
+"""Retrieval metrics from ranked lists `top_QK`, the gallery index at each rank; these from blocks of scores.
 
 Letters: Q queries, G gallery items, K ranks, R matches of a query. Queries without any match are left out of every
-mean. A k beyond the gallery takes the whole gallery.
+mean. A k beyond the gallery takes the whole gallery. Ties rank by gallery index.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ TITLES = {f"r@{k}": f"R@{k}" for k in KS} | {name: title for name, (title, _) in
 
 @dataclass(frozen=True, eq=False)
 class Positives:
-    """Matching pairs of queries and gallery items: memory grows with the matches, not with Q x G. keys: (P,) int64,
-    query * G + item of every match, sorted; counts: (Q,) int64, R of each query.
-    """
+    """Matching pairs. keys: (P,) int64, query * G + item of every match, sorted; counts: (Q,), R of each query."""
 
     n_queries: int
     n_gallery: int
@@ -40,29 +36,23 @@ class Positives:
 
     @staticmethod
     def from_pairs(query_P: Tensor, item_P: Tensor, n_queries: int, n_gallery: int) -> Positives:
-        """Build from the indices of matching pairs; repeated pairs count once."""
+        """Repeated pairs count once."""
         keys = torch.unique(query_P.long() * n_gallery + item_P.long())
         return Positives(n_queries, n_gallery, keys, torch.bincount(keys // n_gallery, minlength=n_queries))
 
     @staticmethod
     def from_matrix(match_QG: Tensor) -> Positives:
-        """Build from a (Q, G) bool matrix."""
         return Positives.from_pairs(*match_QG.nonzero(as_tuple=True), *match_QG.shape)
 
     @staticmethod
     def of_classes(class_Q: Tensor, class_G: Tensor) -> Positives:
-        """Queries and items of the same class match."""
-        places = [[(side == number).nonzero().flatten() for side in (class_Q, class_G)] for number in class_Q.unique()]
-        query, item = torch.cat([torch.cartesian_prod(*both) for both in places]).T
-        return Positives.from_pairs(query, item, len(class_Q), len(class_G))
+        return Positives.from_matrix(class_Q[:, None] == class_G)
 
     def transposed(self) -> Positives:
-        """The other direction."""
         query, item = self.keys // self.n_gallery, self.keys % self.n_gallery
         return Positives.from_pairs(item, query, self.n_gallery, self.n_queries)
 
     def of_queries(self, start: int, stop: int) -> Positives:
-        """The queries from `start` to `stop` alone."""
         first, last = torch.searchsorted(self.keys, torch.tensor([start, stop]) * self.n_gallery).tolist()
         keys = self.keys[first:last] - start * self.n_gallery
         return Positives(stop - start, self.n_gallery, keys, self.counts[start:stop])
@@ -74,9 +64,6 @@ class Positives:
         wanted = torch.arange(self.n_queries)[:, None] * self.n_gallery + top_QK
         place = torch.searchsorted(self.keys, wanted).clamp_max(len(self.keys) - 1)
         return (self.keys[place] == wanted) & (top_QK >= 0)
-
-
-# -------------------------------------------------------------------------------------------------------------- metrics
 
 
 def query_metrics(top_QK: Tensor, positives: Positives, ks: Sequence[int] = KS) -> dict[str, Tensor]:
@@ -111,9 +98,6 @@ def rsum(i2t: dict[str, float], t2i: dict[str, float]) -> float:
     return 100 * sum(direction[f"r@{k}"] for direction in (i2t, t2i) for k in KS)
 
 
-# ------------------------------------------------------------------------------------------------------------- rankings
-
-
 def ranking(scores_QG: Tensor, depth: int) -> Tensor:
     """The `depth` closest items of every query, (Q, depth). Raises ValueError: a score is NaN or infinite."""
     return _ranked(scores_QG, depth)[1]
@@ -132,25 +116,13 @@ def blocks(n_rows: int, width: int, elements: int) -> list[slice]:
 
 def _ranked(scores_QG: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Scores and indices at the first `depth` ranks, both (Q, depth)."""
-    n_gallery = scores_QG.shape[1]
-    depth = min(depth, n_gallery)
-    values, index = scores_QG.topk(min(depth + 1, n_gallery), dim=1)  # one more to see a tie at the end
+    values, index = scores_QG.topk(min(depth + 1, scores_QG.shape[1]), dim=1)  # one more to see a tie at the end
     if not torch.isfinite(values).all():  # NaN ranks first
         raise ValueError("scores hold NaN or infinity: there is no ranking to measure")
-    tied = values[:, 1:] == values[:, :-1]
-    values, index = values[:, :depth].contiguous(), index[:, :depth].contiguous()
-    if not tied.any():
-        return values, index
-    rows = tied.any(1)  # topk does not order ties: sort by index, then stably by value
-    by_index = index[rows].argsort(dim=1)
-    value = values[rows].gather(1, by_index)
-    by_value = by_index.gather(1, value.argsort(dim=1, descending=True, stable=True))
-    index[rows] = index[rows].gather(1, by_value)
-    if depth < n_gallery:
-        cut = tied[:, depth - 1]  # a tie at the end needs a whole stable sort
-        if cut.any():
-            index[cut] = scores_QG[cut].argsort(dim=1, descending=True, stable=True)[:, :depth]
-    return values, index
+    tied = (values[:, 1:] == values[:, :-1]).any(1)
+    if tied.any():  # topk does not order ties
+        index[tied] = scores_QG[tied].argsort(dim=1, descending=True, stable=True)[:, : index.shape[1]]
+    return values[:, :depth].contiguous(), index[:, :depth].contiguous()
 
 
 def rank_both(
@@ -159,21 +131,19 @@ def rank_both(
     """`ranking` of both directions from one pass over the scores, about BLOCK_ELEMENTS at a time: the columns closest
     to each row, (n_rows, depth[0]), and the rows closest to each column, (n_columns, depth[1]); int64, on the CPU.
     """
-    of_rows, of_columns = depth[0], min(depth[1], n_rows)
-    rows_found: list[Tensor] = []
-    best: list[tuple[Tensor, Tensor]] = []  # of each piece of columns: scores and rows
+    of_rows: list[Tensor] = []
+    best: dict[int, tuple[Tensor, Tensor]] = {}  # first of some columns -> scores and rows
     whole = blocks(n_rows, n_columns, BLOCK_ELEMENTS)
-    pieces = blocks(n_columns, whole[0].stop, COLUMN_ELEMENTS)
     for rows in whole:
         block = score(rows)
-        rows_found.append(ranking(block, of_rows).cpu())
-        for part, columns in enumerate(pieces):
-            values, index = _ranked(block[:, columns].T.contiguous(), of_columns)
-            if rows.start == 0:
-                best.append((values, index))
-            else:  # the rows before have the lower indices, so a stable sort keeps ties in order
-                values, index = (torch.cat(pair, 1) for pair in zip(best[part], (values, index + rows.start)))
-                order = values.argsort(dim=1, descending=True, stable=True)[:, :of_columns]
-                best[part] = values.gather(1, order), index.gather(1, order)
+        of_rows.append(ranking(block, depth[0]).cpu())
+        for columns in blocks(n_columns, whole[0].stop, COLUMN_ELEMENTS):
+            values, index = _ranked(block[:, columns].T.contiguous(), depth[1])
+            index += rows.start
+            if columns.start in best:  # the rows before have the lower indices, so a stable sort keeps ties in order
+                values, index = (torch.cat(pair, 1) for pair in zip(best[columns.start], (values, index)))
+                order = values.argsort(dim=1, descending=True, stable=True)[:, : depth[1]]
+                values, index = values.gather(1, order), index.gather(1, order)
+            best[columns.start] = values, index
         del block  # before the next one is made
-    return torch.cat(rows_found), torch.cat([found.cpu() for _, found in best])
+    return torch.cat(of_rows), torch.cat([found.cpu() for _, found in best.values()])

@@ -1,15 +1,12 @@
 """Uncertainty against quality: bins, rank correlations, the gain of refusing, promised precision, calibration.
 
 Standard errors are linearised (the sum of squared influences) at fixed ranks: exact to first order where there is no
-relation, somewhat too wide where there is one. Items of one cluster may depend on each other. Letters: Q queries, P
-pairs.
+relation, somewhat too wide where there is one. Items of one cluster may depend on each other. Q queries, P pairs.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from scipy.special import betaincinv
@@ -40,7 +37,7 @@ def spearman(a: Tensor, b: Tensor) -> float | None:
 
 
 def standard_error(values: Tensor) -> float | None:
-    """Standard error of the mean of n independent values (n,); None for fewer than two."""
+    """Of the mean of independent values (n,); None for fewer than two."""
     return float(values.double().std() / len(values) ** 0.5) if len(values) > 1 else None
 
 
@@ -51,8 +48,7 @@ def cluster_standard_error(values: Tensor, cluster: Tensor) -> float:
 
 
 def _standard_error(influence: Tensor, cluster: Tensor) -> float:
-    group = cluster.unique(return_inverse=True)[1]
-    return float(influence.new_zeros(int(group.max()) + 1).index_add_(0, group, influence).square().sum().sqrt())
+    return float(torch.bincount(cluster.unique(return_inverse=True)[1], influence).square().sum().sqrt())
 
 
 def mean_estimates(
@@ -63,9 +59,6 @@ def mean_estimates(
         name: {"value": float(x[rows].double().mean()), "se": cluster_standard_error(x[rows], cluster[rows])}
         for name, x in outcomes.items()
     }
-
-
-# --------------------------------------------------------------------------------------------- bins and rejection curve
 
 
 def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_over_all: bool = False) -> dict | None:
@@ -79,8 +72,7 @@ def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_o
     u, s, has = uncertainty[keep].double(), score[keep].double(), scored[keep]
     if int(has.sum()) < 2:
         return None
-    parts = [part[has[part]] for part in u.argsort(stable=True).tensor_split(min(n_bins, len(u)))]
-    parts = [part for part in parts if len(part)]
+    parts = [part[has[part]] for part in u.argsort(stable=True).tensor_split(min(n_bins, len(u))) if has[part].any()]
     mean_u, mean_s = (torch.stack([x[part].mean() for part in parts]) for x in (u, s))
     return {
         "uncertainty": mean_u.tolist(), "accuracy": mean_s.tolist(), "counts": [len(part) for part in parts],
@@ -102,7 +94,7 @@ def rejection_curve(
     if not len(u):
         return None
     _, group, counts = u.unique(return_inverse=True, return_counts=True)
-    shared = torch.zeros(len(counts), dtype=s.dtype).index_add_(0, group, s) / counts
+    shared = torch.bincount(group, s) / counts
     answered = torch.arange(1, len(u) + 1)
     kept_mean = shared.repeat_interleave(counts).cumsum(0) / answered  # over the i + 1 most certain
     best = s.sort(descending=True).values.cumsum(0) / answered
@@ -117,9 +109,6 @@ def _known(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> tup
     cluster = torch.arange(len(score)) if cluster is None else cluster
     keep = torch.isfinite(score) & torch.isfinite(outcome)
     return score[keep], outcome[keep], cluster[keep]
-
-
-# ------------------------------------------------------------ how well a score (Q,) predicts an outcome (Q,) of queries
 
 
 def rank_correlation(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict[str, float] | None:
@@ -159,17 +148,13 @@ def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None
     n = len(score)
     weight = (1 / torch.arange(1, n + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
     _, group, counts = score.unique(return_inverse=True, return_counts=True)
-    of_group = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, group.sort().values, weight) / counts
+    of_group = torch.bincount(group.sort().values, weight) / counts
     centred = (outcome - curve["random"]) * (of_group[group] - 1)
     se = _standard_error((centred - centred.mean()) / n, cluster)
     return {"value": (curve["area"] - curve["random"]) / possible, "se": se / possible}
 
 
-# --------------------------------------------------------------------------------------------------- promised precision
-
-
-@dataclass(frozen=True)
-class PrecisionCurve:
+class PrecisionCurve(NamedTuple):
     """Coverage and precision of answering only queries with an uncertainty up to a threshold, thresholds ascending;
     `at_least`: lower bounds of the precision on new queries of the same kind, for all thresholds at once.
     """
@@ -202,11 +187,8 @@ def precision_curve(uncertainty: Tensor, correct: Tensor, points: int = 20, conf
 
 
 def highest_threshold(curve: PrecisionCurve, precision: float) -> float | None:
-    """The largest threshold at which the precision is at least the wanted one by its lower bound; None if none is."""
+    """The largest threshold at which the precision is at least the wanted one, by its lower bound."""
     return max((u for u, bound in zip(curve.threshold, curve.at_least) if bound >= precision), default=None)
-
-
-# ---------------------------------------------------------------------------------------------------------- calibration
 
 
 def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> dict:
@@ -214,14 +196,11 @@ def reliability(probability: Tensor, share: Tensor, n_bins: int = 15) -> dict:
     is Guo et al. 2017, Eq. 3, "brier" the mean squared difference of single items.
     """
     p, s = probability.double(), share.double()
-    place = (p * n_bins).long().clamp_max(n_bins - 1)
-    counts = torch.bincount(place, minlength=n_bins)
-    held = counts > 0
-    sums = [torch.zeros(n_bins, dtype=torch.float64).index_add_(0, place, x)[held] for x in (p, s)]
-    predicted, observed = (x / counts[held] for x in sums)
-    error = ((predicted - observed).abs() * counts[held]).sum() / len(p)
+    _, place, counts = (p * n_bins).long().clamp_max(n_bins - 1).unique(return_inverse=True, return_counts=True)
+    predicted, observed = (torch.bincount(place, x) / counts for x in (p, s))
+    error = ((predicted - observed).abs() * counts).sum() / len(p)
     return {
-        "predicted": predicted.tolist(), "observed": observed.tolist(), "counts": counts[held].tolist(),
+        "predicted": predicted.tolist(), "observed": observed.tolist(), "counts": counts.tolist(),
         "ece": float(error), "brier": float((p - s).square().mean()),
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ from open_clip.model import _build_text_tower, _build_vision_tower
 from torch import nn
 
 from probemb.errors import UserError, nearest
+from probemb.models.weights import refused
 
 OWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
 # The tokenizer of SigLIP, and of ProLIP's weights: an end token, repeated, is the padding.
@@ -24,10 +25,7 @@ SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "i18n": "timm/ViT-B-16-SigLIP-i18n-256
 
 
 def architecture(name: str, image_size: int | None = None) -> dict:
-    """The configuration of a name, a fresh copy; `image_size` replaces its own.
-
-    Raises UserError: an unknown name, or an architecture that cannot be made probabilistic.
-    """
+    """A copy of the configuration of a name. Raises UserError: unknown, or it cannot be made probabilistic."""
     config = read_architecture(name)
     if config is None or (why := obstacle(config)):
         what = f"'{name}' cannot become probabilistic: {why}." if config else f"There is no model '{name}'."
@@ -49,14 +47,13 @@ def read_architecture(name: str) -> dict | None:
 
 
 def complete(config: dict) -> dict:
-    """A configuration of open_clip's with what these leave out: the padding of SigLIP's tokenizer. Changes it."""
+    """Add what open_clip's configurations leave out, in place: the padding of SigLIP's tokenizer."""
     if config.get("text_cfg", {}).get("hf_tokenizer_name") in (SIGLIP["name"], SIGLIP["i18n"]):
         config["text_cfg"].setdefault("pad_id", SIGLIP["pad_id"])
     return config
 
 
 def supported_names() -> list[str]:
-    """Names that `architecture` accepts."""
     return [name for name in (*OWN, *open_clip.list_models()) if obstacle(read_architecture(name)) is None]
 
 
@@ -73,7 +70,7 @@ def obstacle(config: dict) -> str | None:
 
 
 def tower_kind(config: dict, part: str) -> str:
-    """The kind of tower, a key of `towers`' tables, that a part ("vision_cfg" or "text_cfg") describes."""
+    """The kind of tower, a key of `towers`' tables, of a part ("vision_cfg" or "text_cfg")."""
     cfg = config[part]
     if "tower" in cfg:
         return cfg["tower"]
@@ -105,9 +102,7 @@ def is_open_clip(config: dict) -> bool:
 
 
 class Stock(nn.Module):
-    """The deterministic model behind a probabilistic one, with the names of open_clip's `CustomTextCLIP`: its towers,
-    None for one of ours; the log of the inverse temperature, (1,), and for a sigmoid loss a bias (1,).
-    """
+    """The deterministic model behind a probabilistic one, as open_clip's `CustomTextCLIP`; a tower of ours is None."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -119,21 +114,16 @@ class Stock(nn.Module):
 
 
 def stock_image_tower(config: dict) -> nn.Module:
-    """open_clip's image tower of a configuration, with random weights."""
     return _build_vision_tower(config["embed_dim"], config["vision_cfg"], config.get("quick_gelu", False))
 
 
 def stock_text_tower(config: dict, pretrained: bool = False) -> nn.Module:
-    """open_clip's text tower of a configuration, with random weights; `pretrained`: those of Hugging Face's model."""
+    """open_clip's, with random weights; `pretrained`: those of Hugging Face's model."""
     text = config["text_cfg"]
     text = {**text, "hf_model_pretrained": pretrained} if text.get("hf_model_name") else text
-    try:
+    remedy = "Check the network, or give hf_model_name a folder that holds the model's config.json."
+    with refused(f"The text tower '{text.get('hf_model_name')}' could not be built", remedy):
         return _build_text_tower(config["embed_dim"], text, config.get("quick_gelu", False))
-    except OSError as error:  # what transformers raises without network, and for a name that does not exist
-        raise UserError(
-            f"The configuration of the text tower '{text.get('hf_model_name')}' could not be read.",
-            "Check the network, or give hf_model_name a folder that holds the model's config.json.",
-        ) from error
 
 
 for _path in OWN.values():

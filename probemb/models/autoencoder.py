@@ -5,8 +5,6 @@ module is built as in the public code, which differs. VSRN's decoder generates a
 Shapes: N items, D code, P features, L words, V ids of words (0 is padding), H hidden, R regions of W numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,9 +17,7 @@ from probemb.losses.jwae import discriminator_loss, encoder_loss, prior_samples
 
 
 class FeatureDecoder(nn.Module):
-    """Fully connected layers from a code (…, D) to features (…, P), of `hidden` widths and with ReLUs between them: the
-    paper has one of width D, the public code two.
-    """
+    """Layers from a code (…, D) to features (…, P), of `hidden` widths: the paper has one of D, the public code two."""
 
     def __init__(self, code_dim: int, width: int, hidden: Sequence[int]):
         super().__init__()
@@ -34,10 +30,9 @@ class FeatureDecoder(nn.Module):
 
 
 class CaptionDecoder(nn.Module):
-    """Generates a caption word by word: p(w_m | w_0 … w_m−1, source). A subclass has `states`.
+    """Generates a caption word by word, after a learned start vector: p(w_m | w_0 … w_m−1, source).
 
-    The first input is a learned start vector, then the words before, one by one; without a start vector
-    (`published`) word m is read when word m is to be predicted, and a caption has no empty first word.
+    Without a start vector (`published`) word m is read when word m is to be predicted.
     """
 
     start: nn.Parameter | None
@@ -68,8 +63,8 @@ class CaptionDecoder(nn.Module):
 class WordDecoder(CaptionDecoder):
     """A GRU that generates a caption from its code. Source: Eq. 5.
 
-    The code, through a linear map and tanh, is the GRU's first state. The public code differs (`published`): two
-    layers, the mapped code is concatenated to every input, and there is no start vector. `width`: of word embeddings.
+    The code, through a linear map and tanh, is the GRU's first state. In the public code (`published`) it is a part of
+    every input of two layers, and there is no start vector.
     """
 
     def __init__(self, n_words: int, code_dim: int, width: int = 300, hidden: int = 512, published: bool = False):
@@ -123,9 +118,7 @@ class RegionDecoder(CaptionDecoder):
 
 
 class Discriminator(nn.Module):
-    """Three fully connected layers (the public code has two), a leaky ReLU between them: codes (…, D) -> logit of the
-    prior (…,). One for images and texts, as both share the prior.
-    """
+    """Three layers (the public code has two): codes (…, D) of images and texts -> logit of the prior (…,)."""
 
     def __init__(self, code_dim: int, hidden: int = 256, published: bool = False):
         super().__init__()
@@ -138,11 +131,11 @@ class Discriminator(nn.Module):
         return self.layers[-1](codes).squeeze(-1)
 
     def judge(self, codes: Tensor) -> Tensor:
-        """The encoders' loss, whose gradient reaches the codes and not the discriminator: it must not learn from it."""
+        """The encoders' loss, whose gradient does not reach the discriminator."""
         constant = {name: parameter.detach() for name, parameter in self.named_parameters()}
         return encoder_loss(torch.func.functional_call(self, constant, codes))
 
     def loss(self, codes_ND: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The discriminator's own loss, against as many samples of the prior; codes get no gradient, ()."""
+        """The discriminator's own loss, (), against as many samples of the prior."""
         codes_ND = codes_ND.detach()
         return discriminator_loss(self(prior_samples(codes_ND, generator)), self(codes_ND))

@@ -2,8 +2,6 @@
 baselines (MPC §4.2, Table 4, and its public code). N queries of k parts, D dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 
@@ -11,29 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from probemb.compose import Product, compose
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 
 
 class Composer(nn.Module):
-    """From the parts of a query to one normal, as the sum of both means and variances (PCME + addition, MPC Eq. 9).
+    """From the parts of a query to one normal, as the sum of both means and variances (PCME + addition, MPC Eq. 9)."""
 
-    Attributes:
-        probabilistic: whether the log-variances of the parts are read, and those of the result mean anything.
-        weighs: whether parts can have weights, and whether the log-normaliser means anything.
-    """
-
-    probabilistic = True
-    weighs = False
+    probabilistic = True  # the log-variances of the parts are read, and those of the result mean something
+    weighs = False  # parts can have weights, and the log-normaliser means something
 
     def __init__(self, dim: int):
         super().__init__()
 
     def forward(self, parts: Gaussian, weights: Sequence[float] | None = None) -> Product:
-        """Gaussian (N, k, D) -> gaussian (N, D) and log_normaliser (N,), in at least float32; k weights, see `compose`.
-
-        Raises UserError: weights for a composer that has none, or as `compose`.
-        """
+        """Gaussian (N, k, D) -> gaussian (N, D) and log_normaliser (N,), at least float32; k weights, see `compose`."""
         if weights is not None and not self.weighs:
             raise UserError(
                 "This model's composer has no weights and no parts to take away.",
@@ -60,10 +50,7 @@ class ProductComposer(Composer):
 
 
 class PairComposer(Composer):
-    """Composes two parts by `pair`, which reads the means alone, from left to right; log-variances of 0.
-
-    In training, batch norms use the statistics of the whole (gathered) batch, so it must be applied to that.
-    """
+    """Composes the means of two parts by `pair`, from left to right, over the whole (gathered) batch."""
 
     probabilistic = False
 
@@ -170,8 +157,4 @@ COMPOSERS: dict[str, type[Composer]] = {
 
 
 def create_composer(name: str, dim: int) -> Composer:
-    """A composer of embeddings of `dim` dimensions, with random weights. Raises UserError: an unknown name."""
-    if name not in COMPOSERS:
-        remedy = f"Choose one of {', '.join(COMPOSERS)}."
-        raise UserError(f"There is no composer '{name}'.{nearest(name, COMPOSERS)}", remedy)
     return COMPOSERS[name](dim)

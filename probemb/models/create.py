@@ -47,10 +47,8 @@ def create_model(name: str, **options) -> DualEncoder:
 
     `name` is one of open_clip's models or of the project's (`configs`), `options` are those of `ModelOptions`. Weights
     of open_clip (a tag, a file, or a folder or hub repository in its layout) fill the trunk and the mean branch; the
-    uncertainty branch starts from random weights (PCME++ §3.3). Of what else `load_model` reads `fill_from_model` says
-    what is taken. With an uncertainty token, a new model's text tower is ProLIP's: not causal, with a class token.
-
-    Raises UserError: an unknown name, option or tag, a size out of range, or weights of another model.
+    uncertainty branch starts from random weights (PCME++ §3.3). With an uncertainty token, a new model's text tower is
+    ProLIP's: not causal, with a class token. Raises UserError: an unknown name or tag, or weights of another model.
     """
     o = ModelOptions(name, **options)
     config, source = architecture(name, o.image_size), None
@@ -103,7 +101,6 @@ def create_model(name: str, **options) -> DualEncoder:
 
 @torch.no_grad()
 def _start_scalars(model: DualEncoder, o: ModelOptions, source: DualEncoder | None) -> None:
-    """The scalars' initial values, as far as `o` gives them, or a and b of another form."""
     if o.init_logit_scale is not None:
         model.logit_scale.fill_(math.log(o.init_logit_scale))
     if o.match == "cosine":
@@ -111,7 +108,7 @@ def _start_scalars(model: DualEncoder, o: ModelOptions, source: DualEncoder | No
             model.logit_bias.fill_(o.init_logit_bias)
         return
     form = "samples" if o.match == "samples" else "csd"  # a and b of another form are of another unit
-    own = source.match_numbers() if source is not None and source.match_form == form else (5.0, 5.0)
+    own = source.match_model.numbers if source is not None and source.match_model.form == form else (5.0, 5.0)
     for scalar, start, given in zip((model.scale, model.shift), (o.init_scale, o.init_shift), own):
         scalar.fill_(given if start is None else start)
 
@@ -151,9 +148,8 @@ def _starting_point(
 
 
 def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None:
-    """Copy what two models of one architecture have in common: the trunk, the mean branch's blocks and the scalars
-    always; heads of the same kind; the uncertainty branch if both have as many blocks in it (or the token), with its
-    head; the composer. The rest stays as it is. Raises UserError, which calls the source `where`: they do not fit.
+    """Copy what two models of one architecture have in common: the trunk, and the scalars; heads of the same kind; the
+    branch if both have as many blocks in it (or the token), with its head; the composer. Raises UserError: no fit.
     """
     ours, theirs = model.options, source.options
     same_head = ours.head == theirs.head
@@ -192,9 +188,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
 def vocabulary_for(
     name: str, given: str | None, pretrained: str | None, data: Iterable[str | Path], texts: Iterable[str] | None = None
 ) -> str | list[str] | None:
-    """The vocabulary that `create_model` needs: the file given, else the words of `texts`, else the file beside the
-    data (UserError: there is none); None for an architecture that reads no words, or that comes with them.
-    """
+    """The vocabulary that `create_model` needs, if any: the given one, that of `texts`, or the file beside the data."""
     if given or not reads_words(read_architecture(name)) or (pretrained and saved_files(pretrained)):
         return given
     if texts is not None:
@@ -203,10 +197,7 @@ def vocabulary_for(
 
 
 def fill_word_vectors(model: DualEncoder, path: str | Path) -> str:
-    """Start the word embeddings from vectors in GloVe's text format, plain or .gz; says how many words had one.
-
-    Raises UserError: the model reads no words, or the vectors are malformed, of another width, or of no word of it.
-    """
+    """Start the word embeddings from vectors in GloVe's text format, plain or .gz; says how many words had one."""
     words = model.config["architecture"]["text_cfg"].get("vocabulary", ())
     vectors = read_vectors(path, words)
     if not vectors:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from copy import deepcopy
 from functools import partial
@@ -14,36 +15,23 @@ import torch
 from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
-from probemb.errors import UserError
+from probemb import models
 from probemb.gaussian import Gaussian
 from probemb.models.adapter import Adapter
 from probemb.models.architectures import Stock
-from probemb.models.composers import create_composer
-from probemb.models.match import MatchModel
+from probemb.models.encoder import Place
 from probemb.models.options import DEFAULTS, SAVED, CrossAttention, ModelOptions
 from probemb.models.towers import make_tower
 
 
 class ModelOutput(NamedTuple):
-    """A forward pass of both towers (B, D), and scalars of shape (1,): the inverse temperature, and a and b of the
-    match probability sigmoid(−a·d + b).
-    """
+    """A forward pass of both towers (B, D), and scalars of shape (1,): the inverse temperature, a and b."""
 
     image: Gaussian
     text: Gaussian
     logit_scale: Tensor
     scale: Tensor
     shift: Tensor
-
-
-class Position(NamedTuple):
-    """Position of a parameter in the model, see `Place` of its tower."""
-
-    tower: Literal["image", "text", "neither"]
-    part: Literal["trunk", "branch", "head", "composer", "scalar"]
-    depth: int = 0
-    in_stem: bool = False  # before all blocks
-    pretrained: bool = False  # pretrained weights would fill it
 
 
 class DualEncoder(nn.Module):
@@ -57,9 +45,8 @@ class DualEncoder(nn.Module):
     Attributes:
         options: `ModelOptions` of the configuration.
         visual, text: the towers, each an `Encoder`; everything that open_clip has too has open_clip's names.
-        logit_scale, and scale and shift or logit_bias: parameters of shape (1,), see `match_scalars`. Which of them a
-            training step uses depends on its loss; turn `requires_grad` off for the others before DDP sees the model.
-            Where "match" is not "cosine", logit_bias is a buffer of SigLIP's architectures, which an export reads.
+        logit_scale, and scale and shift or logit_bias: parameters of shape (1,), see `match_scalars`. Where "match" is
+            not "cosine", logit_bias is a buffer of SigLIP's architectures, which an export reads.
         composer: makes one embedding of several, of models that were trained to; else None.
         adapter: gives the towers' embeddings another uncertainty, see `adapter.py`; else None.
     """
@@ -74,7 +61,7 @@ class DualEncoder(nn.Module):
         self.visual.normalization = channel_statistics(config["preprocess"])
         self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)
         self.logit_scale = stock.logit_scale
-        self.composer = None if o.composer is None else create_composer(o.composer, o.embed_dim)
+        self.composer = None if o.composer is None else models.create_composer(o.composer, o.embed_dim)
         self.adapter = None if o.adapter is None else Adapter(o.adapter, o.embed_dim)
         if o.match == "cosine":
             self.logit_bias = stock.logit_bias
@@ -84,32 +71,24 @@ class DualEncoder(nn.Module):
             self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
     def forward(self, images: Tensor, tokens: Tensor, kept: Tensor | None = None) -> ModelOutput:
-        """(B, 3, H, W) and (B, L), as `encode_image` and `encode_text`; `kept`: of the patches."""
         image, text = self.encode_image(images, kept=kept), self.encode_text(tokens)
         return ModelOutput(image, text, self.inverse_temperature(), *self.match_scalars())
 
     def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, 3, H, W) uint8, or float that is normalised -> Gaussian (B, D) in at least float32, mean l2-normalised.
 
-        `token_mask`: (B, T) bool, tokens that take part in pooling (SizeAugment; heads that read tokens).
-        `kept`: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
+        `token_mask`: (B, T) bool, tokens that take part in pooling. `kept`: (B, n) int64, see `draw_parts`.
         """
-        _check_tensor(pixels, "pixels (B, 3, H, W)", "transforms.evaluate(image)[None]")
         encode = partial(self.visual.encode, pixels, token_mask, kept=kept)
         return self.adapter.adapt(self.adapter.image, self.visual, encode) if self.adapter else encode().gaussian
 
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, L) int64, L at most the context length -> Gaussian (B, D), as `encode_image`; `kept` is of tokens."""
-        _check_tensor(tokens, "tokens (B, L)", 'tokenizer(["a dog"])')
         encode = partial(self.text.encode, tokens, token_mask, kept=kept)
         return self.adapter.adapt(self.adapter.text, self.text, encode) if self.adapter else encode().gaussian
 
     def cut_padding(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
-        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
-
-        On `device`, if one is given. All columns travel: some of them are no single block of memory, and the GPU's work
-        would have to end before such a copy began.
-        """
+        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time."""
         cut = self.text.trim(tokens)
         if device is None:
             return cut
@@ -126,7 +105,6 @@ class DualEncoder(nn.Module):
     # --------------------------------------------------------------------------------------------------------- scalars
 
     def scalars(self) -> dict[str, nn.Parameter]:
-        """The model's own parameters of shape (1,), by name."""
         return dict(self.named_parameters(recurse=False))
 
     def inverse_temperature(self) -> Tensor:
@@ -134,19 +112,13 @@ class DualEncoder(nn.Module):
         scale, limit = self.logit_scale.exp(), self.options.max_logit_scale
         return scale if limit is None else ceiling(scale, limit)
 
-    @property
-    def trained_temperature(self) -> float | None:
-        """`inverse_temperature` as a number; None if the loss did not train it."""
-        return float(self.inverse_temperature().detach()) if self.options.temperature_trained else None
-
     def match_scalars(self) -> tuple[Tensor, Tensor]:
         """a and b of the match probability sigmoid(-a CSD + b), (1,) each, with gradient.
 
         Where "match" is "distance" they are the parameters scale and shift (PCME++ Eq. 2). Where it is "cosine", the
         model was trained on sigmoid(s (cosine - u / 2) + logit_bias), u = u_image + u_text and s the inverse
         temperature (SigLIP; ProLIP §3.2). Of unit means that is the same function: a = s / 2, b = s + logit_bias.
-        Where it is "samples", scale and shift are a and b of PCME's sampled form; where it is "none", the loss had no
-        such scalars, or they are of another distance, and these are constants without a meaning.
+        Where it is "samples", scale and shift are those of PCME's form; where it is "none", they mean nothing.
         """
         if self.options.match == "cosine":
             s = self.inverse_temperature()
@@ -154,33 +126,25 @@ class DualEncoder(nn.Module):
         # Copies: ZeRO-3 with recomputed blocks loses track of a parameter that is an output.
         return self.scale.clone(), self.shift.clone()
 
-    def match_numbers(self) -> tuple[float, float]:
-        a, b = self.match_scalars()
-        return a.item(), b.item()
-
     @property
-    def match_form(self) -> Literal["csd", "samples", "none"]:
-        """The form of the match probability, see `MatchModel`; a point model has none by a and b of normals."""
-        if self.options.match == "cosine":
-            return "csd"
-        forms = {"distance": "csd", "samples": "samples"} if self.probabilistic else {}
-        return forms.get(self.options.match, "none")
-
-    @property
-    def predicts_matches(self) -> bool:
-        return self.match_form != "none"
+    def match_model(self) -> models.MatchModel:
+        """The match probability as it stands, and the temperature; a point model has none by a and b of normals."""
+        forms = {"cosine": "csd", **({"distance": "csd", "samples": "samples"} if self.probabilistic else {})}
+        a, b = (x.item() for x in self.match_scalars())
+        temperature = self.inverse_temperature().item() if self.options.temperature_trained else None
+        return models.MatchModel(a, b, forms.get(self.options.match, "none"), self.probabilistic, temperature)
 
     def match_probability(
         self, image: Gaussian, text: Gaussian, among: Literal["images", "texts"] | None = None
     ) -> Tensor:
         """The probability that each image and text match, (N, M), see `MatchModel.probability`."""
-        return MatchModel.of(self).probability(image, text, among)
+        return self.match_model.probability(image, text, among)
 
     # -------------------------------------------------------------------------------------------------------- questions
 
     @property
     def config(self) -> dict:
-        """The configuration that `DualEncoder(config)` rebuilds this model from; plain JSON types, a fresh copy."""
+        """A copy of the configuration that `DualEncoder(config)` rebuilds this model from; plain JSON types."""
         return deepcopy(self._config)
 
     @property
@@ -190,7 +154,6 @@ class DualEncoder(nn.Module):
 
     @property
     def attention(self) -> CrossAttention | None:
-        """Scoring of pairs by the ranking "attention", for models that were trained for it."""
         return None if self.options.attention is None else CrossAttention(**self.options.attention)
 
     probabilistic = property(lambda self: self.options.probabilistic or self.adapter is not None)
@@ -204,27 +167,20 @@ class DualEncoder(nn.Module):
     text_tower = property(lambda self: self.text)
     batch_statistics = property(lambda self: self.visual.batch_statistics or self.text.batch_statistics)
 
-    def place(self, name: str) -> Position:
-        """Position of a named parameter."""
-        towers = {"visual": ("image", self.visual), "text": ("text", self.text)}
+    def place(self, name: str) -> Place:
         part, _, rest = name.partition(".")
-        if part not in towers:
-            return Position("neither", "composer" if part == "composer" else "scalar")
-        which, tower = towers[part]
-        return Position(which, *tower.place(rest), tower.in_stem(rest), tower.is_pretrained(rest))
-
-
-def _check_tensor(x: Tensor, wanted: str, made_by: str) -> None:
-    if not isinstance(x, Tensor):
-        what = f"The model takes {wanted}, not {type(x).__name__}."
-        raise UserError(what, f"Give it {made_by}, with model, tokenizer, transforms = load_model(...).")
+        if part not in ("visual", "text"):
+            return Place("composer" if part == "composer" else "scalar")
+        tower, which = getattr(self, part), "image" if part == "visual" else "text"
+        return tower.place(rest)._replace(
+            tower=which, in_stem=tower.in_stem(rest), pretrained=tower.is_pretrained(rest)
+        )
 
 
 def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in open_clip's PreprocessCfg. Raises ValueError: they are none."""
+    """Mean and standard deviation of each channel in open_clip's PreprocessCfg. Raises ValueError, TypeError."""
     wanted = PreprocessCfg(**{key: value for key, value in preprocess.items() if key != "crop_pct"})
-    both = (value if isinstance(value, list | tuple) else (value,) * 3 for value in (wanted.mean, wanted.std))
-    mean, std = (tuple(map(float, value)) for value in both)
+    mean, std = (tuple(map(float, x if isinstance(x, list | tuple) else (x,) * 3)) for x in (wanted.mean, wanted.std))
     if not (len(mean) == len(std) == 3 and all(map(math.isfinite, mean + std)) and min(std) > 0):
         raise ValueError(f"a mean of {mean} and a deviation of {std} in place of three numbers each")
     if not 0.1 <= preprocess.get("crop_pct", 1) <= 1:  # less would enlarge images without bounds
@@ -242,28 +198,22 @@ def ceiling(x: Tensor, limit: float) -> Tensor:
 
 
 def plain(value):
-    """Tuples become lists, as in JSON, so that a configuration equals its own copy on disk."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    """As read back from JSON, so that a configuration equals its own copy on disk."""
+    return json.loads(json.dumps(value))
 
 
 # ------------------------------------------------------------------- weight decay, learning rates by layer, and locks
 
 
 def no_weight_decay(name: str, param: Tensor) -> bool:
-    """True if an optimizer should leave a parameter out of weight decay: norms, biases, vectors and scalars.
-
-    open_clip's rule; embeddings and projections are matrices and decay.
-    """
+    """True for what no weight decay is for, as in open_clip: norms, biases, vectors and scalars."""
     return param.ndim < 2 or name.rpartition(".")[2] in ("logit_scale", "logit_bias", "scale", "shift")
 
 
 def layer_rates(model: DualEncoder, decay: float, stem: bool = True) -> dict[str, float]:
     """Multipliers of the learning rate of every parameter: decay^depth, of a block k (0 … L - 1) decay^(L - k).
 
-    What lies behind the blocks (last norm, projection), heads, the composer and scalars have 1. With `stem`, what lies
-    before them (embeddings, first convolution) has decay^(L + 1); else 1, as in PCME++'s public code.
+    With `stem`, what lies before the blocks has decay^(L + 1); else 1, as in PCME++'s public code.
     """
     places = {name: model.place(name) for name, _ in model.named_parameters()}
     n_blocks = {"image": 0, "text": 0}
@@ -271,7 +221,7 @@ def layer_rates(model: DualEncoder, decay: float, stem: bool = True) -> dict[str
         if place.part == "trunk" and not place.in_stem:
             n_blocks[place.tower] = max(n_blocks[place.tower], place.depth)
 
-    def depth(place: Position) -> int:
+    def depth(place: Place) -> int:
         return (n_blocks[place.tower] + 1) * stem if place.in_stem else place.depth
 
     return {name: decay ** depth(place) for name, place in places.items()}
@@ -282,9 +232,8 @@ def freeze_backbones(
 ) -> bool:
     """Freeze or thaw each tower's pretrained part (`Encoder.is_pretrained`); frozen batch norms keep their statistics.
 
-    The last groups are trained nevertheless: what lies behind the blocks (the last norm, the projection), then the last
-    block, the one before it, and so on. True if anything has changed; then DDP must wrap the model again, as it reads
-    `requires_grad` once.
+    The last groups train nevertheless: what lies behind the blocks (the last norm, the projection), then the last
+    block, and so on. True if anything has changed; then DDP must wrap the model again.
     """
     changed, locks = False, {"image": (image, image_groups), "text": (text, text_groups)}
     for name, parameter in model.named_parameters():

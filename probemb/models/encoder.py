@@ -1,11 +1,8 @@
 """Encoder: the protocol of a tower, and Encoded: what a tower gives.
 
-A tower turns a batch of inputs into `Features`, and heads turn features into a mean and a log-variance:
-
     inputs ── trunk ─┬─ last blocks ──────────── Features ── mean head ───── mean, l2-normalised
                      └─ the branch's own blocks ─ Features ── log_var head ── log_var
 
-Stages ask a tower the questions that `Encoder` answers, and never look inside.
 Shapes: B items, T tokens, W width of the tower, P width of its own pooling, D embedding, K embeddings an item.
 """
 
@@ -13,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -37,24 +34,18 @@ BothFeatures = tuple[Features, Features | None]  # of the mean and of the log-va
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A batch of images or texts behind their tower; all but the first are for methods that ask for them.
+    """A batch of images or texts behind their tower; all but the first are for methods that ask for them."""
 
-    Attributes:
-        gaussian: (B, D), or (B, K, D) for K embeddings an item.
-        tokens: every token in the embedding space (B, T, D); or what a PIE head's attention adds to each embedding
-            (B, K, D); or the trunk's tokens (B, T, W). mask: (B, T) bool, True for those that take part.
-        features: (B, P), the trunk's own summary; with tokens, theirs (B, T, W).
-        codes: (B, D), the mean before it is l2-normalised.
-    """
-
-    gaussian: Gaussian
+    gaussian: Gaussian  # (B, D), or (B, K, D) for K embeddings an item
+    # Every token in the embedding space (B, T, D); or what a PIE head's attention adds to each embedding (B, K, D); or
+    # the trunk's tokens (B, T, W); and which of them take part, (B, T) bool.
     tokens: Tensor | None = None
     mask: Tensor | None = None
-    features: Tensor | None = None
-    codes: Tensor | None = None
+    features: Tensor | None = None  # (B, P), the trunk's own summary; with tokens, theirs (B, T, W)
+    codes: Tensor | None = None  # (B, D), the mean before it is l2-normalised
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, those that there are: the form that engines can hook and ranks gather."""
+        """By name, those that there are."""
         held = {**vars(self.gaussian), **vars(self)}
         return {name: x for name, x in held.items() if isinstance(x, Tensor)}
 
@@ -74,20 +65,19 @@ class Encoded:
 
 
 class Place(NamedTuple):
-    """Position of a parameter in its tower: its part, and its block, counted from 1 for the part's last one.
-
-    "trunk" is what exists in a deterministic model, "branch" the uncertainty branch's own blocks, or its token. Depth 0
-    is what is in no block. Learning rates by layer are lr · decay^depth.
+    """Place of a parameter in its tower: "trunk" is what a deterministic model has, "branch" the branch's blocks, or
+    its token; and its block, counted from 1 for the part's last one, 0 for what is in none. The model adds the rest.
     """
 
-    part: Literal["trunk", "branch", "head"]
+    part: Literal["trunk", "branch", "head", "composer", "scalar"]
     depth: int = 0
+    tower: Literal["image", "text", "neither"] = "neither"
+    in_stem: bool = False  # before all blocks
+    pretrained: bool = False  # pretrained weights would fill it
 
 
 class FeatureLayout(NamedTuple):
-    """Sizes of a frozen trunk's features as rows of numbers, so that they can be kept: tokens (T, W), the same for mean
-    and log-variance, or (0, 0) where no head reads them; the pooled ones of both, 0 for a point model's log-variance.
-    """
+    """Sizes of a frozen trunk's features as rows: tokens (T, W), (0, 0) where no head reads them; both pooled ones."""
 
     tokens: tuple[int, int]
     pooled: int
@@ -98,7 +88,7 @@ class FeatureLayout(NamedTuple):
         return math.prod(self.tokens), self.pooled, self.unc_pooled
 
     def pack(self, mean: Features, unc: Features | None) -> Tensor:
-        """A batch's features as rows, (B, sum of the sizes)."""
+        """(B, sum of the sizes)."""
         tokens = mean.tokens.flatten(1)[:, : self.sizes[0]]
         return torch.cat([tokens, mean.pooled, *([] if unc is None else [unc.pooled])], 1)
 
@@ -110,11 +100,8 @@ class FeatureLayout(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """A tower with its heads.
-
-    A subclass defines `features`, names its blocks, and calls `add_heads` at the end of its constructor. Everything
-    runs inside `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters when its forward
-    starts, and compute wrongly or not at all where a parameter is used from outside.
+    """A tower with its heads. A subclass defines `features`, names its blocks, and calls `add_heads` at the end of its
+    constructor. Everything runs inside `forward`: engines that shard parameters (ZeRO-3, FSDP) gather them there.
 
     Image towers also have `image_size` (height, width) and `n_tokens` (T), text towers `context_length`. `mean_head` is
     None where the tower projects its own pooling (`project`), `log_var_head` in a point model.
@@ -132,10 +119,7 @@ class Encoder(nn.Module):
         self, o: ModelOptions, width: int, pooled_width: int, own_projection: bool = False,
         unc_widths: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Make the heads of tokens (B, T, width) and pooled features (B, pooled_width); of the branch, `unc_widths`.
-
-        With `own_projection`, the tower has one that head "clip" keeps instead of a mean head.
-        """
+        """Make the heads; with `own_projection`, the tower has one that head "clip" keeps instead of a mean head."""
         self.options, self.token_width, self.pooled_width = o, width, pooled_width
         keep = own_projection and o.head == "clip"
         self.mean_head = None if keep else HEADS[o.head](o, width, pooled_width)
@@ -148,16 +132,13 @@ class Encoder(nn.Module):
         """The mean's and the log-variance's features; of towers with `parts`, of the parts `kept`, (B, n) int64."""
 
     def parts(self, inputs: Tensor) -> tuple[Tensor, Tensor, int]:
-        """The patches or tokens that inputs can be reduced to, (B, P) bool: those that may be dropped, those that may
-        not, and the largest number of the latter. Raises UserError: inputs are read as a whole.
-        """
+        """Parts of inputs, (B, P) bool: those that may be dropped, those that may not; and the most of the latter."""
         raise UserError(
             f"{type(self).__name__} reads its inputs as a whole: they have no parts that could be left out.",
             "Set patch_dropout and masked_inclusion to 0, or choose an open_clip transformer such as ViT-B-16.",
         )
 
     def place(self, name: str) -> Place:
-        """Position of the parameter of that name (in `named_parameters` of this tower)."""
         if name.startswith(("mean_head.", "log_var_head.")):
             return Place("head")
         for part, blocks in (("branch", self.branch_blocks), ("trunk", self.blocks)):
@@ -170,11 +151,11 @@ class Encoder(nn.Module):
         return name.startswith(self.stem_prefixes)
 
     def is_pretrained(self, name: str) -> bool:
-        """True if the parameter of that name belongs to what starts from published weights, where anything does."""
+        """True if the parameter belongs to what starts from published weights, where anything does."""
         return self.place(name).part == "trunk"
 
     def targets(self, inputs: Tensor, features: Features, of_tokens: bool) -> Tensor:
-        """Targets that an autoencoder reconstructs from the codes of inputs: (B, P), or (B, T, W) for every token."""
+        """An autoencoder reconstructs these from the codes of inputs: (B, P), or (B, T, W) for every token."""
         return features.tokens if of_tokens else features.pooled
 
     def target_width(self, of_tokens: bool) -> int:
@@ -185,7 +166,6 @@ class Encoder(nn.Module):
         return at_least_float32(pooled)
 
     def normalized(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, 3, H, W) as the trunk reads them, in its `dtype`: uint8 is normalised here, floats already are."""
         if pixels.dtype == torch.uint8:
             pixels = normalize(pixels, *self.normalization)
         return pixels.to(dtype)
@@ -195,7 +175,7 @@ class Encoder(nn.Module):
         return inputs
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass instead of keeping their activations; towers without it do nothing."""
+        """Recompute blocks in the backward pass; towers without it do nothing."""
 
     def forward(
         self, inputs: Tensor, token_mask: Tensor | None = None,
@@ -208,9 +188,8 @@ class Encoder(nn.Module):
             inputs: (B, 3, H, W) pixels (uint8, or normalised floats) or (B, L) int64 tokens; (B, F) features with a
                 `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
-            want_tokens: True, "residuals" (of a PIE head) or "trunk": which of `Encoded.tokens` to give.
-            want_features: also give the targets and the codes of the mean.
-            kept: (B, n) int64, the patches or tokens that the tower reads, see `parts.py`; None for all.
+            want_tokens: which of `Encoded.tokens` to give; "residuals" are a PIE head's.
+            kept: (B, n) int64, the patches or tokens that the tower reads, see `towers/common.py`; None for all.
         """
         head, (mean_features, unc_features) = self.mean_head, self._features(inputs, kept)
         if token_mask is not None:
@@ -241,7 +220,6 @@ class Encoder(nn.Module):
         return Encoded.of(self(*inputs, **options))
 
     def _features(self, inputs: Tensor, kept: Tensor | None) -> BothFeatures:
-        """Of whole inputs, of their parts, or as they were computed before."""
         if self.feature_layout is not None:
             return self.feature_layout.unpack(inputs)
         self._updating = True
@@ -265,30 +243,23 @@ class Encoder(nn.Module):
 
     # ----------------------------------------------------------------------------------------------------- batch norms
 
-    def _batch_norms(self) -> Iterator[nn.Module]:
-        return (module for module in self.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-
     def train(self, mode: bool = True) -> Encoder:
-        """Training or evaluation mode; but batch norms keep their stored statistics, see `use_batch_statistics`."""
+        """Batch norms always use their stored statistics, but see `use_batch_statistics`."""
         super().train(mode)
-        for norm in self._batch_norms():
+        for norm in batch_norms(self):
             norm.eval()
         return self
 
     def use_batch_statistics(self) -> None:
-        """Normalise by the whole batch of all ranks in training, and update the stored statistics from it.
-
-        For towers with random weights, whose stored statistics (0 and 1) are of no data. Frozen norms keep theirs.
-        """
-        for norm in self._batch_norms():
+        """For random weights: normalise by the whole batch of all ranks in training, and update the statistics."""
+        for norm in batch_norms(self):
             norm.register_forward_pre_hook(self._normalize_by_batch)
             self.batch_statistics = True
 
     def _normalize_by_batch(self, norm: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
         """The input of a norm in evaluation mode, scaled and shifted so that the batch's statistics normalise it.
 
-        The stored ones are updated in `forward` alone, not when blocks are computed again for their gradient, and never
-        by NaN or Inf, which a skipped step must not leave behind.
+        The stored ones are updated in `forward` alone, not in recomputed blocks, and never by NaN or Inf.
         """
         if not (self.training and all(p.requires_grad for p in norm.parameters())):
             return None
@@ -306,10 +277,12 @@ class Encoder(nn.Module):
         return (x * scale.view(shape) + shift.view(shape)).to(x.dtype)
 
 
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+
+
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance (C,) of every channel of (B, C, …) over the batches of all ranks, with gradient, and the number
-    of elements of a channel. Ranks may have different numbers of items.
-    """
+    """Mean, variance and number of elements (C,) of (B, C, …) over the batches of all ranks, with gradient."""
     var, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
     n = torch.full_like(mean, x.numel() // len(mean))
     mean_WC, var_WC, n_WC = distributed.gather(torch.stack([mean, var, n])[None]).unbind(1)

@@ -1,6 +1,5 @@
 """Models in the layouts of others: the published weights of PCME++ and ProLIP, and open_clip's folders.
 
-Sources: the public codes of PCME++ and ProLIP (their Hugging Face model classes) and the layouts of their state dicts.
 A folder in open_clip's layout, as `tools.export` writes and open_clip's hub repositories have it:
 
     open_clip_config.json           {"model_cfg", "preprocess_cfg"}
@@ -40,10 +39,8 @@ from probemb.models.weights import (
 
 
 def check_sizes(config: dict, make: Callable[[], nn.Module], state: dict[str, Tensor]) -> None:
-    """Raise ValueError for an untrusted architecture that asks for far more than its weights have.
-
-    Its numbers are bounded first, so that `make()` builds it, here without memory, in little time. Then no tensor may
-    be far larger than in the weights, which resized position embeddings may exceed.
+    """Raise ValueError for an untrusted architecture that asks for far more than its weights have. Its numbers are
+    bounded first, so that `make()` builds it, here without memory, in little time.
     """
     largest = max((n for tensor in state.values() for n in tensor.shape), default=0)
     for part in ("vision_cfg", "text_cfg"):
@@ -53,11 +50,9 @@ def check_sizes(config: dict, make: Callable[[], nn.Module], state: dict[str, Te
                 if isinstance(size, int | float) and not abs(size) <= most:
                     raise ValueError(f"{part} has {key} {value}")
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        wanted = make().state_dict()
-    most = max((tensor.numel() for tensor in state.values()), default=0)
-    for name, tensor in wanted.items():
-        if tensor.numel() > 16 * (state[name].numel() if name in state else most):
-            raise ValueError(f"{name} has {tensor.numel():,} numbers, far more than the weights")
+        wanted = sum(tensor.numel() for tensor in make().state_dict().values())
+    if wanted > 16 * sum(tensor.numel() for tensor in state.values()):
+        raise ValueError(f"it has {wanted:,} numbers, far more than the weights")
 
 
 # ----------------------------------------------------------------------------------------------- PCME++'s and ProLIP's
@@ -83,17 +78,14 @@ PROLIP_NAMES = {
 
 
 def published_reader(state: dict[str, Tensor]) -> Callable[[dict, dict, str | Path], DualEncoder] | None:
-    """`import_pcmepp` or `import_prolip`, whichever reads a state dict; None for any other layout."""
     if state.keys() >= PCMEPP_MARKS:
         return import_pcmepp
     return import_prolip if state.keys() >= PROLIP_MARKS else None
 
 
 def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
-    """A model with the authors' weights: head "clip", no bias in the log-variance heads.
-
-    `state_dict` and `config` ({"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu"}) are theirs; what these leave
-    out is read from the shapes of the weights. Raises UserError, which names `source`: they do not fit each other.
+    """A model with the authors' weights; what their `config` ({"embed_dim", "vision_cfg", "text_cfg"}) leaves out is
+    read from the shapes. Raises UserError, which names `source`: they do not fit each other.
     """
     with refused(f"{source} is not a complete PCME++ model", "Download both config.json and the weights again."):
         architecture = _architecture(state_dict, config, "", n_prefix=1)
@@ -133,7 +125,6 @@ def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Pat
 
 
 def _renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    """Tensors under our names, scalars of shape (1,)."""
     begins = {key: next(name for name in names if key.startswith(name)) for key in state}
     return {
         names[begins[key]] + key.removeprefix(begins[key]): value.reshape(1) if value.ndim == 0 else value
@@ -142,7 +133,7 @@ def _renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tenso
 
 
 def _model(name: str, architecture: dict, stock: nn.Module | None = None, preprocess: dict | None = None, **more):
-    """A DualEncoder of others' weights with head "clip"; images are prepared as for CLIP, but for `preprocess`."""
+    """A DualEncoder of others' weights; images are prepared as for CLIP, but for `preprocess`."""
     config = {"name": name, "head": "clip", "embed_dim": architecture["embed_dim"], "pooling": dict(GPO_SIZES)}
     size = architecture["vision_cfg"].get("image_size", 224)
     preprocess = {**plain(vars(PreprocessCfg(size=size))), **(preprocess or {})}
@@ -152,9 +143,7 @@ def _model(name: str, architecture: dict, stock: nn.Module | None = None, prepro
 def _architecture(
     state: dict[str, Tensor], config: dict, text_prefix: str, n_prefix: int, more: tuple[str, ...] = ()
 ) -> dict:
-    """open_clip's configuration, from the shapes, then from theirs, of text_cfg also the keys `more`; `text_prefix` is
-    of the text tower's tensors, `n_prefix` tokens stand before the patches of an image.
-    """
+    """open_clip's configuration, from the shapes, then from theirs; `n_prefix` tokens are before an image's patches."""
     conv, embedding = state["visual.conv1.weight"], state[f"{text_prefix}token_embedding.weight"]
     patch, width = conv.shape[-1], conv.shape[0]
     grid = round((len(state["visual.positional_embedding"]) - n_prefix) ** 0.5)
@@ -183,17 +172,13 @@ WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the 
 WITHOUT_BIAS = "open_clip_model_without_bias.safetensors"
 CONFIG = "open_clip_config.json"
 PREPROCESSING = {*vars(PreprocessCfg()), "crop_pct"}  # the last one is ours, and open_clip ignores it
-# What differs without another function of the weights: sizes that positions are resized to, texts that come tokenised,
-# where random weights are replaced from, and what only training does.
+# What may differ: sizes that positions are resized to, tokenizers, origins of weights, and what only training does.
 FREE = {"image_size", "context_length", "hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "pad_id"}
 FREE |= {"timm_model_pretrained", "hf_model_pretrained", "patch_dropout", "timm_drop", "timm_drop_path"}
 
 
 def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: dict) -> dict:
-    """The preprocessing that weights in open_clip's layout require of a model `name` that starts from them.
-
-    Raises UserError: their configuration `about`, of the file `source`, is malformed, or of another architecture.
-    """
+    """The preprocessing that weights in open_clip's layout, of the configuration `about`, require of a model `name`."""
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         theirs, preprocess = _open_clip_config(about)
         check_architecture(name, architecture, "CLIP", theirs, str(source.parent), FREE)
@@ -201,10 +186,7 @@ def open_clip_preprocessing(about: dict, source: Path, name: str, architecture: 
 
 
 def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> DualEncoder:
-    """A point model with open_clip's weights, `state` of the file `weights` and `about` of the configuration `source`.
-
-    Raises UserError: it is malformed, or of an architecture or of weights that cannot be read.
-    """
+    """A point model with open_clip's weights: `state` of the file `weights`, `about` of the configuration `source`."""
     with refused(f"{source} describes no model that can be built here", "Fetch the folder again."):
         architecture, preprocess = _open_clip_config(about)
         check_sizes(architecture, lambda: Stock(architecture), state)
@@ -231,7 +213,7 @@ def _point_model(name: str, architecture: dict, state: dict, weights: Path, prep
 
 
 def _open_clip_config(about: dict) -> tuple[dict, dict]:
-    """The architecture and the preprocessing of a configuration. Raises ValueError, KeyError, TypeError."""
+    """The architecture and the preprocessing. Raises ValueError, KeyError, TypeError."""
     config = complete(plain(about["model_cfg"]))
     if not is_open_clip(config) or (why := obstacle(config)):
         raise ValueError(why if is_open_clip(config) else "it is no architecture of open_clip's")
@@ -265,9 +247,8 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         open_clip.create_model_and_transforms("local-dir:FOLDER")
         open_clip.create_model_and_transforms("ViT-B-16", pretrained="FOLDER/open_clip_model.safetensors")
 
-    The second form, CLIP_benchmark's, has open_clip's own architectures and preprocessing, and refuses a logit bias
-    that an architecture lacks: for models of a sigmoid loss there is a second file, WITHOUT_BIAS. Raises UserError:
-    open_clip has no such model, or the folder cannot be written.
+    The second form, CLIP_benchmark's, refuses a logit bias that open_clip's architecture lacks: for that there is a
+    second file, WITHOUT_BIAS. Raises UserError: open_clip has no such model, or the folder cannot be written.
     """
     folder, config, shape = Path(folder), model.config, model.config["architecture"]
     for applies, what in (

@@ -1,13 +1,11 @@
 """Heads: from a tower's features to the mean or the log-variance of an embedding, and the poolings they are made of.
 
 A head is a module from `Features` to (B, D), or to (B, K, D) for K embeddings an item. With `reads_tokens` it looks at
-the tokens, takes part in SizeAugment, and has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32,
-also under autocast: bfloat16 resolves a log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty.
+the tokens, and has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32, also under autocast:
+bfloat16 resolves a log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty.
 
 Shapes: B items, T tokens, W their width, P width of the pooled features, D embedding, K embeddings an item.
 """
-
-from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -26,9 +24,7 @@ GPO_SIZES = {"code_dim": 32, "hidden_dim": 32}
 
 
 class Features(NamedTuple):
-    """A trunk's output: tokens (B, T, W); pooled (B, P), its own summary of them; mask (B, T) bool, True for tokens
-    that take part, None if all do.
-    """
+    """A trunk's output: tokens (B, T, W); pooled (B, P), its own summary; mask (B, T) bool, None if all take part."""
 
     tokens: Tensor
     pooled: Tensor
@@ -41,8 +37,6 @@ def full_precision(x: Tensor) -> AbstractContextManager:
 
 
 class FullPrecisionLinear(nn.Linear):
-    """A linear map in at least float32, whatever autocast or the weights' own type say."""
-
     def forward(self, x: Tensor) -> Tensor:
         with full_precision(x):
             weight = at_least_float32(self.weight)
@@ -51,8 +45,6 @@ class FullPrecisionLinear(nn.Linear):
 
 
 class FullPrecisionLayerNorm(nn.LayerNorm):
-    """A layer norm in at least float32, also with half-precision weights."""
-
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
         return F.layer_norm(x.to(weight.dtype), self.normalized_shape, weight, bias, self.eps)
@@ -68,9 +60,7 @@ def start_mean(linear: nn.Linear) -> None:
 
 @torch.no_grad()
 def _start(linear: nn.Linear, o: ModelOptions, log_var: bool, start: float | None = None) -> None:
-    """Initial weights of an output layer. A log-variance has small ones and stays near its bias, `start` or where the
-    options say, also behind tokens that are not normalised.
-    """
+    """Initial weights of an output layer; a log-variance stays near its bias, `start` or where the options say."""
     if not log_var:
         start_mean(linear)
         return
@@ -80,7 +70,6 @@ def _start(linear: nn.Linear, o: ModelOptions, log_var: bool, start: float | Non
 
 
 def _outputs(o: ModelOptions, log_var: bool) -> tuple[int, bool]:
-    """The number of outputs of a head, and whether they have a bias."""
     return (o.log_var_width, o.uncertainty_bias) if log_var else (o.embed_dim, True)
 
 
@@ -100,7 +89,7 @@ def shape_log_var(o: ModelOptions, predicted: Tensor, shape: torch.Size) -> Tens
 
 
 class ClipHead(FullPrecisionLinear):
-    """A linear map of the tower's own pooling; the log-variance may read it at unit length."""
+    """A linear map of the tower's own pooling."""
 
     reads_tokens = False
 
@@ -133,11 +122,10 @@ class GPOHead(nn.Module):
 
 
 class PIEHead(nn.Module):
-    """PIE-Net: K embeddings of an item, each its pooled features with what one attention over its tokens adds.
+    """PIE-Net: K embeddings of an item. The mean is LayerNorm(p + sigmoid(fc(a))) and the log-variance p + fc(a); a is
+    the attention's average of tokens and p the projected pooled features (`project`: False where those are p).
 
-    The mean is LayerNorm(p + sigmoid(fc(a))) and the log-variance p + fc(a), with a the attention's average of tokens
-    and p the projected pooled features. Of two numbers a LayerNorm would leave the order alone, so there is none.
-    Options: hidden_dim, of the attention (W / 2); project, False where pooled features of size D are p themselves.
+    Of two numbers a LayerNorm would leave the order alone, so there is none. `hidden_dim` is the attention's (W / 2).
     Sources: PVSE (Song and Soleymani 2019) for the mean; PCME (Chun et al. 2021) for the log-variance.
     """
 
@@ -160,7 +148,7 @@ class PIEHead(nn.Module):
         return self.with_residuals(features)[0]
 
     def with_residuals(self, features: Features) -> tuple[Tensor, Tensor]:
-        """The embeddings, and what the attention adds to the pooled features, (B, K, D), of K = 1 too."""
+        """The embeddings, and what the attention adds to the pooled features, (B, K, D)."""
         residual_BKD = self.fc(self.attention(features.tokens, features.mask))
         with full_precision(features.tokens):
             pooled_B1D = at_least_float32(self.project(features.pooled)).unsqueeze(1)
@@ -172,8 +160,7 @@ class PIEHead(nn.Module):
 
 
 class MLPHead(nn.Module):
-    """Two layers of width D with a ReLU between them, or, with the option layers = 1, a linear map (jWAE behind a GRU).
-    Source: jWAE §4.2."""
+    """Two layers of width D with a ReLU between them, or one (`layers`). Source: jWAE §4.2."""
 
     reads_tokens = False
 
@@ -192,10 +179,7 @@ class MLPHead(nn.Module):
 
 
 class AverageHead(nn.Module):
-    """The average of tokens in the embedding space, of methods that compare tokens, such as SCAN.
-
-    Each token is mapped linearly where W is not D; for log-variances always. An item without any token gives zero.
-    """
+    """The average of tokens in the embedding space (SCAN); zero without any."""
 
     reads_tokens = True
 
@@ -222,10 +206,9 @@ HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "aver
 
 
 class GPO(nn.Module):
-    """Pools (B, T, D) to (B, D): each channel sorted in descending order, then averaged with learned weights.
-
-    These sum to 1 and come from a bidirectional GRU over positional codes, so they depend on the number of valid tokens
-    alone. Source: VSE∞ (Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding"); PCME++ §3.3.
+    """Pools (B, T, D) to (B, D): each channel sorted in descending order, then averaged with learned weights, which a
+    GRU makes of positional codes, and which depend on the number of valid tokens alone.
+    Source: VSE∞ (Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding"); PCME++ §3.3.
     """
 
     def __init__(self, code_dim: int = 32, hidden_dim: int = 32):
@@ -235,7 +218,7 @@ class GPO(nn.Module):
         self.linear = nn.Linear(hidden_dim, 1, bias=False)
 
     def forward(self, features_BTD: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """(B, D) of the tokens with a mask of True. Only their number counts; an item without any pools to zero."""
+        """(B, D) of the tokens with a mask of True; an item without any pools to zero."""
         with full_precision(features_BTD):
             features_BTD = at_least_float32(features_BTD)
             n_tokens = features_BTD.shape[1]
@@ -308,9 +291,7 @@ def length_mask(lengths_B: Tensor, n_tokens: int) -> Tensor:
 def size_augment_mask(
     batch: int, n_tokens: int, ratio: float = 0.2, generator: torch.Generator | None = None
 ) -> Tensor:
-    """The image tokens that SizeAugment keeps, (batch, n_tokens) bool: of an image with p ~ U(0, 1) above the ratio,
-    each (the class token too) is dropped with probability ratio·p; else all stay. Source: VSE∞; PCME++ §B.2 (0.2).
-    """
+    """SizeAugment of image tokens, (batch, n_tokens) bool, True for those that stay. Source: VSE∞; PCME++ §B.2."""
     p_B1 = torch.rand(batch, 1, generator=generator)
     keep_BT = torch.rand(batch, n_tokens, generator=generator) > ratio * p_B1
     return keep_BT | (p_B1 <= ratio)

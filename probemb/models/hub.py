@@ -1,8 +1,7 @@
 """Saving and loading: folders, single files and Hugging Face hub names.
 
 A saved model is a folder with `model.safetensors` and `config.json`. The configuration is also inside the weights file,
-so that each of the two files is replaced as a whole and a model never exists in halves. Both have the SHA-256 of the
-tensors, which loading compares; models saved by older versions have none.
+so that a model never exists in halves. Both have the SHA-256 of the tensors, which loading compares.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class ModelFiles(NamedTuple):
 
 
 def save_model(model: DualEncoder, folder: str | Path) -> Path:
-    """Write `model.safetensors` and `config.json`; each is written under a temporary name, synced to disk and renamed.
-
-    Raises UserError: they cannot be written.
-    """
+    """Write `model.safetensors` and `config.json`, each as a whole. Raises UserError: they cannot be written."""
     folder = Path(folder)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_model(folder / WEIGHTS, state, folder / CONFIG, {**FORMAT, **model.config}, embed=True)
@@ -66,14 +62,12 @@ def save_model(model: DualEncoder, folder: str | Path) -> Path:
 def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", resize: str = "pil") -> LoadedModel:
     """Load a model for inference: `model, tokenizer, transforms = load_model("runs/x")`.
 
-    It is in evaluation mode and its parameters need no gradient, so that no call has to be wrapped in `no_grad`; to
-    train it, `model.train().requires_grad_()`.
+    It is in evaluation mode and its parameters need no gradient; to train it, `model.train().requires_grad_()`.
 
     `path_or_name` is a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
     name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is looked
-    at). Published weights of PCME++ and ProLIP are recognised, and so are folders and repositories in open_clip's
-    layout, which become point models, as do ARCHITECTURE:WEIGHTS, an architecture of open_clip's with the name or the
-    file of its weights ("ViT-B-16:laion2b_s34b_b88k"). Tokenizer files beside the weights win over the hub's.
+    at). Published weights of PCME++ and ProLIP are recognised, and so is open_clip's layout, of point models, as is
+    ARCHITECTURE:WEIGHTS, with a name or the file of open_clip's weights ("ViT-B-16:laion2b_s34b_b88k").
 
     Raises UserError: nothing is found, or the weights are not this project's or do not fit their configuration.
     """
@@ -113,9 +107,7 @@ def is_hub_name(source: str) -> bool:
 
 
 def saved_files(source: str | Path) -> ModelFiles | None:
-    """The files of a saved model, ours or in open_clip's layout: a folder, weights with their configuration inside, or
-    a hub name. None for an open_clip tag, or a file of weights alone.
-    """
+    """The files of a saved model, ours or open_clip's; None for an open_clip tag, or a file of weights alone."""
     weights_alone = os.path.isfile(source) and not read_config(Path(source))
     named = os.path.exists(source) or is_hub_name(str(source))
     return _locate(source) if named and not weights_alone else None
@@ -143,10 +135,7 @@ def _locate(source: str | Path) -> ModelFiles:
 
 
 def _first_layout(get: Callable[[str], Path | None]) -> ModelFiles | None:
-    """The files of a folder or repository, ours or the authors' before open_clip's; `get` gives one, None if missing.
-
-    A config.json of another library (transformers, timm) says nothing of the files in open_clip's layout beside it.
-    """
+    """The files of a folder or repository, ours or the authors' before open_clip's; `get` gives one, or None."""
     config, names = get(CONFIG), (WEIGHTS, PICKLED_WEIGHTS)
     about = read_config(config) if config else {}
     if about.get("format") != FORMAT["format"] and "vision_cfg" not in about and (theirs := get(formats.CONFIG)):
@@ -156,7 +145,6 @@ def _first_layout(get: Callable[[str], Path | None]) -> ModelFiles | None:
 
 
 def _download(name: str) -> ModelFiles | None:
-    """The files of a hub repository, or of its cached copy without network."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -226,7 +214,7 @@ def read_config(path: Path) -> dict | None:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """Identify a model, wherever its files lie: 64 hexadecimal digits over its configuration and its weights."""
+    """64 hexadecimal digits over a model's configuration and its weights."""
     return tensors_sha256(model.state_dict(), json.dumps(model.config, sort_keys=True, default=str))
 
 

@@ -1,18 +1,14 @@
 """Inputs of a model: images to tensors, texts to tokens, and refusals of data or models that do not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from open_clip import transform as oc
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from PIL import Image
-from timm.data.random_erasing import RandomErasing as TimmsRandomErasing
 from torch import Tensor
 from torchvision import transforms as tv
 
@@ -46,8 +42,8 @@ class Transforms(NamedTuple):
 def create_transforms(model_or_config, augmentation: Augmentation | None = None, resize: str = "pil") -> Transforms:
     """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else.
 
-    Regions come prepared: a model that reads them changes nothing. By `resize`, torch ("tensor") or PIL ("pil") crops
-    and resizes, with the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
+    A model that reads regions changes nothing. By `resize`, torch ("tensor") or PIL ("pil") crops and resizes, with the
+    same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
     """
     config, a = _config(model_or_config), augmentation or Augmentation()
     if reads_regions(config.get("architecture")):
@@ -72,7 +68,6 @@ def create_transforms(model_or_config, augmentation: Augmentation | None = None,
         *([oc.gray_scale(a.gray_scale_prob)] if a.gray_scale_prob else ()),
         *pixels,
         *([tv.RandomHorizontalFlip(a.hflip)] if a.hflip else ()),
-        *([RandomErasing(a.re_prob, a.re_count, preprocess.mean, preprocess.std)] if a.re_prob else ()),
     ]
     return Transforms(tv.Compose(train), tv.Compose([first, *rest, *pixels]))
 
@@ -98,52 +93,22 @@ class Resized:
 
     def __call__(self, image: Image.Image) -> Tensor:
         if isinstance(self.step, tv.Resize):
-            wanted = self.step.size if isinstance(self.step.size, Sequence) else [self.step.size]
-            size = _short_side(*image.size, wanted[0]) if len(wanted) == 1 else wanted
+            wanted, (width, height) = self.step.size, image.size
+            if isinstance(wanted, int) or len(wanted) == 1:  # of the shorter side; the longer is cut to whole pixels
+                short = wanted if isinstance(wanted, int) else wanted[0]
+                long = int(short * max(width, height) / min(width, height))
+                wanted = (long, short) if width <= height else (short, long)
+            size = wanted
         else:
             size = self.step.get_params(image, self.step.size, self.step.longest)
         return resize(as_pixels(image), size, self.step.interpolation.value)
-
-    def __repr__(self) -> str:
-        return f"Resized({self.step})"
-
-
-def _short_side(width: int, height: int, short: int) -> tuple[int, int]:
-    """(height, width) with a shorter side of `short` pixels; the longer is cut to whole pixels, as torchvision does."""
-    long = int(short * max(width, height) / min(width, height))
-    return (long, short) if width <= height else (short, long)
-
-
-class RandomErasing:
-    """Fill random rectangles of (3, H, W) uint8 with noise, in place, as timm's RandomErasing of mode "pixel" does.
-
-    The noise is normal with the mean and deviation, of colours from 0 to 1, by which the model normalises; it is cut at
-    black and white. `probability`: share of the images that lose something; `count`: largest number of rectangles.
-    """
-
-    def __init__(self, probability: float, count: int, mean: Sequence[float], std: Sequence[float]):
-        self.erase = TimmsRandomErasing(probability, mode="pixel", max_count=count, device="cpu")
-        self.mean, self.std = (255 * torch.tensor(numbers)[:, None, None] for numbers in (mean, std))
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        noise = self.erase(torch.full(pixels.shape, torch.nan))
-        erased = ~noise.isnan()
-        pixels[erased] = (noise * self.std + self.mean)[erased].round().clamp(0, 255).to(torch.uint8)
-        return pixels
-
-    def __repr__(self) -> str:
-        return repr(self.erase)
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts
 
 
 def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[list[str]], Tensor]:
-    """The tokenizer that belongs to a model: list of texts -> (B, context_length) int64, padded.
-
-    A Hugging Face tokenizer whose files are in the model's `folder` is not asked of the hub. Raises UserError: it is
-    not available.
-    """
+    """The tokenizer of a model: texts -> (B, context_length) int64. Raises UserError: it is not available."""
     config = _config(model_or_config)["architecture"]
     text = config["text_cfg"]
     length, name = text.get("context_length", 77), text.get("hf_tokenizer_name")
@@ -167,10 +132,10 @@ def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[l
 
 
 class Tokenizer(SimpleTokenizer):
-    """CLIP's byte-pair encoding, for texts of any origin: start token, words, end token, zeros.
+    """open_clip's byte-pair encoding, for texts of any origin: start token, words, end token, zeros.
 
-    The tokens are open_clip's. In contrast to open_clip's tokenizer it reads no further than the context is long, cuts
-    words at 128 characters, and bounds its cache, so that time and memory do not depend on the texts.
+    It reads no further than the context is long, cuts words, and bounds its cache, so that time and memory do not
+    depend on the texts.
     """
 
     def __init__(self, context_length: int):
@@ -192,14 +157,13 @@ class Tokenizer(SimpleTokenizer):
         return tokens
 
     def _clean(self, text: str) -> str:
-        """open_clip's cleaning, which leaves plain ASCII without entities alone but for its spaces and capitals."""
         if text.isascii() and text.isprintable() and "&" not in text:
-            return " ".join(text.split()).lower()
+            return " ".join(text.split()).lower()  # all that open_clip's cleaning changes in it
         return self.clean_fn(text)
 
 
 def unknown_words(tokenizer: Callable, texts: Sequence[str]) -> list[str]:
-    """Words of texts that a model with a vocabulary of words does not know; other models read parts of words."""
+    """Words that a model with a vocabulary of words does not know."""
     return tokenizer.unknown_words(list(texts)) if hasattr(tokenizer, "unknown_words") else []
 
 

@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -23,6 +22,7 @@ Uncertainty = Literal["branch", "token", "prolip-code"]
 Direction = Literal["t2i", "i2t"]
 Aggregation = Literal["lse", "mean", "sum", "max"]
 Norm = Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"]
+MATCH_OF_DISTANCE = {"csd": "distance", "match-probability": "samples"}  # "match" of a loss that trains its a and b
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,9 @@ class ModelOptions(Towers):
 
     Args:
         image_size: pixels, if not the configuration's; position embeddings are resized.
-        grad_checkpointing: trade time for memory in all blocks.
         init_scale, init_shift: a and b of the match probability; None for those of the run in `pretrained`, else 5.
         init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias; None for those of
             `pretrained`, or of the architecture (then a bias of -10 if it has none).
-        vocabulary: words, or a vocabulary file.
         probabilistic: False for a point model: every log_var is POINT_LOG_VAR, so that CSD ranks as the cosine does.
         n_embeddings: K embeddings of every item, of head pie.
         pooling: sizes of the head: code_dim and hidden_dim (gpo), hidden_dim and project (pie), layers (mlp).
@@ -99,19 +97,18 @@ class ModelOptions(Towers):
         unit_features: head clip reads the log-variance from features of unit length (probabilistic VSE++).
         covariance: "ellipsoidal", "spherical-mean" (the mean of the predicted variances, in every dimension) or
             "spherical" (one predicted value). Source: Probabilistic VSE++/VSRN §4.2.
-        log_var_range: bounds of the predicted log-variances, such as (log 0.1, log 10); beyond them is no gradient.
+        log_var_range: bounds of the predicted log-variances; beyond them is no gradient.
         log_var_start: where the log-variances start; None for -log D. ProLIP's is -10.
         match: what the loss trains: "distance", a and b of CSD; "samples", those of PCME's sampled form; "cosine", the
             inverse temperature and logit_bias (SigLIP, ProLIP), see `DualEncoder.match_scalars`; "none", neither.
-        max_logit_scale: ceiling of exp(logit_scale), None for none.
-        temperature_trained: whether the loss trains the inverse temperature.
+        max_logit_scale: ceiling of exp(logit_scale), None for none; temperature_trained: whether the loss trains it.
         ranking, composed_ranking: that the model is trained for: names of `probemb.evaluation.rankings`.
         attention: fields of `CrossAttention`, of a model that is ranked by it.
         composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
         objective: the name of the loss, for display.
         adapter: options of `probemb.models.adapter`, of a model that `finetune.adapt` made.
 
-    Raises UserError: values of a wrong type or range, or that do not go together.
+    Raises UserError: unknown choices, or values that are out of range or do not go together.
     """
 
     vocabulary: str | Path | Sequence[str] | None = None
@@ -140,15 +137,11 @@ class ModelOptions(Towers):
     adapter: dict | None = None
 
     def __post_init__(self):
-        hints = get_type_hints(ModelOptions)
-        for field in fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            if field.name not in ("pretrained", "vocabulary", "image_weights", "text_weights") and not _fits(
-                value, hint
-            ):
-                choices = get_args(hint) if get_origin(hint) is Literal else ()
-                remedy = f"Choose {', '.join(choices)}." if choices else f"Its type is {field.type}."
-                raise UserError(f"The model's {field.name} is {value!r}.{nearest(str(value), choices)}", remedy)
+        for name, hint in get_type_hints(ModelOptions).items():
+            choices, value = get_args(hint), getattr(self, name)
+            if get_origin(hint) is Literal and value not in choices:
+                remedy = f"Choose {', '.join(choices)}."
+                raise UserError(f"The model's {name} is {value!r}.{nearest(str(value), choices)}", remedy)
         low, high = self.log_var_range or (0, 1)
         point, token = not self.probabilistic, self.uncertainty != "branch"
         for key, wrong, remedy in (
@@ -202,8 +195,7 @@ class TrainedTowers(Towers):
     def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank. Its words have no vectors yet, and nothing is locked.
 
-        A vocabulary may lie beside the training `data`, or it is of `texts`. `scale` and `shift` of an objective's
-        options `loss`, if any, are the model's initial ones; `more` are further `ModelOptions`, or other values.
+        A vocabulary may lie beside `data`, or is of `texts`; `loss` may have `scale` and `shift`.
         """
         from probemb.models.create import create_model, vocabulary_for
 
@@ -217,7 +209,7 @@ class TrainedTowers(Towers):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crops, changes of colour, and erased rectangles, of training images.
+    """Random crops and changes of colour of training images.
 
     Args:
         scale: share of the image's area that a crop keeps, from and to.
@@ -226,8 +218,6 @@ class Augmentation:
         color_jitter: largest change of brightness, contrast, saturation and hue; empty for none.
         color_jitter_prob: share of the images that it is applied to.
         gray_scale_prob: share of the images that lose their colours.
-        re_prob: share of the images of which random rectangles become noise.
-        re_count: largest number of these rectangles.
     """
 
     scale: tuple[PositiveFloat, PositiveFloat] = (0.9, 1.0)
@@ -236,21 +226,14 @@ class Augmentation:
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
     color_jitter_prob: ClosedUnitInterval = 0.0
     gray_scale_prob: ClosedUnitInterval = 0.0
-    re_prob: ClosedUnitInterval = 0.0
-    re_count: PositiveInt = 1
 
     def check(self) -> None:
         """Raise UserError for ranges in the wrong order, and for a jitter without images or images without jitter."""
-        jitter = self.color_jitter or (0, 0, 0, 0)
+        half_jitter = (self.color_jitter is None) != (self.color_jitter_prob == 0)
         for name, wrong, remedy in (
             ("scale", not self.scale[0] <= self.scale[1] <= 1, "Give the smaller share first, and at most 1."),
             ("ratio", self.ratio[0] > self.ratio[1], "Give the smaller number first."),
-            ("color_jitter", jitter[3] > 0.5, "Set the fourth number to at most 0.5, which is every hue."),
-            (
-                "color_jitter",
-                (self.color_jitter is None) != (self.color_jitter_prob == 0),
-                "Set it and color_jitter_prob, or neither.",
-            ),
+            ("color_jitter", half_jitter, "Set it and color_jitter_prob, or neither."),
         ):
             if wrong:
                 raise UserError(f"data.augmentation.{name} is {getattr(self, name)}.", remedy)
@@ -262,20 +245,3 @@ SAVED = (  # in config.json, beside "name", "architecture" and "preprocess"
     *("log_var_range", "uncertainty", "unit_features", "log_var_start", "uncertainty_bias", "pooling", "adapter"),
 )
 DEFAULTS = {field.name: field.default for field in fields(ModelOptions) if field.name in SAVED}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """True if a value is of a declared type; lists stand for tuples, as in JSON, and every number is finite."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return value in args
-    if origin in (Union, UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
-    if hint is bool or isinstance(value, bool) or not issubclass(hint, int | float):
-        return type(value) is hint
-    try:
-        return isinstance(value, int if issubclass(hint, int) else int | float) and math.isfinite(hint(value))
-    except ValueError:  # out of the range of one of jsonargparse's types
-        return False

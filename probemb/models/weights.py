@@ -24,24 +24,20 @@ CAPTIONING = "text_decoder."  # CoCa's third part, which embeds nothing
 SHA256 = "tensors_sha256"  # in a saved configuration, beside what describes the model
 
 
-def first_line(error: Exception) -> str:
-    """The first line of another package's error, for a message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
 @contextmanager
 def refused(what: str, remedy: str) -> Iterator[None]:
-    """UserError for whatever other people's code raises about a configuration, a file, the network or the disk."""
+    """UserError for whatever other people's code raises."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what} ({type(error).__name__}: {first_line(error)}).", remedy) from error
+        why = str(error).strip().partition("\n")[0][:200]
+        raise UserError(f"{what} ({type(error).__name__}: {why}).", remedy) from error
 
 
 def tensors_sha256(state: dict[str, Tensor], about: str = "") -> str:
-    """64 hexadecimal digits over `about`, and the names, shapes, types and bytes of tensors, sorted by name."""
+    """64 hexadecimal digits over `about` and the tensors, sorted by name."""
     digest = hashlib.sha256(about.encode())
     for name, tensor in sorted(state.items()):
         digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
@@ -50,10 +46,7 @@ def tensors_sha256(state: dict[str, Tensor], about: str = "") -> str:
 
 
 def write_model(weights: Path, state: dict[str, Tensor], config: Path, about: dict, embed: bool = False) -> None:
-    """Write tensors, and their configuration as JSON with the tensors' SHA-256; each file is replaced as a whole.
-
-    `embed` puts the configuration into the weights file too. Raises UserError: they cannot be written.
-    """
+    """Write tensors, and their configuration as JSON with the tensors' SHA-256, with `embed` into the weights too."""
     about = {**about, SHA256: tensors_sha256(state)}
     metadata = {"config": json.dumps(about)} if embed else None
     remedy = "Choose a folder that you can write to, on a disk with free space."
@@ -63,11 +56,7 @@ def write_model(weights: Path, state: dict[str, Tensor], config: Path, about: di
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a .safetensors file or of a pickled one (read without executing anything), on the CPU.
-
-    A "state_dict" entry and a "module." prefix, as open_clip's trainer writes them, are taken off. Raises UserError: a
-    file that is neither, or holds anything but named tensors.
-    """
+    """Tensors of a .safetensors or pickled file (nothing is executed), without the wrapping of open_clip's trainer."""
     path = Path(path)
     try:
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
@@ -104,8 +93,8 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str | Path
 
 
 def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dict]:
-    """The weights file of a tag of the architecture `name` (downloaded if it is not in the cache) or of a path, and
-    what the weights ask of the preprocessing (a part of open_clip's PreprocessCfg; of a path what all tags agree on).
+    """The weights file of an open_clip tag of `name`, or of a path, and a part of the PreprocessCfg: a tag's, or of a
+    path what all tags of `name` agree on.
     """
     if Path(source).is_file():
         tags = open_clip.list_pretrained_tags_by_model(name)

@@ -3,14 +3,13 @@
 Nothing here touches pyplot or the user's matplotlib settings. The colours suit colour-blind readers.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Self
 
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -43,18 +42,11 @@ _STYLE = {
     "svg.fonttype": "path",  # the same letters everywhere
     "pdf.fonttype": 42,
 }
-
-
 _styled = context(["default", _STYLE])  # run with this module's style over matplotlib's defaults
 
 
 class Chart:
-    """One figure with one pair of axes.
-
-    Args:
-        name: of its files, unique within a page.
-        x_label, y_label: the axes' quantities, with units.
-    """
+    """One figure with one pair of axes; name: of its files, unique within a page."""
 
     @_styled
     def __init__(self, name: str, *, x_label: str, y_label: str):
@@ -70,10 +62,9 @@ class Chart:
     def line(
         self, xs: Sequence[float], ys: Sequence[float], name: str = "", colour: str = BLUE, *, dashed: bool = False,
         points: bool = False, spread: Sequence[float] | None = None, notes: Sequence[str] | None = None,
-    ) -> Chart:  # fmt: skip
-        """A line. points: every point is a dot; spread: half the length of its error bar; notes: texts of the points
-        under the pointer, by default their coordinates.
-        """
+    ) -> Self:  # fmt: skip
+        """points: each is a dot; spread: half the length of its error bar; notes: shown under the pointer, by default
+        its coordinates."""
         style = {"linestyle": "--" if dashed else "-", "marker": "o" if points else None, "markersize": 5}
         self._axes.plot(xs, ys, color=colour, label=printable(name), zorder=2.5, clip_on=False, **style)
         if spread is not None:
@@ -84,14 +75,12 @@ class Chart:
         return self
 
     @_styled
-    def level(self, y: float, name: str, colour: str = GREY) -> Chart:
-        """A horizontal line for comparison."""
+    def level(self, y: float, name: str, colour: str = GREY) -> Self:
         self._axes.axhline(y, color=colour, linestyle="--", linewidth=1.1, zorder=1.5, label=printable(name))
         return self
 
     @_styled
-    def mark(self, x: float, y: float, name: str) -> Chart:
-        """Highlight one point."""
+    def mark(self, x: float, y: float, name: str) -> Self:
         right = x > sum(self._axes.get_xlim()) / 2
         self._axes.plot([x], [y], "o", color=ORANGE, markersize=7, markeredgecolor="white", zorder=3)
         place = {"textcoords": "offset points", "ha": "right" if right else "left"}
@@ -101,8 +90,8 @@ class Chart:
     @_styled
     def cloud(
         self, points: Sequence[tuple[float, float, float, str]], name: str, colour: str = BLUE, marker: str = "o"
-    ) -> Chart:
-        """Points (x, y, radius in points, note) of one kind."""
+    ) -> Self:
+        """Points (x, y, radius in points, note)."""
         xs, ys, radii, _ = zip(*points)
         look = {"s": [4 * radius**2 for radius in radii], "alpha": 0.7, "linewidths": 0}  # its sizes are areas
         self._axes.scatter(xs, ys, color=colour, marker=marker, label=printable(name), **look)
@@ -112,8 +101,8 @@ class Chart:
     @_styled
     def ellipses(
         self, rows: Sequence[tuple[float, float, float, float, float, str]], name: str, colour: str = BLUE
-    ) -> Chart:
-        """Ellipses (x, y, half axis, other half axis, angle in radians, note) of one kind."""
+    ) -> Self:
+        """Ellipses (x, y, half axis, other half axis, angle in radians, note)."""
         look = {"facecolor": to_rgba(colour, min(0.3, 2 / len(rows))), "edgecolor": to_rgba(colour, 0.6)}
         for x, y, a, b, angle, _ in rows:
             self._axes.add_patch(Ellipse((x, y), 2 * a, 2 * b, angle=math.degrees(angle), linewidth=0.8, **look))
@@ -122,7 +111,7 @@ class Chart:
         return self.cloud([(x, y, 2, note) for x, y, _, _, _, note in rows], name, colour)
 
     @_styled
-    def bars(self, counts: Sequence[int], things: str) -> Chart:
+    def bars(self, counts: Sequence[int], things: str) -> Self:
         """Bars at x = 1, 2, ..., len(counts); `things` names what is counted."""
         ks = range(1, len(counts) + 1)
         self._axes.bar(ks, counts, 0.8, color=BLUE)
@@ -132,7 +121,6 @@ class Chart:
         return self
 
     def _finish(self) -> None:
-        """Set ranges and the legend above the axes."""
         if self._finished:
             return
         self._finished, axes = True, self._axes
@@ -154,7 +142,6 @@ class Chart:
 
     @_styled
     def save(self, path: Path, format: str, generator: str = "") -> None:
-        """Write "pdf" or "png" (200 dots an inch), on white."""
         self._finish()
         key = "Software" if format == "png" else "Creator"
         self._figure.savefig(path, format=format, dpi=200, metadata={key: generator})

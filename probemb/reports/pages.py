@@ -1,10 +1,8 @@
-"""Results as blocks that the console prints and one HTML template draws (Jinja2 with autoescape).
+"""Results as blocks that the console prints and one HTML template draws.
 
-A page needs no other files: figures are inline SVG, pictures small JPEGs. Names of classes, files and models, and
-captions, are untrusted: they reach a page only through its template, which escapes them.
+Names of classes, files and models, and captions, are untrusted: they reach a page only through its template, which
+escapes them.
 """
-
-from __future__ import annotations
 
 import base64
 import io
@@ -71,8 +69,7 @@ def line_figure(name: str, x_label: str, y_label: str, lines: Mapping[str, Seque
 
 
 def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label: str, title: str = "") -> list[Figure]:
-    """A score in bins of uncertainty (a result of `uncertainty_bins`), in percent with a standard error; nothing
-    without bins."""
+    """A result of `uncertainty_bins`, in percent with a standard error; nothing without bins."""
     if bins is None:
         return []
     ys = [100 * y for y in bins["accuracy"]]
@@ -87,12 +84,12 @@ def bin_figure(name: str, bins: dict | None, things: str, x_label: str, y_label:
 
 
 def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title: str) -> list[Figure]:
-    """Scores of what is left when the least certain are refused (results of `rejection_curve`)."""
+    """Results of `rejection_curve`."""
     if not curves:
         return []
     chart = Chart(name, x_label="least certain refused, %", y_label=y_label)
     for (by, curve), colour in zip(curves.items(), PALETTE):
-        chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], by, colour)
+        chart.line(*([100 * x for x in curve[key]] for key in ("refused", "score")), by, colour)
     chart.level(100 * curve["random"], "at random")
     areas = ", ".join(f"{by} {percent(curve['area'])}" for by, curve in curves.items())
     return [Figure(chart, title, f"Mean over all shares: {areas}.")]
@@ -101,7 +98,7 @@ def rejection_figure(name: str, curves: Mapping[str, dict], y_label: str, title:
 def reliability_figure(
     name: str, curves: Mapping[str, dict | None], x_label: str, y_label: str, title: str
 ) -> list[Figure]:
-    """Shares against probabilities (results of `reliability`), calibrated where they are equal."""
+    """Results of `reliability`."""
     chart = Chart(name, x_label=x_label, y_label=y_label).line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
     for (of, curve), colour in zip(curves.items(), PALETTE):
         if curve:
@@ -139,7 +136,6 @@ class Page(NamedTuple):
 
 
 def print_page(page: Page) -> None:
-    """Print the paragraphs and tables of its sections."""
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for block in (block for _, blocks in page.sections for block in blocks):
         if isinstance(block, str) and block:
@@ -159,10 +155,7 @@ def print_page(page: Page) -> None:
 
 
 def write_page(file: Path, page: Page, generator: str) -> None:
-    """Write the page, and each of its figures as PDF and PNG to FIGURES beside it.
-
-    Raises OSError: a file cannot be written.
-    """
+    """Write the page, and each of its figures as PDF and PNG to FIGURES beside it. Raises OSError."""
     folder, shown = file.with_name(FIGURES), {}
 
     def draw(chart: Chart) -> Markup:
@@ -173,8 +166,8 @@ def write_page(file: Path, page: Page, generator: str) -> None:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    sections = [(title, [block for block in blocks if block]) for title, blocks in page.sections]
-    page = page._replace(sections=[(title, blocks) for title, blocks in sections if blocks])
+    sections = [(title, [block for block in blocks if block]) for title, blocks in page.sections if any(blocks)]
+    page = page._replace(sections=sections)
     template = environment.get_template("report.html")
     text = template.render(page=page, generator=generator, draw=draw, written=provenance(), folder=folder.name)
     if file.exists():  # figures that an earlier page of the same name links to
@@ -205,5 +198,4 @@ def picture_of(images: Images, index: int, note: str, kind: str = "") -> list[Pi
 
 
 def verdict(right) -> str:
-    """ "right" or "wrong", the mark of an answer."""
     return "right" if bool(right) else "wrong"

@@ -26,10 +26,8 @@ def results_folder(out: str | None, model: str, name: str, elsewhere: str) -> Pa
 
 
 def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
-    """Check that `names` may be written into `folder`: absent, or written by `generator` before.
-
-    A new page also needs a figures folder that is absent or empty. Raises UserError.
-    """
+    """Check that `names` may be written into `folder`: absent, or written by `generator` before. A new page also needs
+    a figures folder that is absent or empty. Raises UserError."""
     remedy, taken = "Name another folder with --out.", None
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file.", "Name a folder.")

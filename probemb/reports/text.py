@@ -54,6 +54,5 @@ def plus_minus(estimate: dict | None, scale: float = 100, digits: int = 2, signe
 
 
 def correlations(bins: dict) -> str:
-    """Both correlations of a result of `uncertainty_bins`."""
     pearson, spearman = ("undefined" if x is None else f"{x:+.2f}" for x in (bins["pearson"], bins["spearman"]))
     return f"Pearson {pearson} over bins; Spearman {spearman} over single items."

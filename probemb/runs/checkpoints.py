@@ -6,14 +6,13 @@ continues during a write in a thread.
 
 import hashlib
 import json
-import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -24,8 +23,6 @@ from probemb.files import flush, replace_text
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 BEST = "best.json"  # in the run folder: the best checkpoint by a metric
-
-logger = logging.getLogger(__name__)
 
 
 class Damaged(UserError):
@@ -45,7 +42,7 @@ class Snapshot(NamedTuple):
     """
 
     tensors: dict[str, dict[str, Tensor]]
-    content: dict[str, Any]
+    content: dict
     whole: dict[str, Tensor] | None = None
 
     def write(self, run_dir: Path | str) -> Path:
@@ -61,8 +58,7 @@ class Snapshot(NamedTuple):
             partial.mkdir()
             files = {name: _write_tensors(partial / name, entries) for name, entries in self.tensors.items()}
             content = json.loads(json.dumps({**self.content, "files": files}))  # as it will be read, for the sum
-            text = json.dumps({**content, "sha256": _sum_of(content)}, indent=1)
-            (partial / STATE).write_text(text, encoding="utf-8")
+            (partial / STATE).write_text(json.dumps({**content, "sha256": _sum_of(content)}, indent=1))  # ASCII
             flush(partial / STATE)
             flush(partial)
             if target.exists():  # between these two renames, this one step has no checkpoint under its name
@@ -77,7 +73,6 @@ class Snapshot(NamedTuple):
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    """Write a safetensors file of CPU tensors; returns its {"bytes", "sha256"}. Raises OSError."""
     try:
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
     except SafetensorError as error:  # a full disk, for example
@@ -87,13 +82,13 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | st
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def read_state(path: Path | str) -> dict[str, Any]:
+def read_state(path: Path | str) -> dict:
     """The `state` of a checkpoint, and its "step"; reads no tensors. Raises Damaged."""
     content = read_content(Path(path))
     return {**content["state"], "step": content["step"]}
 
 
-def read_content(path: Path, verify: bool = False) -> dict[str, Any]:
+def read_content(path: Path, verify: bool = False) -> dict:
     """state.json, checked against its own sum and the files' sizes; `verify`: also their sums. Raises Damaged."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
@@ -118,12 +113,11 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sum_of(content: dict[str, Any]) -> str:
-    """The sum of state.json's content without the sum itself."""
+def _sum_of(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def find_checkpoint(run_dir: Path | str, tell: Callable[[str], object] = logger.warning) -> Path | None:
+def find_checkpoint(run_dir: Path | str, tell: Callable[[str], object] = print) -> Path | None:
     """The newest checkpoint of a run whose files have their sums, or None if none was ever finished; not collective.
 
     `tell` gets a sentence for every newer one, which is damaged. Raises UserError: all are.
@@ -150,30 +144,23 @@ def restore_replaced(run_dir: Path | str) -> None:
 
 
 def remove_after(run_dir: Path | str, step: int) -> None:
-    """Delete checkpoints after the step that a run resumes from: damaged, as `prune`, which compares no sums, cannot
-    tell. Raises OSError.
-    """
+    """Delete checkpoints after the step that a run resumes from: they are damaged, which `prune` would not see."""
     for number, path in _finished(run_dir).items():
         if number > step:
             shutil.rmtree(path)
 
 
 def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[int] = ()) -> None:
-    """Delete all checkpoints but the newest `keep`, multiples of `keep_every` (0: none), and `also` these steps; a
-    damaged one counts for none. One that cannot be deleted is logged.
-    """
+    """Delete all but the newest `keep` whole checkpoints, multiples of `keep_every` (0: none), and `also` these."""
     found = _finished(run_dir)
     for step in superfluous(found, complete_steps(run_dir), keep, keep_every, also):
-        try:
-            shutil.rmtree(found[step])
-        except OSError as error:
-            logger.warning("The old checkpoint %s could not be deleted: %s.", found[step], error)
+        shutil.rmtree(found[step], ignore_errors=True)  # what a file system still holds goes the next time
 
 
 def superfluous(
     steps: Iterable[int], whole: Collection[int], keep: int, keep_every: int = 0, also: Collection[int] = ()
 ) -> list[int]:
-    """The `steps` that `prune` deletes; `whole`: those whose checkpoints are complete, which alone count as kept."""
+    """The `steps` that `prune` deletes; only those in `whole` count as kept."""
     old = [step for step in steps if sum(newer > step for newer in whole) >= keep]
     return [step for step in old if step not in also and not (keep_every and step % keep_every == 0)]
 
@@ -189,7 +176,7 @@ def complete_steps(run_dir: Path | str) -> list[int]:
 
 
 def _finished(run_dir: Path | str) -> dict[int, Path]:
-    """Every checkpoints/step-N by its step, newest first."""
+    """Checkpoints by their step, newest first."""
     paths = {path.name.removeprefix("step-"): path for path in (Path(run_dir) / "checkpoints").glob("step-*")}
     return {int(step): paths[step] for step in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
 
@@ -203,14 +190,13 @@ class Best:
     value: float = math.nan
 
     def add(self, step: int, value: float) -> bool:
-        """Note the value of a later step, if it is the best so far; returns whether it is. NaN never is."""
+        """Note a later step's value; returns whether it is the best so far. NaN never is."""
         better = value < self.value if self.metric.endswith("loss") else value > self.value
         if is_best := better or (self.step is None and not math.isnan(value)):
             self.step, self.value = step, value
         return is_best
 
     def write(self, run: Path) -> None:
-        """Write best.json. Raises OSError."""
         replace_text(run / BEST, json.dumps(asdict(self), indent=1) + "\n")
 
 

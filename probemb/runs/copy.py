@@ -6,8 +6,6 @@
 A thread of rank 0 keeps it up to date: the run neither waits for the copy nor fails with it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -69,12 +67,10 @@ class Copy:
                 listed.set_exception(error)
 
         threading.Thread(target=find, daemon=True).start()
-        names = listed.result(PATIENCE)
-        found = re.findall(rf"^checkpoints/step-(\d+)/{STATE}$", "\n".join(names), re.MULTILINE)
-        return sorted(map(int, found), reverse=True)
+        names = "\n".join(listed.result(PATIENCE))
+        return sorted(map(int, re.findall(rf"^checkpoints/step-(\d+)/{STATE}$", names, re.MULTILINE)), reverse=True)
 
     def put(self, name: str, folder: Path) -> None:
-        """Copy a file of a folder."""
         self.files.makedirs(os.path.dirname(name), exist_ok=True)
         self.files.put_file(str(folder / name), name)
 
@@ -100,10 +96,9 @@ class Copy:
 
 
 class Copier:
-    """Brings a copy up to date at every `wake`: the newest checkpoint first, those of `keep_every`, and the best; one
-    that a newer one overtakes is left out. Then the copy keeps as many as the run folder.
-
-    A failure is told, and the next `wake` tries again; it never reaches the run. `protected`: further steps to keep.
+    """Brings a copy up to date at every `wake`: the newest checkpoint first, those of `keep_every`, and `protected`
+    ones; one that a newer one overtakes is left out. Then the copy keeps as many as the run folder. A failure is told,
+    and the next `wake` tries again; it never reaches the run.
     """
 
     def __init__(self, run: Path, copy: Copy, keep: int, keep_every: int, protected: Callable[[], Collection[int]]):
@@ -126,31 +121,31 @@ class Copier:
         self.wake()
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            print(f"remote copy {self.copy}: not up to date after {seconds:.0f} s; --resume completes it", flush=True)
+            self._say(f"not up to date after {seconds:.0f} s; --resume completes it")
+
+    def _say(self, text: str) -> None:
+        print(f"remote copy {self.copy}: {text}", flush=True)
 
     def _bring_up_to_date(self) -> None:
         try:
             there = set(self.copy.steps())
-            while (step := self._next(there)) is not None:
-                self.in_use = frozenset([step])
-                self.copy.put_step(step, self.run)
-                there.add(step)
-                print(f"remote copy {self.copy}: step {step} is complete", flush=True)
+            while missing := [step for step in self._wanted() if step not in there]:
+                self.in_use = frozenset(missing[:1])
+                self.copy.put_step(missing[0], self.run)
+                there.add(missing[0])
+                self._say(f"step {missing[0]} is complete")
             for name in SMALL:
                 if (self.run / name).exists():
                     self.copy.put(name, self.run)
             self.copy.remove(superfluous(there, there, self.keep, self.keep_every, self.protected()))
         except Exception as error:  # any, of any package
-            said = f"failed ({self.copy.reason(error)}); the next checkpoint, or --resume, tries again"
-            print(f"remote copy {self.copy}: {said}", flush=True)
+            self._say(f"failed ({self.copy.reason(error)}); the next checkpoint, or --resume, tries again")
         finally:
             self.in_use = frozenset()
 
-    def _next(self, there: Collection[int]) -> int | None:
-        """The newest step that is still to be copied."""
-        here, best, every = complete_steps(self.run), self.protected(), self.keep_every
-        wanted = [step for step in here if step == here[0] or step in best or (every and step % every == 0)]
-        return next((step for step in wanted if step not in there), None)
+    def _wanted(self) -> list[int]:
+        here, kept = complete_steps(self.run), self.protected()
+        return [s for s in here if s == here[0] or s in kept or (self.keep_every and s % self.keep_every == 0)]
 
 
 def check_copy(copy: Copy, out: str | Path, step: int | None, tell: Callable[[str], object]) -> None:
@@ -184,15 +179,13 @@ def check_copy(copy: Copy, out: str | Path, step: int | None, tell: Callable[[st
 def fetch_newest(copy: Copy, run: Path, tell: Callable[[str], object]) -> None:
     """Fetch the newest whole checkpoint of a copy, and the best one, into a run folder that has none.
 
-    Several ranks of a machine may call it: the first one fetches, the others wait for it. Checkpoints get their names
-    when everything is there, so a fetch that was killed is made again.
+    Of several ranks of a machine the first one fetches, and the others wait for it. Checkpoints get their names when
+    everything is there, so a fetch that was killed is made again.
 
     Raises UserError: the copy cannot be read, all its checkpoints are damaged, or the folder cannot be written.
     """
-    if complete_steps(run):
-        return
     try:
-        if not (steps := copy.steps()):
+        if complete_steps(run) or not (steps := copy.steps()):
             return
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         with open(run / "checkpoints" / ".fetching", "w") as lock:
@@ -211,17 +204,17 @@ def _fetch(copy: Copy, run: Path, steps: list[int], tell: Callable[[str], object
         raise UserError(f"Every checkpoint in {copy} is damaged.", "Restore one, or start a new run elsewhere.")
     for name in SMALL:
         copy.get(name, run)
-    marked = read_best(run)
-    best = [step for step in steps if marked and step == marked.step and step < newest]
-    for step in [step for step in best if _fetch_step(copy, run, step, tell)] + [newest]:
-        _fetched(run, step).rename(run / "checkpoints" / f"step-{step}")
+    best = read_best(run)
+    older = [step for step in steps if best and step == best.step < newest and _fetch_step(copy, run, step, tell)]
+    for step in (*older, newest):
+        (run / "checkpoints" / f".step-{step}.fetched").rename(run / "checkpoints" / f"step-{step}")
         flush(run / "checkpoints")
     tell(f"fetched step {newest} from {copy}")
 
 
 def _fetch_step(copy: Copy, run: Path, step: int, tell: Callable[[str], object]) -> bool:
     """Fetch a checkpoint under a hidden name; False if it is damaged."""
-    folder = _fetched(run, step)
+    folder = run / "checkpoints" / f".step-{step}.fetched"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -234,7 +227,3 @@ def _fetch_step(copy: Copy, run: Path, step: int, tell: Callable[[str], object])
     for file in (*folder.iterdir(), folder):
         flush(file)
     return True
-
-
-def _fetched(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f".step-{step}.fetched"

@@ -21,19 +21,14 @@ BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and
 
 # ------------------------------------------------------------------------------------------------ before a run starts
 def newest_checkpoint(
-    out: str | Path,
-    resume: bool,
-    tell: Callable[[str], object] = print,
-    minutes: float = 0.0,
-    trains: bool = True,
+    out: str | Path, resume: bool, tell: Callable[[str], object] = print, minutes: float = 0.0, trains: bool = True,
     fetch: Callable[[], object] = lambda: None,
-) -> Path | None:
+) -> Path | None:  # fmt: skip
     """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
     `tell` gets a sentence about newer, damaged ones, or about the wait of up to `minutes` for an earlier start of this
-    job to release the folder. `fetch` may put a checkpoint into the folder, once that is known to be a run's or empty;
-    without `trains` there are never any. Raises UserError: a new run would overwrite something, or another job writes
-    the folder.
+    job. `fetch` may put a checkpoint into the folder, once that is known to be a run's or empty; without `trains` there
+    are never any. Raises UserError: a new run would overwrite something, or another job writes the folder.
     """
     run = Path(out)
     refuse_locked(run, minutes if resume else 0.0, tell)
@@ -57,9 +52,7 @@ def newest_checkpoint(
 
 
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average: bool = False) -> None:
-    """Raise UserError unless the disk has room for one more checkpoint and so many exported models; several networks
-    count as one `model`. `average`: checkpoints have one of its weights.
-    """
+    """Raise UserError unless the disk has room for another checkpoint, with an `average`, and exported `models`."""
     n = sum(p.numel() for p in model.parameters())
     needed = n * (BYTES_OF_CHECKPOINT + (models + average) * BYTES_OF_MODEL)
     path = Path(out).absolute()
@@ -73,17 +66,14 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average
 
 
 def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...]) -> list[str]:
-    """Refuse to resume with other data, another model or another recipe, unless `config.allow_changes` is set.
-
-    `state`: of the checkpoint `earlier`, with its "config" and "data", as `identity`: what the batches depend on.
-    `free`: keys of the configuration, and groups of them, that may change. Returns the changes, "KEY: BEFORE -> NOW"
-    each. Raises UserError, which names them.
+    """Changes since `state`, of the checkpoint `earlier`, "KEY: BEFORE -> NOW" each; UserError if one is not of the
+    `free` keys and groups, and `config.allow_changes` is not set. `identity`: what the batches depend on.
     """
     before, now = flat(state["config"]), flat(resolved(config))
     keys = [key for key in sorted({*before, *now}) if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
     changes = {key: (before.get(key), now.get(key)) for key in keys}
     before, now = flat(state["data"], "data."), flat(identity, "data.")
-    changes = {key: (before.get(key), now.get(key)) for key in {**before, **now}} | changes
+    changes |= {k: (before.get(k), now.get(k)) for k in {**before, **now} if k.removeprefix("data.") not in changes}
     found = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if old != new]
     allowed = getattr(config, "allow_changes", None)  # None: such runs have no such option
     if found and not allowed:
@@ -96,8 +86,8 @@ def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free:
 
 
 def refuse_endless_starts(run: Path, first: int, step: int) -> None:
-    """Count a start that was asked to stop at `step` and began at `first`, or a scheduler would repeat it forever;
-    collective. Raises UserError on all ranks: it is the third in a row without a new step.
+    """Raise UserError on all ranks if a start that began at `first` and was asked to stop at `step` is the third in a
+    row without a new step, which a scheduler would repeat forever; collective.
     """
     count = count_start(run / ".starts", first, step) if is_main() else 0
     if all_of(count)[0] >= MAX_STARTS:
@@ -110,19 +100,18 @@ def refuse_endless_starts(run: Path, first: int, step: int) -> None:
 
 
 def take_lock(run: Path | str) -> RunLock | None:
-    """The lock of a run folder, on rank 0; collective. Raises UserError: it is held, or cannot be written."""
+    """The lock of a run folder, on rank 0; collective."""
     return on_main(lambda: RunLock(Path(run)), run, "Choose another --out.")
 
 
 # ------------------------------------------------------------------------------------------------------ what it writes
 class RunOutput:
-    """config.yaml, metrics.jsonl, tensorboard/ and checkpoints/. Every rank holds one, as saving is collective; rank 0
-    writes.
+    """config.yaml, metrics.jsonl, tensorboard/ and checkpoints/, written by rank 0; every rank holds one, as saving is
+    collective.
 
     Checkpoints are written in a thread during training. A step waits for the copy to rank 0's memory, and for the
     previous write if that is still in progress. An error of the thread is kept until `check` raises it on every rank.
-    `step`: from which the run of `steps` resumes; `lock`: on rank 0, a folder that is deleted meanwhile ends the run.
-    Raises UserError on all ranks: the folder cannot be written.
+    With a `lock`, a folder that is deleted meanwhile ends the run.
     """
 
     def __init__(self, config, step: int, steps: int, lock: RunLock | None = None):
@@ -145,11 +134,9 @@ class RunOutput:
         return RunLog(self.path, step, wandb)
 
     def line(self, step: int, values: dict[str, float]) -> str:
-        """The progress line; `values` as in metrics.jsonl."""
         return train_line(step, self.steps, values)
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Log a step and print its progress line."""
         if self.log:
             self.log.write(step, values)
             print(self.line(step, values), flush=True)
@@ -157,7 +144,7 @@ class RunOutput:
 
     @property
     def failed(self) -> bool:
-        """True if a checkpoint could not be written, or the folder is gone, on this rank."""
+        """True on a rank that could not write a checkpoint, or whose folder is gone."""
         return self._failure is not None
 
     def check(self) -> None:
@@ -166,9 +153,7 @@ class RunOutput:
         agree(failure)
 
     def write(self, take: Callable[[], Snapshot | None], then: Callable[[], None] = lambda: None) -> None:
-        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective. Raises
-        UserError: the previous one could not be written.
-        """
+        """Start to write the snapshot that `take` copies on rank 0, and call `then` in the thread; collective."""
         began = time.perf_counter()
         self.finish()
         if snapshot := take():
@@ -191,7 +176,6 @@ class RunOutput:
         self._thread.start()
 
     def _explained(self, error: Exception | None) -> Exception | None:
-        """The error for the person who started the run; also without one, if the folder is gone."""
         if self.lock and not self.lock.is_current():
             return UserError(
                 f"The run folder is gone: {self.path} was deleted or replaced while the run was writing it.",
@@ -216,11 +200,10 @@ class RunOutput:
         )
 
     def prune(self) -> None:
-        """Delete checkpoints that are not to be kept."""
         prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0), self.protected)
 
     def write_more(self, snapshot: Snapshot) -> str:
-        """Hook, called in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""
+        """Hook in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""
         return ""
 
     def _wait(self) -> None:
@@ -228,7 +211,7 @@ class RunOutput:
             self._thread.join()
 
     def finish(self) -> None:
-        """Wait until everything is written; collective. Raises UserError on all ranks: a write failed."""
+        """Wait until everything is written, or raise the error of a write on all ranks; collective."""
         self._wait()
         self.check()
 

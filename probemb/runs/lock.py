@@ -20,10 +20,9 @@ MAX_STARTS = 3
 
 
 class RunLock:
-    """The lock of a run folder, which is made if it is missing; it names the host and process that hold it.
-
-    It is flock's, and also holds between machines where the file system supports that (NFS does, Lustre with `-o
-    flock`); elsewhere a warning is printed. Raises UserError: another job holds it.
+    """The lock of a run folder, which is made if it is missing; it names the host and process that hold it. It is
+    flock's, so machines share it where the file system does (NFS, Lustre with `-o flock`); elsewhere a warning is
+    printed. Raises UserError: another job holds it.
     """
 
     def __init__(self, run: Path):
@@ -46,7 +45,7 @@ class RunLock:
 
 
 def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object] = print) -> None:
-    """Refuse a folder that another job writes; writes nothing. Raises UserError, which names the host and process.
+    """Raise UserError if another job writes the folder; writes nothing.
 
     Where Slurm has started this job again, the other one may be its earlier start, on a machine that Slurm has lost but
     that still runs. Its watchdog ends it; so this waits up to `minutes`, and says it through `tell`.

@@ -21,17 +21,13 @@ from probemb.files import replace_text
 
 
 class Window:
-    """Means and speed over the steps between two log lines; scalars stay on the `device` until then.
-
-    `unit`: items of a batch: "images" gives images_per_second; `waited`: seconds spent waiting for data so far.
-    """
+    """Means and speed, in `unit`s like "images", over the steps between two log lines; `waited`: seconds for data."""
 
     def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu"):
         self.unit, self.waited, self.device = unit, waited, torch.device(device)
         self.restart()
 
     def restart(self) -> None:
-        """Drop all sums and restart the clock."""
         self.sums: dict[str, Tensor] = {}
         self.counts: Counter[str] = Counter()
         self.n, self.began, self.waited_before = 0, time.perf_counter(), self.waited()
@@ -44,26 +40,21 @@ class Window:
             self.counts[name] += 1
 
     def read(self, batch_size: int, steps_left: int) -> dict[str, float]:
-        """Means over steps and ranks, none if every step was skipped; samples/s over all ranks, and tokens/s, if the
-        terms have "text_tokens", those of each text; share of time waiting for data; ETA in s; the most bytes that any
-        rank has used so far. Collective.
+        """Means over steps and ranks, none if every step was skipped, and over all ranks samples/s, tokens/s for terms
+        with "text_tokens" of each text, share of time waiting for data, ETA in s, most bytes used so far. Collective.
         """
         sums = [self.sums[name].to(self.device).double().reshape(()) / n for name, n in self.counts.items()]
         means = dict(zip(self.counts, torch.stack(sums).tolist() if sums else []))
         seconds = time.perf_counter() - self.began
         waited = (self.waited() - self.waited_before) / seconds
         values = distributed.mean_over_ranks(means | {"data_wait": waited}, self.device)
-        values["memory"] = float(max(distributed.all_of(_peak_memory(self.device))))
+        on_gpu, resident = self.device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 1024 * resident
+        values["memory"] = float(max(distributed.all_of(peak)))
         values |= {f"{self.unit}_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
         if "text_tokens" in values:
             values["tokens_per_second"] = values["text_tokens"] * self.n * batch_size / seconds
         return values
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -82,8 +73,6 @@ def or_tell(what: object, write: Callable[[], object]) -> None:
 
 
 def append_line(path: Path, values: dict) -> None:
-    """Append a line of JSON to a log."""
-
     def append() -> None:
         with path.open("a", encoding="utf-8") as file:
             # A disk that was full may have cut the line before.
@@ -102,8 +91,6 @@ class RunLog:
         self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1, flush_secs=10**9)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write a line of metrics.jsonl and a point of every curve."""
-
         def draw() -> None:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
@@ -115,14 +102,13 @@ class RunLog:
             or_tell("wandb", lambda: self.wandb.log(values, step=step))
 
     def close(self) -> None:
-        """Close the files; never raises."""
         or_tell(self.run / "tensorboard", self.board.close)
         if self.wandb:
             or_tell("wandb", self.wandb.finish)
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of a jsonl file, if it exists, that an interrupted attempt wrote after a step."""
+    """Drop the lines that an interrupted attempt wrote after a step, if there is such a file."""
     if path.is_file():
         replace_text(path, "".join(f"{line}\n" for line, values in logged_lines(path) if values["step"] <= step))
 
@@ -139,7 +125,7 @@ def logged_lines(path: Path) -> list[tuple[str, dict]]:
 
 
 def start_wandb(project: str | None, run: Path, config: dict):
-    """A run of the Weights & Biases project, if one is named, with an id that stays when it resumes. Raises UserError.
+    """A run of the Weights & Biases project, if one is named, with an id that stays when it resumes.
 
     Until it has started, only the folder's wandb/ is written.
     """
@@ -190,12 +176,10 @@ METRICS = {"rsum": "RSUM", "r_precision": "R-Precision"}  # that choose an epoch
 
 
 def step_of(step: int, steps: int) -> str:
-    """The head of every progress line."""
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
 def train_line(step: int, steps: int, values: dict[str, float]) -> str:
-    """The progress line of a step; `values` as in metrics.jsonl."""
     # The first step may compile and fetch the first shards: it says little about the others.
     left_out = {*SILENT, "eta" if "first_step" in values else "", "" if values.get("skipped") else "skipped"}
     v = {name: value for name, value in values.items() if name not in left_out}
@@ -207,14 +191,13 @@ def train_line(step: int, steps: int, values: dict[str, float]) -> str:
     return " | ".join([step_of(step, steps), *fields.values()])
 
 
+# Validations in percent, for a progress line: of composed queries, and of pairs.
 def composed_words(values: dict[str, float]) -> str:
-    """R-Precision and recalls of composed queries in percent, for a progress line."""
     marked = " (best)" if values.get("is_best") else ""
     return f"R-Precision {values['r_precision']:.1f}{marked} (R@5, 10: {values['r5']:.1f} {values['r10']:.1f})"
 
 
 def rsum_words(values: dict[str, float]) -> str:
-    """RSUM and recalls in percent, for a progress line."""
     recalls = " ".join(f"{values[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 5, 10))
     marked = " (best)" if values.get("is_best") else ""
     weights = [f"{values[key]:g}" for key in ("tolerance_i2t", "tolerance_t2i") if key in values]
@@ -223,11 +206,9 @@ def rsum_words(values: dict[str, float]) -> str:
 
 
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:
-    """The lines before the first step: the given ones, and the run's folder, length and start."""
     lines["run"] = f"{out}, {length}" + (f", resumed at step {step} from {earlier}" if earlier else "")
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
 
 def count(n: int, what: str) -> str:
-    """ "1 epoch", "2 epochs"."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"

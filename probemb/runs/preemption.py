@@ -1,7 +1,5 @@
 """Requests to stop, by a scheduler or Ctrl-C: a signal sets a flag, which is checked at every step and in waits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -15,20 +13,17 @@ SAME_SECONDS = 1.0  # a launcher forwards a Ctrl-C that the terminal has already
 
 class Preemption:
     """A context in which SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C are remembered instead of ending the process; a
-    second Ctrl-C raises KeyboardInterrupt.
-
-    SIGHUP stays ignored under nohup, and SIGINT in a script's background. On leaving, the earlier handlers return, so
-    that a launcher can end a run that fails or has saved. `name` is the first signal that came, such as "SIGTERM", or
-    None. The first one among `interrupting` raises KeyboardInterrupt at once: what is computed would not be saved.
+    second Ctrl-C raises KeyboardInterrupt, as the first signal among `interrupting` does: what is computed would not be
+    saved. SIGHUP stays ignored under nohup, and SIGINT in a script's background.
     """
 
     def __init__(self):
-        self.name: str | None = None
+        self.name: str | None = None  # of the first signal that came, such as "SIGTERM"
         self.interrupting: tuple[signal.Signals, ...] = ()
         self._interrupted: float | None = None
         self._before: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> Preemption:
+    def __enter__(self) -> "Preemption":
         for number in (*SIGNALS, signal.SIGINT):
             if number not in (signal.SIGHUP, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._remember)
@@ -53,7 +48,6 @@ class Preemption:
 
     @property
     def description(self) -> str:
-        """The cause that stopped the run, for messages."""
         return {None: "a signal to another rank", "SIGINT": "Ctrl-C"}.get(self.name, self.name)
 
     @property
@@ -62,5 +56,4 @@ class Preemption:
         return 130 if self.name == "SIGINT" else REQUEUE
 
     def asked(self) -> bool:
-        """True if this process was asked to stop."""
         return self.name is not None

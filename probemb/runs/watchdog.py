@@ -4,8 +4,6 @@ The main thread notes what it does in a `Progress`. A thread looks at it, and po
 met, as collectives cannot be used while one of them hangs.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing
@@ -32,7 +30,7 @@ SHOWN = 6  # groups of ranks in a message
 
 
 class Progress:
-    """State of this rank's main thread, and the time since when."""
+    """State of this rank's main thread, and since when."""
 
     def __init__(self, step: int = 0):
         self.step, self.step_at, self.made_one = step, time.monotonic(), False
@@ -43,11 +41,9 @@ class Progress:
         self.phase = what, detail, time.monotonic()
 
     def made(self, step: int) -> None:
-        """Note a finished step."""
         self.step, self.step_at, self.made_one = step, time.monotonic(), True
 
     def describe(self) -> str:
-        """The phase with its details."""
         what, detail, _ = self.phase
         try:
             return (detail and detail()) or what
@@ -56,11 +52,8 @@ class Progress:
 
 
 class Watchdog:
-    """Ends this process with code 2 when a phase of its `progress` takes longer than `minutes`, with the stacks of all
-    threads in `run`/stacks, and explains a collective that failed because another rank is gone.
-
-    Args:
-        clean_up: called before the process is ended.
+    """Ends this process, after `clean_up`, with code 2 when a phase of its `progress` takes longer than `minutes`, with
+    the stacks of all threads in `run`/stacks, and explains a collective that failed because another rank is gone.
     """
 
     def __init__(self, progress: Progress, run: Path, minutes: float, clean_up: Callable[[], None] = lambda: None):
@@ -69,7 +62,7 @@ class Watchdog:
         self.store, self.beats = distributed.connect_to_store("watchdog"), 0
         self._closed, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         self._post("starting")
         self._thread.start()
         return self
@@ -106,7 +99,6 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        """End this process, whose main thread may never return."""
         faulthandler.dump_traceback_later(ENDING_SECONDS, file=2, exit=True)
         error = UserError(
             f"There was no progress for {self.minutes:g} minutes (engine.timeout): {self.states()}.",
@@ -131,7 +123,7 @@ class Watchdog:
                 self.store.set(f"rank{self.rank}", json.dumps([self.beats, socket.gethostname(), state]))
 
     def states(self) -> str:
-        """Every rank's state, the same ones together: "rank 0, 2: computing; rank 1: …"; waits to see who is silent."""
+        """Every rank's state, "rank 0, 2: computing; rank 1: …"; waits to see who is silent."""
         states = {self.rank: self.progress.describe()}
         try:
             if self.store:
@@ -150,5 +142,4 @@ class Watchdog:
         for rank in sorted(states):
             ranks.setdefault(states[rank], []).append(str(rank))
         groups = [f"rank {', '.join(who[:8])}{', …' * (len(who) > 8)}: {state}" for state, who in ranks.items()]
-        groups.sort(key=lambda group: LOST not in group)
-        return "; ".join([*groups[:SHOWN], *["…"] * (len(groups) > SHOWN)])
+        return "; ".join(sorted(groups, key=lambda group: LOST not in group)[:SHOWN])

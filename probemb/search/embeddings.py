@@ -7,11 +7,8 @@
                                {"shard", "version", "samples", "failures": {cause: n}}. Written last
     OUT/text/…                 the same, a row for each caption: captions has that one, `number` is its index
 
-NAME is the tar's folder and name, so that several corpora fit into one folder. A kind is complete once every shard of
-every corpus has its npz. `tools.embed` writes the folder, `tools.build_index` reads it.
+NAME is the tar's folder and name. A kind is complete once every shard of every corpus has its npz.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -48,9 +45,7 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A folder of embeddings of dimension D; what it reads raises UserError if it is damaged. model: as typed; weights:
-    its SHA-256; mean_dtype: of the means in the files; resize: backend that cropped and resized the images.
-    """
+    """A folder of embeddings; reading raises UserError if it is damaged. weights: the model's SHA-256."""
 
     folder: Path
     model: str
@@ -60,12 +55,10 @@ class Embeddings:
     resize: str = RESIZES[0]
 
     def corpora(self) -> dict[str, list[str]]:
-        """Names of the partitions by the path or address of each corpus."""
         found = [read_json(file, None, _AGAIN) for file in sorted((self.folder / CORPORA).glob("*.json"))]
         return {content["data"]: content["shards"] for content in found}
 
     def add_corpus(self, data: str, names: Sequence[str]) -> None:
-        """Record a corpus, which may be there already. Raises UserError."""
         digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
         content = json.dumps({"data": data, "shards": list(names)}, indent=1)
         with self._writing():
@@ -77,13 +70,12 @@ class Embeddings:
         return [part for name in names if (part := self.partition(kind, name))]
 
     def partition(self, kind: str, name: str) -> Partition | None:
-        """A partition by its name; None if it is not embedded."""
+        """None if it is not embedded."""
         if not self._file(kind, name).exists():
             return None
         u, about = self._arrays(kind, name, "u", "about")
-        return Partition(
-            kind, name, len(u), json.loads(str(about)), (float(u.min(initial=np.inf)), float(u.max(initial=0)))
-        )
+        ends = float(u.min(initial=np.inf)), float(u.max(initial=0))
+        return Partition(kind, name, len(u), json.loads(str(about)), ends)
 
     def count(self, kind: str) -> int | None:
         """Rows of a kind; None while it is incomplete."""
@@ -156,10 +148,9 @@ class Embeddings:
         try:
             yield
         except OSError as error:
-            raise UserError(
-                f"The embeddings cannot be written to {self.folder}: {error.strerror or error}.",
-                "Free some space or name another folder with --out, and repeat the command: it resumes.",
-            ) from error
+            what = f"The embeddings cannot be written to {self.folder}: {error.strerror or error}."
+            remedy = "Free some space or name another folder with --out, and repeat the command: it resumes."
+            raise UserError(what, remedy) from error
 
 
 def item_schema(kind: str) -> pa.Schema:
@@ -180,9 +171,7 @@ def open_embeddings(folder: str | Path) -> Embeddings:
 def create_embeddings(
     folder: str | Path, model: str, weights: str, dim: int, mean_dtype: str | None = None, resize: str | None = None
 ) -> Embeddings:
-    """A folder for embeddings, which may already hold some of the same model; mean_dtype and resize None take its own.
-    Raises UserError: it holds embeddings of another model, of another of these choices, or other files.
-    """
+    """A folder for embeddings, which may hold some of the same model and choices already. Raises UserError."""
     folder = Path(folder)
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or (NAME not in names and any(not name.startswith(f".{NAME}.") for name in names)):

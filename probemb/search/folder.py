@@ -5,35 +5,33 @@
     INDEX/part-00000.faiss …     FAISS' own files, together the gallery in its order
     INDEX/u.f32                  N little-endian float32: the items' uncertainty, which re-ranking reads
     INDEX/sample.f32             means of evenly spaced items, see `Index.sample`
-    INDEX/items.jsonl, ends.i64  metadata of each item, a line of JSON, and N int64: the place where each line ends
+    INDEX/items.arrow            metadata of each item, an Arrow file with the columns of `item_schema`
 
 FAISS does not check its files: load only your own. An opened index keeps all of its files or their content, so
 replacing or removing the folder changes nothing for it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
 from pathlib import Path
 from uuid import uuid4
 
 import faiss
 import numpy as np
+import pyarrow as pa
 import torch
 
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
 from probemb.progress import silent
 from probemb.search import index as indexes
-from probemb.search.embeddings import Embeddings, Partition, read_json
+from probemb.search.embeddings import Embeddings, item_schema, read_json
 from probemb.search.index import Choice, Index
 
-FORMAT = 3
-NAME, UNCERTAINTY, SAMPLE, ITEMS, ENDS = "index.json", "u.f32", "sample.f32", "items.jsonl", "ends.i64"
+FORMAT = 4
+NAME, UNCERTAINTY, SAMPLE, ITEMS = "index.json", "u.f32", "sample.f32", "items.arrow"
 TOLD = ("identity", "model", "weights", "resize", "dim", "width", "kind", "form", "weight", "origin", "factory")
 _REBUILD = "Rebuild the index with `python -m tools.build_index`."
 
@@ -44,10 +42,9 @@ def write_index(
 ) -> Path:  # fmt: skip
     """Build an index folder of "image" or "text" items, aside: it appears when it is complete.
 
-    The gallery's order is that of the partitions' names in the sources, which are of one model. form, tolerance: as of
-    `build_index`; part_items: vectors in a FAISS file, in memory while it is filled; memory: bytes, which bound the
-    items to train on. Raises UserError: no items, one that is not finite, an unknown factory or one that needs more, a
-    full disk, an existing `out`.
+    The gallery's order is that of the partitions in the sources, which are of one model. form, tolerance: as of
+    `build_index`; part_items: vectors in a FAISS file; memory: bytes, which bound the items to train on. Raises
+    UserError: no items, one that is not finite, an unfit factory, a full disk, an existing `out`.
     """
     parts = [(source, part) for source in sources for part in source.partitions(kind) if part.count]
     count, model = sum(part.count for _, part in parts), sources[0]
@@ -60,33 +57,38 @@ def write_index(
     def vectors(mean: np.ndarray, u: np.ndarray) -> np.ndarray:
         return indexes.gallery_vectors(mean, u, form, choice.factory, weight, origin)
 
-    width, sizes, start = indexes.width_of(model.dim, form, choice.factory), [], 0
-    rows, sample, names = part_items or count, indexes.sample_rows(count).numpy(), (UNCERTAINTY, SAMPLE, ITEMS, ENDS)
-    empty = indexes.new_index(width, choice.factory)
+    starts = np.cumsum([0, *(part.count for _, part in parts)])
+
+    def of_parts(rows: np.ndarray) -> list[np.ndarray]:  # ascending rows of the gallery -> rows of each partition
+        return [some - start for some, start in zip(np.split(rows, np.searchsorted(rows, starts[1:-1])), starts)]
+
+    width, sizes, names = indexes.width_of(model.dim, form, choice.factory), [], [UNCERTAINTY, SAMPLE, ITEMS]
+    rows, empty = part_items or count, indexes.new_index(width, choice.factory)
     with _aside(out) as folder, indexes.faiss_errors(choice.factory), show("items", count) as advance:
         if not empty.is_trained:
             wanted = indexes.training_count(choice.factory, count, model.dim, memory)
             drawn = np.random.default_rng(0).choice(count, wanted, replace=False, shuffle=False)
-            _train(empty, np.concatenate([vectors(*found) for found in _read_rows(parts, np.sort(drawn))]))
+            chosen = ((one, some) for one, some in zip(parts, of_parts(np.sort(drawn))) if len(some))
+            _train(empty, np.concatenate([vectors(*(x[some] for x in s.read(part))) for (s, part), some in chosen]))
         index = faiss.clone_index(empty)
         with ExitStack() as stack:
-            u_file, sample_file, items_file, ends_file = (
-                stack.enter_context(open(folder / name, "wb")) for name in names
-            )
-            for source, part in parts:
+            u_file, sample_file, items_file = (stack.enter_context(open(folder / name, "wb")) for name in names)
+            items = stack.enter_context(pa.ipc.new_file(items_file, item_schema(kind)))
+            sample = of_parts(indexes.sample_rows(count).numpy())
+            for (source, part), kept, stop in zip(parts, sample, starts[1:]):
                 mean, u = source.read(part)
-                kept = sample[(sample >= start) & (sample < start + part.count)] - start
-                lines = [json.dumps(item).encode() + b"\n" for item in source.read_items(part).to_pylist()]
-                ends_file.write(np.array(list(accumulate(map(len, lines), initial=items_file.tell()))[1:], "<i8"))
-                items_file.write(b"".join(lines))
+                items.write_table(source.read_items(part))
                 u_file.write(u.astype("<f4"))
                 sample_file.write(mean[kept].astype("<f4"))
-                left, start = vectors(mean, u), start + part.count
+                left = vectors(mean, u)
                 while len(left):
                     added, left = np.split(left, [rows - index.ntotal])
                     index.add(added)
-                    if index.ntotal == rows or (start == count and not len(left)):
-                        sizes.append(_save_part(index, folder, len(sizes)))
+                    if index.ntotal == rows or (stop == count and not len(left)):
+                        names.append(f"part-{len(sizes):05d}.faiss")
+                        with open(folder / names[-1], "wb") as file:  # FAISS' own may not report a full disk
+                            faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
+                        sizes.append(index.ntotal)
                         index = faiss.clone_index(empty)
                 advance(part.count)
         for name in names:
@@ -118,19 +120,6 @@ def _aside(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read_rows(
-    parts: Sequence[tuple[Embeddings, Partition]], drawn: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """mean and u of ascending rows of the gallery."""
-    start = 0
-    for source, part in parts:
-        rows = drawn[(drawn >= start) & (drawn < start + part.count)] - start
-        if len(rows):
-            mean, u = source.read(part)
-            yield mean[rows], u[rows]
-        start += part.count
-
-
 def _train(index: faiss.Index, vectors: np.ndarray) -> None:
     """Train, the cells of an inverted file on the GPUs if there are some."""
     inverted = faiss.try_extract_index_ivf(index) if getattr(faiss, "get_num_gpus", lambda: 0)() else None
@@ -142,22 +131,9 @@ def _train(index: faiss.Index, vectors: np.ndarray) -> None:
         inverted.clustering_index = None
 
 
-def _save_part(index: faiss.Index, folder: Path, number: int) -> int:
-    """Write through Python's file, as FAISS' own does not report a full disk for the last bytes. Raises OSError."""
-    path = folder / f"part-{number:05d}.faiss"
-    with open(path, "wb") as file:
-        faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
-    flush(path)
-    return index.ntotal
-
-
-# ------------------------------------------------------------------------------------------------ reading
-
-
 def load_index(folder: str | Path, memory_map: bool = True) -> Index:
-    """The index in a folder that `tools.build_index` wrote. memory_map: leave everything in its files and read only the
-    pages that a search needs; writing into such a file crashes the process, replacing it does not. Raises UserError: a
-    file is missing, damaged or of another size than index.json says.
+    """The index in a folder that `tools.build_index` wrote. memory_map: read only the pages that a search needs; then
+    writing into a file crashes the process, replacing it does not. Raises UserError: a file is missing or damaged.
     """
     folder = Path(folder)
     if not (folder / NAME).is_file():
@@ -177,11 +153,16 @@ def load_index(folder: str | Path, memory_map: bool = True) -> Index:
         parts.append(part)
     count = about["count"]
     rows = indexes.sample_rows(count)
+    try:
+        opened = pa.memory_map(str(folder / ITEMS)) if memory_map else pa.OSFile(str(folder / ITEMS))
+        items = pa.ipc.open_file(opened).read_all()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / ITEMS} cannot be read ({error}).", _REBUILD) from error
     index = Index(
         parts=tuple(parts),
-        uncertainty=torch.from_numpy(_read(folder / UNCERTAINTY, "<f4", (count,), memory_map)),
-        sample=(rows, torch.from_numpy(_read(folder / SAMPLE, "<f4", (len(rows), about["dim"]), False))),
-        items=Items(folder, count, memory_map),
+        uncertainty=_read(folder / UNCERTAINTY, (count,), memory_map),
+        sample=(rows, _read(folder / SAMPLE, (len(rows), about["dim"]), False)),
+        items=items,
         **{name: about[name] for name in TOLD},
     )
     if about["effort"]:
@@ -189,27 +170,12 @@ def load_index(folder: str | Path, memory_map: bool = True) -> Index:
     return index
 
 
-def _read(path: Path, dtype: str, shape: tuple[int, ...], memory_map: bool) -> np.ndarray:
+def _read(path: Path, shape: tuple[int, ...], memory_map: bool) -> torch.Tensor:
     try:
         # Copy on write, as torch wants a writable array.
-        numbers = np.memmap(path, dtype, "c", shape=shape) if memory_map else np.fromfile(path, dtype).reshape(shape)
+        numbers = np.memmap(path, "<f4", "c", shape=shape) if memory_map else np.fromfile(path, "<f4").reshape(shape)
         if path.stat().st_size != numbers.nbytes:
             raise ValueError("another size")
-        return numbers
+        return torch.from_numpy(numbers)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}).", _REBUILD) from error
-
-
-class Items:
-    """The metadata of gallery rows: `items[i]` -> dict, see `Index.item`."""
-
-    def __init__(self, folder: Path, count: int, memory_map: bool = True):
-        self.path, self.ends = folder / ITEMS, _read(folder / ENDS, "<i8", (count,), memory_map)
-        self.text = _read(self.path, "u1", (int(self.ends[-1]),), memory_map)
-
-    def __getitem__(self, i: int) -> dict:
-        """Raises UserError: the file is damaged."""
-        try:
-            return json.loads(self.text[self.ends[i - 1] if i else 0 : self.ends[i]].tobytes())
-        except ValueError as error:
-            raise UserError(f"{self.path} cannot be read ({error}).", _REBUILD) from error

@@ -1,8 +1,5 @@
 """Search under CSD with FAISS: exactly, through one more dimension, or by the means alone with re-ranking.
 
-    index = build_index(gallery, "Flat")              # any FAISS factory string: "HNSW32", "IVF256,Flat", "PQ32", ...
-    distance, place = search(index, queries, k=10)    # (Q, k) CSD and gallery indices, closest first
-
 CSD(q, j) = |mu_q - mu_j|^2 + u_q + u_j, u the sum of the variances. With sqrt(u_j - min u) appended to the gallery's
 mean and 0 to the query's, the squared Euclidean distance in D + 1 dimensions is |mu_q - mu_j|^2 + u_j - min u; the
 query's u and min u are constants of its ranking. So an exact index ("Flat") is exact under CSD, and an approximate one
@@ -14,16 +11,14 @@ do not find.
 Q queries, N gallery items, D dimensions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import faiss
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -40,15 +35,11 @@ _REMEDY = "Use a string such as Flat, HNSW32, or IVF256,Flat."
 
 @dataclass(frozen=True)
 class Index:
-    """A searchable gallery, in memory or in the files of an index folder.
+    """A searchable gallery, in memory or in the files of an index folder; the fields after `origin` are of a folder.
 
-    Attributes:
-        parts: FAISS indexes over vectors of `width` dimensions, which together hold the gallery's items in order.
-        form: "csd" (D + 1 dimensions) or "mean" (D); uncertainty: (N,) float32, u of the gallery.
-        sample: evenly spaced rows (S,), at most SAMPLE, and their means (S, D) float32.
-        weight: lambda of the gallery's u in the ranking: 1 for CSD, 0 for the form "mean".
-        origin: u that is taken off every item's in the vectors: the least, or the largest below a weight of 0.
-        kind, model, weights, factory, items, identity, resize: of an index folder, as in its index.json.
+    parts: FAISS indexes over vectors of `width` dimensions, together the gallery in order; form: "csd" or "mean"; u
+    (N,) float32; sample: evenly spaced rows (S,) and their means (S, D); weight: lambda of u in the ranking, 0 for the
+    form "mean"; origin: what is taken off every u, the least, or the largest for a weight below 0.
     """
 
     parts: tuple[faiss.Index, ...]
@@ -63,7 +54,7 @@ class Index:
     model: str | None = None
     weights: str | None = None
     factory: str | None = None
-    items: Any = None
+    items: pa.Table | None = None
     identity: str | None = None
     resize: str = "pil"
 
@@ -72,16 +63,12 @@ class Index:
 
     def item(self, i: int) -> dict:
         """key, captions, shard, offset, size and url of an item of an index folder; of a caption also its number."""
-        return self.items[i]
-
-
-# ------------------------------------------------------------------------------------------------ building
+        return self.items.slice(i, 1).to_pylist()[0]
 
 
 def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tolerance: float = 1.0) -> Index:
-    """Index a gallery (N, D) in memory, trained on itself if the factory string needs training. form: "csd" searches
-    CSD itself in D + 1 dimensions, with the gallery's u times `tolerance`; "mean" the Euclidean distance of the means.
-    Raises UserError: what FAISS cannot make of the gallery.
+    """Index a gallery (N, D) in memory under any FAISS factory string, trained on itself. form: "csd" searches CSD
+    itself, with the gallery's u times `tolerance`; "mean" the means. Raises UserError: FAISS cannot make it.
     """
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
@@ -108,7 +95,7 @@ def weighing(form: str, tolerance: float, least: float, most: float) -> tuple[fl
 def gallery_vectors(
     mean: np.ndarray, u: np.ndarray, form: str, factory: str, weight: float = 1.0, origin: float = 0.0
 ) -> np.ndarray:
-    """The vectors for FAISS of (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
+    """The vectors for FAISS, (N, width) float32. Raises UserError."""
     last = 0 if form == "mean" else np.sqrt(abs(weight * (u - np.float32(origin))))
     return _vectors(mean, width_of(mean.shape[1], form, factory), last)
 
@@ -148,7 +135,6 @@ def new_index(width: int, factory: str) -> faiss.Index:
 
 
 def _innermost(index: faiss.Index) -> faiss.Index:
-    """The index inside transforms and refinement."""
     index = faiss.downcast_index(index)
     while isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
         index = faiss.downcast_index(index.index if isinstance(index, faiss.IndexPreTransform) else index.base_index)
@@ -174,13 +160,10 @@ def set_effort(index: Index, effort: int) -> str | None:
     return name
 
 
-# ------------------------------------------------------------------------------------------------ searching
-
-
 def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
-    """The k closest gallery items of every query (Q, D), k at most the gallery's size: distances (Q, k) float32, of the
-    means for the form "mean", else CSD with the item's u times the index's weight, and gallery indices (Q, k) int64. An
-    approximate index may find fewer: the rest is infinity and -1. Raises UserError: k or D does not fit.
+    """The k closest gallery items of every query (Q, D): distances (Q, k) float32, of the means for the form "mean",
+    else CSD, and gallery indices (Q, k) int64. An approximate index may find fewer: the rest is infinity and -1. Raises
+    UserError: k or D does not fit.
     """
     distance, found = neighbours(index, queries, k)
     if index.form != "mean":
@@ -191,10 +174,8 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
 def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
     """`search` with distances that lack what all items share (the query's u, the origin's), which would blur them."""
     if not 1 <= k <= len(index) or queries.mean.dim() != 2 or queries.shape[1] != index.dim:
-        raise UserError(
-            f"{k} neighbours of queries {tuple(queries.shape)} are asked of {len(index)} items, D = {index.dim}.",
-            f"Ask for 1 to {len(index)}, and embed queries (Q, D) with the gallery's model.",
-        )
+        what = f"{k} neighbours of queries {tuple(queries.shape)} are asked of {len(index)} items, D = {index.dim}."
+        raise UserError(what, f"Ask for 1 to {len(index)}, and embed queries (Q, D) with the gallery's model.")
     vectors = _vectors(queries.mean.detach().float().cpu().numpy(), index.width)
     distances, places, start = [], [], 0
     for part in index.parts:
@@ -209,27 +190,21 @@ def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]
 def rerank(
     index: Index, queries: Gaussian, k: int, candidates: int | None = None, weight: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Search the means (an index of the form "mean"), add the gallery's u times `weight` to the candidates, by default
-    10 times k, and keep the k closest. Source: PCME++ §C.5. Returns and raises as `search`.
-    """
+    """Search the means, add the candidates' u times `weight`, keep the k closest. Source: PCME++ §C.5."""
     candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
     distance, found = _weighted(index, *neighbours(index, queries, candidates), weight)
     return _whole(index, queries, distance[:, :k]), found[:, :k]
 
 
 def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
-    """`search` by CSD with the gallery's u times `weight`, exactly, in an index of any weight.
-
-    An index of another weight gives candidates, ever more of them, until no other item can be among the k closest: what
-    the weight changes is bounded by the gallery's least and largest u. Raises UserError: as `search`; it is not exact.
+    """`search` with the gallery's u times `weight`, exactly: an index of another weight gives ever more candidates
+    until, by the gallery's least and largest u, no other can be among the k closest. Raises UserError: as `search`.
     """
     if weight == index.weight and index.form != "mean":
         return search(index, queries, k)
     if not is_exact(index):
-        raise UserError(
-            f"This index ranks with the variances times {index.weight:g}; only a Flat one also ranks with {weight:g}.",
-            f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
-        )
+        what = f"This index ranks with the variances times {index.weight:g}; only a Flat one may with {weight:g}."
+        raise UserError(what, f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.")
     change = weight - index.weight
     least = min(change * float(u) for u in torch.aminmax(index.uncertainty))
     look = min(CANDIDATES * k, len(index))
@@ -244,7 +219,6 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
 
 
 def is_exact(index: Index) -> bool:
-    """True if the index compares with every item."""
     return all(isinstance(faiss.downcast_index(part), faiss.IndexFlat) for part in index.parts)
 
 
@@ -259,8 +233,6 @@ def _whole(index: Index, queries: Gaussian, distance: Tensor) -> Tensor:
     """Distances with what `neighbours` leaves out, float32."""
     return (distance + index.weight * index.origin + queries.uncertainty().double().cpu()[:, None]).float()
 
-
-# ------------------------------------------------------------------------------------------------ choosing a factory
 
 # FAISS' own guide: exact search while it is fast, a graph while it fits into memory, inverted lists with codes beyond.
 FLAT_ITEMS = 100_000  # up to here an exact answer takes a few hundredths of a second on one core
@@ -307,9 +279,8 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
     parts, graph_of_cells = min(parts, dim), "_HNSW32" if cells >= MANY_CELLS else ""
     # np: without the training for polysemous search, which takes minutes and is not used here
     factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells}{graph_of_cells},PQ{parts}np"
-    return Choice(
-        factory, f"IVF-PQ, compressed: {shape} are too many or too large for a graph; distances are approximate."
-    )
+    why = f"IVF-PQ, compressed: {shape} are too many or too large for a graph; distances are approximate."
+    return Choice(factory, why)
 
 
 def cell_count(count: int) -> int:

@@ -20,7 +20,7 @@ from probemb.distances import (
 )
 from probemb.errors import UserError
 from probemb.evaluation import rankings
-from probemb.evaluation.embedding import TokenKeeper
+from probemb.evaluation.embedding import KeptTokens
 from probemb.evaluation.rankings import (
     RANKINGS,
     Ranker,
@@ -73,7 +73,7 @@ def test_equal_the_distances(name, truth, monkeypatch):
 
 @pytest.mark.parametrize("name", SCORED)
 def test_both_ways_are_the_same_whether_held_or_not(name):
-    tokens = kept((7,), 5, 0)[0].kept(), kept((11,), 5, 1)[0].kept()
+    tokens = kept((7,), 5, 0)[0], kept((11,), 5, 1)[0]
     scores = scores_of(name, *pair(), RankingOptions(attention=CrossAttention(), tokens=tokens))
     forward, backward = scores.both_ways(most=77)
     whole = forward(slice(None))
@@ -165,10 +165,10 @@ def batch(n, length, seed):
 
 
 def kept(sizes, length, seed):
-    keeper, parts = TokenKeeper(), [batch(n, length - i, seed + i) for i, n in enumerate(sizes)]
+    tokens, parts = KeptTokens(), [batch(n, length - i, seed + i) for i, n in enumerate(sizes)]
     for part in parts:
-        keeper.add(*part)
-    return keeper, parts
+        tokens.add(*part)
+    return tokens, parts
 
 
 def whole(parts, length):
@@ -180,7 +180,7 @@ def whole(parts, length):
 @pytest.fixture
 def sides():
     images, texts = kept((4, 3), 5, 0), kept((6, 7, 2), 6, 9)
-    return images[0].kept(), texts[0].kept(), whole(images[1], 5), whole(texts[1], 6)
+    return images[0], texts[0], whole(images[1], 5), whole(texts[1], 6)
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])

@@ -10,7 +10,7 @@ import torch
 
 from probemb import Gaussian
 from probemb.data.captions.find import CaptionDataset, find_captions
-from probemb.data.compositions.readers import read_objects
+from probemb.data.compositions.find import read_objects
 from probemb.distances import csd
 from probemb.evaluation import retrieval
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder

@@ -63,7 +63,7 @@ def test_scores_equal_a_plain_loop_in_blocks_of_any_size(monkeypatch):
 def test_a_point_model_has_neither_u_nor_match_probabilities():
     queries, gallery = gaussians(5, 0), gaussians(7, 1)
     points = [Gaussian(one.mean, torch.full_like(one.mean, -20.0)) for one in (queries, gallery)]
-    model = MatchModel.of(create_model("ViT-Micro-32", probabilistic=False))
+    model = create_model("ViT-Micro-32", probabilistic=False).match_model
     assert model.temperature == pytest.approx(1 / 0.07)
     found = query_scores(*points, model)
     assert list(found) == ["entropy", "spread", "distance", "margin"]

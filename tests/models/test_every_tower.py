@@ -41,7 +41,7 @@ def test_every_parameter_has_a_gradient_and_a_place(made):
     places = {name: model.place(name) for name, _ in model.named_parameters() if name not in idle}
     assert {place.part for place in places.values()} <= {"trunk", "branch", "head"}
     for name in ("image", "text"):
-        depths = {place.depth for place in places.values() if place[:2] == (name, "trunk")}
+        depths = {place.depth for place in places.values() if (place.tower, place.part) == (name, "trunk")}
         assert depths == set(range(min(depths, default=0), max(depths, default=-1) + 1))
     model.zero_grad()
 

@@ -11,7 +11,6 @@ from probemb.distances import csd, match_probability_of_samples, wasserstein2
 from probemb.evaluation.uncertainty import match_of_first, query_scores
 from probemb.models import Ensemble, as_one, create_tokenizer, save_model
 from probemb.models.dual_encoder import ceiling
-from probemb.models.match import MatchModel
 
 NAME = "ViT-Micro-32"
 COSINE = {"match": "cosine", "init_logit_scale": 10.0, "init_logit_bias": -10.0}
@@ -36,8 +35,8 @@ def test_the_match_probability_is_the_trained_one(match):
     logits.sum().backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == ({"logit_scale", "logit_bias"} if match == "cosine" else {"scale", "shift"})
-    assert model.predicts_matches
-    assert as_one([model, model]).match_numbers() == pytest.approx(model.match_numbers())
+    assert model.match_model.matches
+    assert as_one([model, model]).match_model.numbers == pytest.approx(model.match_model.numbers)
 
 
 def test_a_model_that_was_trained_on_samples_uses_their_form_everywhere(tmp_path):
@@ -47,7 +46,7 @@ def test_a_model_that_was_trained_on_samples_uses_their_form_everywhere(tmp_path
     noise = torch.Generator().manual_seed(1)
     truth = match_probability_of_samples(image.sample(300, noise), text.sample(300, noise), 2, 3)
     torch.testing.assert_close(model.match_probability(image, text), truth, rtol=0, atol=0.08)
-    match = MatchModel.of(model)
+    match = model.match_model
     found = query_scores(image, text, match)
     torch.testing.assert_close(found["expected-matches"], truth.sum(1), rtol=0.1, atol=0)
     torch.testing.assert_close(
@@ -59,7 +58,7 @@ def test_a_model_that_was_trained_on_samples_uses_their_form_everywhere(tmp_path
     torch.testing.assert_close(match.log_odds_at(csd(image, text), u, 8).sigmoid(), truth, rtol=0, atol=0.02)
     # a and b are of another unit, so a model of CSD does not start from them
     fresh = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
-    assert fresh.match_numbers() == (5, 5)
+    assert fresh.match_model.numbers == (5, 5)
 
 
 def test_in_a_gallery_exactly_one_item_matches():
@@ -68,7 +67,7 @@ def test_in_a_gallery_exactly_one_item_matches():
     alone = p / (1 - p) * (1 - p).prod(1, keepdim=True)  # this text matches and no other does
     torch.testing.assert_close(model.match_probability(image, text, among="texts"), alone / alone.sum(1, keepdim=True))
     torch.testing.assert_close(model.match_probability(image, text, among="images").sum(0), torch.ones(7))
-    torch.testing.assert_close(match_of_first(image, text, MatchModel.of(model)), (alone / alone.sum(1, True)).amax(1))
+    torch.testing.assert_close(match_of_first(image, text, model.match_model), (alone / alone.sum(1, True)).amax(1))
 
 
 def test_at_the_ceiling_a_gradient_can_only_lower():
@@ -86,11 +85,11 @@ def test_a_saved_model_and_one_that_starts_from_it(tmp_path):
         model.logit_bias.fill_(-8)
     save_model(model, tmp_path)
     loaded = load_model(tmp_path).model
-    assert (loaded.objective, loaded.match_numbers()) == ("prolip", pytest.approx((10, 12)))
+    assert (loaded.objective, loaded.match_model.numbers) == ("prolip", pytest.approx((10, 12)))
     kept = create_model(NAME, pretrained=str(tmp_path), match="cosine")
-    assert kept.match_numbers() == pytest.approx((10, 12))
+    assert kept.match_model.numbers == pytest.approx((10, 12))
     fresh = create_model(NAME, pretrained=str(tmp_path), **COSINE)
-    assert fresh.match_numbers() == pytest.approx((5, 0), abs=1e-5)
+    assert fresh.match_model.numbers == pytest.approx((5, 0), abs=1e-5)
     other = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
     assert (other.scale.item(), other.shift.item()) == pytest.approx((10, 12))
     save_model(other, tmp_path / "other")
@@ -119,5 +118,5 @@ def test_similarities_and_uncertainties_are_means():
     for name, (ours, theirs) in expected.items():
         torch.testing.assert_close(ours, torch.stack(theirs).mean(0), rtol=1e-5, atol=1e-5, msg=name)
     torch.testing.assert_close(image.mean.norm(dim=1), torch.ones(4))
-    assert together.match_numbers() == (1, 2)
+    assert together.match_model.numbers == (1, 2)
     assert together.probabilistic

@@ -1,4 +1,4 @@
-"""Options of the augmentation: what reaches the crops, colours and erased rectangles, and what is refused."""
+"""Options of the augmentation: what reaches the crops and colours."""
 
 import numpy as np
 import pytest

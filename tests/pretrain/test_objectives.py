@@ -73,7 +73,7 @@ def test_each_makes_its_kind_of_model():
         config = Config(objective=name, loss=loss)
         model = replace(config, model=Model(name="ViT-Micro-32")).create_model()
         assert model.objective == name
-        assert model.trained_temperature is not None
+        assert model.match_model.temperature is not None
         assert model.probabilistic == objective.probabilistic
         assert model.config["n_unc_layers"] == (2 if objective.probabilistic else 0)
         scalars = {n for n, _ in model.named_parameters() if "." not in n}
@@ -81,7 +81,7 @@ def test_each_makes_its_kind_of_model():
         assert scalars == {"logit_scale", *(["logit_bias"] if sigmoid else ["scale", "shift"])}
         if sigmoid:
             assert model.inverse_temperature().item() == pytest.approx(10)
-            assert model.match_numbers() == pytest.approx((5, 0), abs=1e-5)
+            assert model.match_model.numbers == pytest.approx((5, 0), abs=1e-5)
         assert to_dict(config)["loss"] == vars(loss)
         if objective.probabilistic:
             start = replace(config, loss=replace(loss, log_var=-3.0), model=Model(name="ViT-Micro-32")).create_model()

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from probemb.data.compositions.find import find_compositions
-from probemb.data.compositions.readers import read_concept_shards
+from probemb.data.compositions.find import find_compositions, read_concept_shards
 from tools.make_scenes.compositions import CONCEPTS, composed_scene, groups, impossible_pairs, scene_concepts
 from tools.make_scenes.drawing import boxes, render
 

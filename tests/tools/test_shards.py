@@ -74,6 +74,7 @@ def test_verify_finds_what_training_finds(sound, tmp_path, capsys):
         (shard, number) for shard, kinds in bad.items() for number in kinds
     }
     assert "holds 5 samples, but its index says 8" in by_name["00006.tar"]["damage"]
+    assert "whole samples in it, which `repair` saves: 1" in by_name["00004.tar"]["damage"]
     shown = capsys.readouterr().out
     assert "7 shards damaged, 30 samples lost" in shown
     assert "\x1b[31m" not in shown  # a name in the tar

@@ -13,8 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 from probemb.data.boxes import Box
-from probemb.data.compositions.find import COMBINATIONS, sample_tuples
-from probemb.data.compositions.readers import CATEGORIES, read_concept_shards
+from probemb.data.compositions.find import CATEGORIES, COMBINATIONS, read_concept_shards, sample_tuples
 from probemb.data.shards.samples import encode_captions
 from tools.make_scenes.drawing import boxes, jpeg
 from tools.make_scenes.world import (

@@ -33,7 +33,6 @@ from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device
-from probemb.models.match import MatchModel
 from probemb.search import CANDIDATES, Index, is_exact, rerank, search_weighted
 
 MAX_PARTS = 8
@@ -216,7 +215,7 @@ class QueryEncoder:
     def __init__(self, loaded, name: str, device: Device = CPU):
         model, tokenizer, transforms = loaded
         self.name, self.loaded = name, loaded
-        self.match_model = MatchModel.of(model)
+        self.match_model = model.match_model
         self.composer = getattr(model, "composer", None)
         self.composer_name = "product" if self.composer is None else model.config["composer"]
         self.weighs = self.composer is None or self.composer.weighs

@@ -281,7 +281,7 @@ def roc_figures(composer: Composer, sets: Sequence[QuerySet]) -> list[Figure]:
         scores = composed.feasibility_strata(composer, one.found, never.found).items()
         for (score, strata), colour in zip(((score, strata) for score, strata in scores if strata), PALETTE):
             wrong, right = (100 * rates for rates in composed.mean_roc_curve(list(strata.values())))
-            title = composed.SCORES[score].title.partition(",")[0]
+            title = composed.TITLES[score].partition(",")[0]
             chart.line(wrong.tolist(), right.tolist(), title, colour, notes=[""] * len(wrong))
         figures.append(Figure(chart, f"Infeasible against {name} combinations"))
     return figures

@@ -162,10 +162,10 @@ def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:
     2 a of a trained match probability sigmoid(-a d + b): -a d is 2 a cosine + what the classes share, if their
     variances are left out, as they are in the class vectors.
     """
-    if model.trained_temperature is not None:
-        return model.trained_temperature, "logit_scale"
+    if model.match_model.temperature is not None:
+        return model.match_model.temperature, "logit_scale"
     if model.config["match"] == "distance":
-        return 2 * model.match_numbers()[0], "2 a of the match probability (the loss trained no temperature)"
+        return 2 * model.match_model.scale, "2 a of the match probability (the loss trained no temperature)"
     return None, "none: the loss trained no temperature"
 
 

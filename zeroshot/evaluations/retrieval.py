@@ -13,7 +13,7 @@ import torch
 
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.captions.judgements import Judgements, read_judgements
-from probemb.data.compositions.readers import read_objects
+from probemb.data.compositions.find import read_objects
 from probemb.errors import UserError
 from probemb.evaluation import retrieval
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, centres, embed_pairs
@@ -36,8 +36,7 @@ from probemb.evaluation.rankings import (
 from probemb.evaluation.uncertainty import MEASURES, evaluate_predictors, findings, generality, projection
 from probemb.metrics.retrieval import TITLES as METRICS
 from probemb.models import DualEncoder, networks_of
-from probemb.models.ensemble import Ensemble
-from probemb.models.match import MatchModel
+from probemb.models.match import Ensemble
 from probemb.progress import progress
 from probemb.reports import pages
 from probemb.reports.figures import BLUE, ORANGE, Chart
@@ -84,7 +83,7 @@ def evaluate(config: RetrievalConfig) -> None:
         wanted = [name for name in wanted if name == "pmrp"]
     tolerance = choose(config, embedder, captions, pairs, selection) if "tolerance" in rankings else None
     options = RankingOptions(
-        *model.match_numbers(), config.samples, config.factory, config.candidates, device,
+        *model.match_model.numbers, config.samples, config.factory, config.candidates, device,
         tolerance or Tolerance(), model.attention, pairs.tokens,
     )  # fmt: skip
     rows, per_query, tops = retrieval.evaluate_rankings(pairs, captions, rankings, options, wanted, objects, progress)
@@ -112,7 +111,7 @@ def evaluate(config: RetrievalConfig) -> None:
         "uncertainty": found,
         "generality": generalities,
         "judgements": judged,
-        "predictors": evaluate_predictors(single, captions, correct, MatchModel.of(model), device, accepted),
+        "predictors": evaluate_predictors(single, captions, correct, model.match_model, device, accepted),
     }
     runner.finish(out, "retrieval", results, make_page(config, results, pairs, captions))
 
@@ -152,8 +151,8 @@ def evaluate_judgements(
     """The "judgements" of results.json. Raises UserError: people agree on all pairs."""
     judged = judged_pairs(judgements)
     found, scores = evaluate_rankings_of_pairs(pairs, judged, rankings, options)
-    sampled, closed = scores.get("match-probability"), model.match_form == "csd"
-    calibrated = model.probabilistic and model.predicts_matches and (closed or sampled is not None)
+    sampled, closed = scores.get("match-probability"), model.match_model.form == "csd"
+    calibrated = model.probabilistic and model.match_model.matches and (closed or sampled is not None)
     return {
         "pairs": len(judged.label),
         "accepted": int(judged.label.sum()),

@@ -84,7 +84,7 @@ def pair_rankings(text: str | None, embedder: Embedder, tokens: bool = True) -> 
     no_pairs = ("faiss", "tolerance") if tokens else ("faiss", "tolerance", "attention")
     if wrong := [name for name in names if name.startswith(no_pairs)]:
         raise UserError(f"The ranking {wrong[0]} scores no single pairs.", "Choose csd, mean, match-probability, ...")
-    options = RankingOptions(*model.match_numbers(), device=embedder.device.name, attention=model.attention)
+    options = RankingOptions(*model.match_model.numbers, device=embedder.device.name, attention=model.attention)
     return fitting(names, model, given=True), options
 
 

@@ -73,7 +73,7 @@ def evaluate(config: UncertaintyConfig) -> None:
         outcomes["acceptance"] = accepted_shares(judged_pairs(judgements, 0), len(pairs.texts))
     words = torch.tensor([len(text.split()) for i in pairs.kept for text in captions.captions[i]], dtype=torch.float64)
     scale, source = softmax_scale(embedder.model)
-    about = scale or 1.0, MatchModel.of(embedder.model)
+    about = scale or 1.0, embedder.model.match_model
     n, m = len(pairs.images), len(pairs.texts)
     rows, columns = drawn(m, n), drawn(n, m)
     group = pairs.owner[rows].unique(return_inverse=True)[1]

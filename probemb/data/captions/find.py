@@ -1,92 +1,69 @@
-"""Images with their captions, from any of the FORMATS."""
+"""Images with their captions, from any of the FORMATS: shards, and published annotation files."""
 
-from __future__ import annotations
-
+import csv
+import importlib.util
+import io
+import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
-from probemb.data.captions.published import (
-    CUB_IMAGES,
-    CUB_TEXTS,
-    Entry,
-    Listing,
-    read_csv,
-    read_cub,
-    read_hierarcaps,
-    read_karpathy,
-    read_precomp,
-    read_with_regions,
-)
-from probemb.data.image_loader import CLASS_FILES, REGIONS, Images, find_tars, read_samples
-from probemb.data.reading import AUTO, as_id, check_unique, checked, choose_split, listed, read_npz, split_name
-from probemb.data.shards.samples import Sample
+from probemb.data import reading
+from probemb.data.image_loader import CLASS_FILES, REGIONS, Images, find_tars, locate, read_regions, read_samples
+from probemb.data.shards.samples import MAX_CAPTION_CHARS, Sample
 from probemb.errors import UserError
 
 TRUTH = "truth.npz"  # beside shards
 MAKE_SCENES = "make the synthetic data with `python -m tools.make_scenes data/scenes`"
+KARPATHY, HIERARCAPS = "a Karpathy json", "HierarCaps' table"
+PER_IMAGE = 5  # captions of an image in a precomp file
 _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
 
 
 class Truth(NamedTuple):
-    """Every true match of images and texts.
+    """Every true match of images and texts."""
 
-    Attributes:
-        images, texts: the row of each image's id, as a text, and the column of each text.
-        matches: (N, T) bool; ambiguity: (T,) float64, the share of all images of its world that a text fits.
-    """
-
-    images: dict[str, int]
-    texts: dict[str, int]
-    matches: np.ndarray
-    ambiguity: np.ndarray
+    images: dict[str, int]  # the row of each image's id, as a text
+    texts: dict[str, int]  # the column of each text
+    matches: np.ndarray  # (N, T) bool
+    ambiguity: np.ndarray  # (T,) float64, the share of all images of its world that a text fits
 
 
 @dataclass(frozen=True)
 class CaptionDataset:
-    """N images and their captions.
+    """N images and their captions."""
 
-    Attributes:
-        captions: for each image its captions, at least one.
-        image_ids: COCO's id of each image if known, else a name; unique.
-        caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None if unknown.
-        truth: of all images and captions, where it is known; may hold more.
-        classes: the class of each image, where images and captions of a class are matches of each other; else None.
-        split: the one that was asked for; None: everything.
-        source: the path given, for messages.
-        located: where the images lie, or the error to raise where they are needed.
-    """
-
-    captions: list[list[str]]
-    image_ids: list[int | str]
-    caption_ids: list[list[int]] | None = None
-    truth: Truth | None = None
-    classes: list[str] | None = None
-    split: str | None = None
-    source: str = ""
-    located: Images | UserError | None = None
+    captions: list[list[str]]  # of each image, at least one
+    image_ids: list[int | str]  # COCO's ids if known, else names; unique
+    caption_ids: list[list[int]] | None = None  # COCO's annotation ids, in the shape of `captions`, if known
+    truth: Truth | None = None  # of all images and captions, perhaps of more, if known
+    classes: list[str] | None = None  # of each image, where images and captions of a class match each other
+    split: str | None = None  # the one that was asked for; None: everything
+    source: str = ""  # for messages
+    located: Images | UserError | None = None  # or the error to raise where the images are needed
 
     def __len__(self) -> int:
         return len(self.captions)
 
     @property
     def images(self) -> Images:
-        """The locations of the images. Raises UserError if any is missing; captions can be used without images."""
+        """Raises UserError if any is missing; captions can be used without images."""
         if isinstance(self.located, UserError):
             raise self.located
         return self.located
 
     @property
     def n_captions(self) -> int:
-        """Number of all captions, M."""
         return sum(map(len, self.captions))
 
-    def only(self, rows: Sequence[int]) -> CaptionDataset:
-        """The same data with these images alone, in this order."""
+    def only(self, rows: Sequence[int]) -> "CaptionDataset":
         lists = {name: getattr(self, name) for name in ("captions", "image_ids", "caption_ids", "classes")}
         chosen = {name: values and [values[i] for i in rows] for name, values in lists.items()}
         located = replace(self.images, places=[self.images.places[i] for i in rows])
@@ -101,7 +78,7 @@ class CaptionDataset:
         return [numbers[name] for name in self.classes]
 
     def flat(self) -> list[str]:
-        """All M captions, image after image."""
+        """All M captions."""
         return [text for texts in self.captions for text in texts]
 
     def owner(self) -> list[int]:
@@ -109,24 +86,29 @@ class CaptionDataset:
         return [index for index, texts in enumerate(self.captions) for _ in texts]
 
 
-# ------------------------------------------------------------------------------------------------------------- shards
+class Entry(NamedTuple):
+    """An image: COCO's id or a name, its captions, and their ids and its class if known."""
+
+    id: int | str
+    captions: list[str]
+    caption_ids: list[int] | None = None
+    label: str | None = None
+
+
+class Listing(NamedTuple):
+    """The images with captions of a path, as a reader gives them."""
+
+    entries: list[Entry]
+    located: Images | UserError  # see `CaptionDataset`
+    split: str | None
+    source: Path
+    truth: Path | None = None  # the file that may hold it
 
 
 def read_shards(path: Path, split: str | None, images: Path | None = None) -> Listing:
-    """Images and captions of shards.
-
-    KEY.json may have "image_id", each caption as {"id", "caption"}, and "class", the name of the image's class, if all
-    have it. Unusable samples are in `images.bad`, with name and reason. Raises UserError: no shards, no such split,
-    damaged shards, or no captioned image.
-    """
-    if images is not None:
-        raise UserError(f"{path} holds its images itself.", "Leave the image folder out, or name an annotation file.")
+    """KEY.json may have "image_id", each caption as {"id", "caption"}, and "class", the image's, if all have it."""
     tars, split = _find_shards(path, split)
     located, entries = read_samples(tars, ("txt", "json"), _entry)
-    if not entries:
-        why = f" ({': '.join(located.bad[0])})" if located.bad else ""
-        remedy = "Name shards with KEY.txt or KEY.json beside each image."
-        raise UserError(f"{path} holds no image with a caption{why}.", remedy)
     if len({entry.id for entry in entries}) < len(entries):  # keys are unique in a tar
         named = zip(entries, located.places)
         entries = [entry._replace(id=place.name) if isinstance(entry.id, str) else entry for entry, place in named]
@@ -134,57 +116,310 @@ def read_shards(path: Path, split: str | None, images: Path | None = None) -> Li
 
 
 def _find_shards(path: Path, split: str | None) -> tuple[list[Path], str | None]:
-    """The tars and their split, None where none was asked for."""
     tars = find_tars(path)
-    named = [((found := _SPLIT_OF_TAR.match(tar.name)) and split_name(found[1]), tar) for tar in tars]
+    named = [((found := _SPLIT_OF_TAR.match(tar.name)) and reading.split_name(found[1]), tar) for tar in tars]
     if not tars and path.is_dir():
         for folder in sorted(filter(Path.is_dir, path.iterdir())):
             if not any((folder / name).exists() for name in CLASS_FILES):  # labelled shards have no captions
-                named += [(split_name(folder.name), tar) for tar in find_tars(folder)]
+                named += [(reading.split_name(folder.name), tar) for tar in find_tars(folder)]
     if not named:
         what = "holds no webdataset shards" if path.is_dir() else "does not exist"
         raise UserError(f"The data path {path} {what}.", f"Name shards with captions, or {MAKE_SCENES}.")
-    if tars and not path.is_dir() and split == AUTO:
+    if tars and not path.is_dir() and split == reading.AUTO:
         split = None
-    if tars and path.is_dir() and split and split_name(path.resolve().name) == split_name(split):
-        return tars, split_name(split)
-    split, parts = choose_split(split, filter(None, (name for name, _ in named)), path)
+    if tars and path.is_dir() and split and reading.split_name(path.resolve().name) == reading.split_name(split):
+        return tars, reading.split_name(split)
+    split, parts = reading.choose_split(split, filter(None, (name for name, _ in named)), path)
     if split is None and not tars and len(parts) > 1:
         raise UserError(f"{path} holds the splits {', '.join(parts)}.", "Name one of them.")
     return [tar for name, tar in named if split is None or name in parts], split
 
 
 def _entry(sample: Sample) -> Entry:
-    """Raises ValueError: malformed ids."""
     number, rows = sample.meta.get("image_id"), sample.meta.get("captions") or ()
     rows = [row for row in rows if isinstance(row, dict) and row["caption"].strip()]  # empty ones are dropped
-    ids = [as_id(row["id"], "a caption id") for row in rows if "id" in row]
-    name = sample.key if number is None else as_id(number, "the image_id")
+    ids = [reading.as_id(row["id"], "a caption id") for row in rows if "id" in row]
+    name = sample.key if number is None else reading.as_id(number, "the image_id")
     return Entry(name, sample.captions, ids if len(ids) == len(sample.captions) else None, sample.meta.get("class"))
+
+
+def _locate(candidates: Sequence[Sequence[str]], names: Sequence[str], *where) -> Images | UserError:
+    """`locate`, or its error."""
+    try:
+        return locate(candidates, names, *where)
+    except UserError as error:
+        return error
+
+
+def read_karpathy(path: Path, split: str | None, images: Path | None) -> Listing:
+    """`{"images": [{"filename", "filepath", "split", "cocoid", "sentences": [{"raw", "sentid"}]}]}`.
+
+    COCO's ids are used if "cocoid" is present; else an image is named by its file.
+    """
+    if path.is_dir():
+        path = reading.only_file(sorted(path.glob("dataset*.json*")), path, KARPATHY)
+    content = reading.read_json(path)
+    with reading.checked(path, KARPATHY, "Name dataset_coco.json, dataset_flickr30k.json or one like them."):
+        rows = content["images"]
+    parsed = reading.parse_all(path, KARPATHY, rows, _karpathy_image, "image")
+    split, parts = reading.choose_split(split, (part for part, _, _ in parsed), path)
+    reading.check_unique((entry.id for _, _, entry in parsed), "image id", path)
+    names = [name for part, name, _ in parsed if part in parts]
+    located = _locate([(name, PurePosixPath(name).name) for name in names], names, path, images, [path.parent])
+    return Listing([entry for part, _, entry in parsed if part in parts], located, split, path)
+
+
+def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
+    """Split, file name and captions of an image."""
+    name = reading.as_inside(f"{row['filepath']}/{row['filename']}" if row.get("filepath") else row["filename"])
+    sentences = [sentence for sentence in row["sentences"] if sentence["raw"].strip()]
+    texts = [sentence["raw"].strip()[:MAX_CAPTION_CHARS] for sentence in sentences]
+    split = reading.split_name(str(row["split"]))
+    if row.get("cocoid") is None:
+        return split, name, Entry(str(PurePosixPath(name).with_suffix("")), texts)
+    ids = [reading.as_id(sentence["sentid"], "the sentid") for sentence in sentences]
+    return split, name, Entry(reading.as_id(row["cocoid"], "the cocoid"), texts, ids)
+
+
+def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> Listing:
+    """`id,captions,image_url`, the captions of an image from general to specific, separated by " => ".
+
+    Images are named, and looked for, by the file name in their URL.
+    """
+    if path.is_dir():
+        path = reading.only_file(sorted(path.glob("hierarcaps*.csv")), path, HIERARCAPS)
+    split, _ = reading.choose_split(split, (), path)
+
+    def parse(row: dict) -> Entry:
+        texts = [text.strip() for text in row["captions"].split("=>") if text.strip()]
+        return Entry(reading.as_inside(PurePosixPath(urlsplit(row["image_url"]).path).name), texts)
+
+    rows = csv.DictReader(io.StringIO(reading.read_text(path)), strict=True)
+    entries = reading.parse_all(path, HIERARCAPS, rows, parse, "row")
+    names = [entry.id for entry in entries]
+    return Listing(entries, _locate([[name] for name in names], names, path, images, [path.parent]), split, path)
+
+
+# Names of a CSV's columns: those of open_clip's --csv-img-key and --csv-caption-key, and others that are common.
+_CSV = {"image": ("filepath", "image", "filename", "file_name", "image_path", "path"),
+        "caption": ("title", "caption", "text", "comment"), "split": ("split",)}  # fmt: skip
+
+
+def read_csv(path: Path, split: str | None, images: Path | None) -> Listing:
+    """A line for each caption, with the path of its image, and maybe its split, in columns named as in _CSV.
+
+    Separators are tabs (open_clip's), commas, "|" or ";", whichever the first line has most of. Absolute paths must
+    lead into the folder of the images. HierarCaps' table is recognised by its columns. Raises UserError.
+    """
+    path = reading.only_file(sorted(path.glob("captions.[ct]sv")), path, "a CSV") if path.is_dir() else path
+    text = reading.read_text(path)
+    head = text.partition("\n")[0]
+    if "captions" in head and "image_url" in head:
+        return read_hierarcaps(path, split, images)
+    found = csv.DictReader(io.StringIO(text), delimiter=max("\t,|;", key=head.count), strict=True)
+    names = {(name or "").strip().lower(): name for name in found.fieldnames or ()}
+    column = {what: next((names[one] for one in known if one in names), None) for what, known in _CSV.items()}
+    if not (column["image"] and column["caption"]):
+        remedy = f"Name the columns in its first line: {' or '.join(_CSV['image'][:3])}, and title or caption."
+        raise UserError(f"{path} has no column of images, or none of captions ({head[:80].strip()}).", remedy)
+
+    def parse(row: dict) -> tuple[str, str, str] | None:
+        image, caption = row[column["image"]].strip(), row[column["caption"]].strip()[:MAX_CAPTION_CHARS]
+        if os.path.isabs(image):
+            image = os.path.relpath(image, os.path.abspath(images or path.parent))
+        part = reading.split_name(row[column["split"]].strip()) if column["split"] else ""
+        return (reading.as_inside(image), caption, part) if caption else None
+
+    rows, entries = reading.parse_all(path, "a CSV of images and captions", found, parse, "row"), {}
+    split, parts = reading.choose_split(split, {part for *_, part in rows} - {""}, path)
+    for image, caption, part in rows:
+        if part in parts or split is None:
+            entries.setdefault(image, Entry(image, [])).captions.append(caption)
+    candidates = [(image, PurePosixPath(image).name) for image in entries]
+    return Listing([*entries.values()], _locate(candidates, [*entries], path, images, [path.parent]), split, path)
+
+
+# --------------------------------------------------------------------------------------------------------------- CUB
+
+CUB_TEXTS, CUB_IMAGES = "text_c10", "CUB_200_2011"
+_CUB_LIST = re.compile(r"(trainval|train|val|test)classes(\d?)\.txt")
+
+
+def read_cub(path: Path, split: str | None, images: Path | None) -> Listing:
+    """CUB-200-2011 with the captions of Reed et al.: birds of 200 classes, splits by class.
+
+    text_c10/CLASS/NAME.txt            the captions, one a line; CLASS is 001.Black_footed_Albatross, ...
+    trainvalclasses.txt, ...           a CLASS a line; testclasses.txt, and trainclasses1.txt, valclasses1.txt, ...
+    images.txt, images/CLASS/NAME.jpg  "NUMBER CLASS/NAME.jpg" lines, and the images
+    seen_test_images.txt               optional: CLASS/NAME.jpg lines, images of the training classes that are held out
+
+    Each lies in the folder, in CUB_200_2011, or beside text_c10. The splits are "train" (trainvalclasses.txt without
+    the held-out images), "val" (the held-out images), "test" (other classes), and "train1", "val1", ... of the lists
+    with numbers. Sources: Wah et al. 2011; Reed et al. 2016; the class splits of Xian et al. 2017, as PCME uses them
+    (§4.1.2).
+    """
+    texts = next(filter(Path.is_dir, (path / CUB_TEXTS, *sorted(path.glob(f"*/{CUB_TEXTS}")))), path / CUB_TEXTS)
+    folders = [path, path / CUB_IMAGES, texts.parent]
+    files = {file.name: file for folder in reversed(folders) for file in folder.glob("*.txt")}
+    for name in ("images.txt", "trainvalclasses.txt", "testclasses.txt"):
+        if name not in files:
+            remedy = f"Put the files of {CUB_IMAGES} and of its captions ({CUB_TEXTS}) there as they are published."
+            raise UserError(f"There is no {name} in {path}.", remedy)
+    rows = [line.partition(" ")[2].strip() for line in reading.read_lines(files["images.txt"])]
+    names = reading.parse_all(files["images.txt"], "a list of NUMBER CLASS/NAME.jpg", rows, reading.as_inside, "line")
+    held_out = set(reading.read_lines(files["seen_test_images.txt"])) if "seen_test_images.txt" in files else set()
+    members = {}
+    for file in files.values():
+        if found := _CUB_LIST.fullmatch(file.name):
+            classes = set(reading.read_lines(file))
+            members["".join(found.groups())] = {name for name in names if name.partition("/")[0] in classes}
+    seen = members["trainval"]
+    splits = {"train": seen - held_out, "val": seen & held_out, "test": members["test"]}
+    splits |= {one: some - held_out for one, some in members.items() if one[-1].isdigit()}
+    split, parts = reading.choose_split(split, (one for one, some in splits.items() if some), path)
+    chosen = [name for name in names if any(name in splits[part] for part in parts)]
+    entries = []
+    for name in map(PurePosixPath, chosen):
+        captions = [line[:MAX_CAPTION_CHARS] for line in reading.read_lines(texts / name.with_suffix(".txt"))]
+        entries.append(Entry(str(name.with_suffix("")), captions, label=name.parts[0]))
+    return Listing(entries, _locate([[name] for name in chosen], chosen, path, images, folders[:2]), split, path)
+
+
+# ----------------------------------------------------------------------------------------------------------- precomp
+
+_CAPS = re.compile(r"(?P<prefix>.*?)(?P<name>[A-Za-z0-9]+)_caps\.txt(\.gz)?")
+_FILES_OF = {"test": ("testall", "test"), "val": ("dev", "val")}  # the files of a split, the preferred one first
+_PCME = {"testall": "test", "val": "dev"}  # its names of these files
+
+
+def read_precomp(path: Path, split: str | None, images: Path | None, regions: bool = False) -> Listing:
+    """`NAME_caps.txt` of VSE++ and SCAN, five lines an image, with the ids of the images or captions beside it, if any.
+
+    `NAME_ids.txt` (one image id a line, or one for each caption) as SCAN and VSE++ ship it, or `coco_NAME_ids.npy` of
+    COCO annotation ids as PCME does. Images are found by COCO's names, by ID.jpg, or through `id_mapping.json`. Without
+    ids, images cannot be located and are named by their number. With `regions`, those of `NAME_ims.npy` stand in for
+    the images' pixels.
+    """
+    file, split = _find_caps(path, split, regions)
+    entries, has_ids = _read_captions(file)
+    if regions:
+        located = read_regions(file.with_name(_stem(file) + REGIONS), [str(entry.id) for entry in entries], PER_IMAGE)
+        return Listing(entries, located, split, file, file.with_name(f"{_stem(file)}_truth.npz"))
+    if not has_ids:
+        what = f"Nothing beside {file} says which images its captions belong to."
+        remedy = f"Put {_stem(file)}_ids.txt with one image id a line there, or name a Karpathy json."
+        return Listing(entries, UserError(what, remedy), split, file)
+    folders = [file.parent, file.parent.parent]
+    mapping = next(filter(Path.is_file, (folder / "id_mapping.json" for folder in folders)), None)  # of VSE-infinity
+    with reading.checked(mapping or file, "a mapping of ids to images"):
+        known = {key: reading.as_inside(name) for key, name in (reading.read_json(mapping) if mapping else {}).items()}
+    candidates = [[*filter(None, [known.get(str(entry.id))]), *_image_files(entry.id)] for entry in entries]
+    return Listing(entries, _locate(candidates, [str(e.id) for e in entries], file, images, folders), split, file)
+
+
+def _stem(file: Path) -> str:
+    return file.name.partition("_caps.")[0]
+
+
+def _find_caps(path: Path, split: str | None, regions: bool) -> tuple[Path, str | None]:
+    """The caption file and its split, None where none was asked for; `regions`: one with regions beside it."""
+    folder = path if any(path.glob("*_caps.txt*")) else path / "precomp"
+    files = [path] if path.is_file() else sorted(file for file in folder.glob("*") if _CAPS.fullmatch(file.name))
+    if regions:
+        files = [file for file in files if file.with_name(_stem(file) + REGIONS).is_file()]
+    names = [found["name"] if (found := _CAPS.fullmatch(file.name)) else "" for file in files]
+    canonical = {name: key for key, several in _FILES_OF.items() for name in several}
+    split, _ = reading.choose_split(split, filter(None, [*(canonical.get(name, name) for name in names), *names]), path)
+    if split is not None:
+        wanted = next((name for name in _FILES_OF.get(split, (split,)) if name in names), None)
+        files = [file for file, name in zip(files, names) if name == wanted]
+    return reading.only_file(files, path, "*_caps.txt" + (f" with *{REGIONS} beside it" if regions else "")), split
+
+
+def _read_captions(file: Path) -> tuple[list[Entry], bool]:
+    """The captions of every image, and whether the images' ids are known."""
+    lines = [line.strip()[:MAX_CAPTION_CHARS] for line in reading.read_text(file).removesuffix("\n").split("\n")]
+    if len(lines) % PER_IMAGE:
+        what = f"{file} has {len(lines)} lines, which is not {PER_IMAGE} for each image."
+        raise UserError(what, "Name a *_caps.txt with five captions an image, one a line.")
+    total = len(lines) // PER_IMAGE
+    image_ids, caption_ids = _read_ids(file, total)
+    entries = []
+    for i in range(total):
+        rows = [k for k in range(PER_IMAGE * i, PER_IMAGE * (i + 1)) if lines[k]]
+        numbers = caption_ids and [caption_ids[k] for k in rows]
+        entries.append(Entry(image_ids[i] if image_ids else f"{_stem(file)}:{i}", [lines[k] for k in rows], numbers))
+    return entries, image_ids is not None
+
+
+def _read_ids(file: Path, total: int) -> tuple[list[int | str] | None, list[int] | None]:
+    """(id of each image, id of each caption), either None if unknown."""
+    if (beside := _id_file(file)) is None:
+        return None, None
+    lines, of_pcme = PER_IMAGE * total, beside.suffix == ".npy"
+    with reading.checked(beside, "a row of ids"):
+        if of_pcme:  # dev_caps and test_caps are the first part of PCME's splits
+            stored = reading.read_npy(io.BytesIO(reading.read_bytes(beside))).tolist()
+            ids = [reading.as_id(one, "an id") for one in stored[:lines]]
+        else:
+            ids = [reading.as_inside(line) for line in reading.read_lines(beside)]
+            ids = list(map(int, ids)) if all(re.fullmatch("[0-9]{1,18}", one) for one in ids) else ids
+    if len(ids) == total:
+        return ids, None
+    image_of = list(map(_image_of_caption().get, ids)) if of_pcme else ids
+    fives = [set(image_of[i : i + PER_IMAGE]) for i in range(0, lines, PER_IMAGE)]
+    if len(ids) != lines or any(len(five) > 1 for five in fives):
+        what = f"{beside} is not a list of ids for {total} images, or for {PER_IMAGE} captions in a row of each."
+        raise UserError(what, f"Put the ids that belong to {file.name} there.")
+    return None if None in image_of else image_of[::PER_IMAGE], ids if of_pcme else None
+
+
+def _id_file(file: Path) -> Path | None:
+    """The file of ids: coco_test_ids.npy belongs to coco_precomp_testall_caps.txt.gz."""
+    if (parts := _CAPS.fullmatch(file.name)) is None:
+        return None
+    name, corpus = parts["name"], parts["prefix"].partition("_")[0]
+    patterns = [f"{_stem(file)}_ids.txt*", *(f"{corpus}*{one}_ids.npy" for one in (name, _PCME.get(name, name)))]
+    return next((found for pattern in patterns for found in sorted(file.parent.glob(pattern))), None)
+
+
+def _image_of_caption() -> dict[int, int]:
+    """COCO's image of each annotation id of Karpathy's test split, from the package eccv_caption."""
+    spec = importlib.util.find_spec("eccv_caption")
+    path = spec and Path(spec.origin).parent / "data" / "original_caption_to_image.json"
+    images_of = json.loads(path.read_text()) if path and path.is_file() else {}
+    return {int(caption): images[0] for caption, images in images_of.items()}
+
+
+def _image_files(one: int | str) -> list[str]:
+    """Possible paths of an image below the image folder."""
+    if isinstance(one, str):
+        return [one, f"{one}.jpg"]
+    name, parts = f"{one:012d}.jpg", ("train", "val")
+    return [
+        *(f"{part}2014/COCO_{part}2014_{name}" for part in parts), *(f"COCO_{part}2014_{name}" for part in parts),
+        *(f"{part}2017/{name}" for part in parts), name, f"{one}.jpg",
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ formats
 
 
 class Format(NamedTuple):
-    """A format of captions.
+    """A format of captions."""
 
-    Attributes:
-        title: for messages; holds: what it is recognised by in a folder; endings: of a file's name.
-        read: gives the images and captions of a path, a split and a folder of images.
-    """
-
-    title: str
-    holds: tuple[str, ...]
-    endings: tuple[str, ...]
-    read: Callable[[Path, str | None, Path | None], Listing]
+    title: str  # for messages
+    holds: tuple[str, ...]  # patterns of names by which a folder is recognised
+    endings: tuple[str, ...]  # of a file's name
+    read: Callable[[Path, str | None, Path | None], Listing]  # of a path, a split and a folder of images
 
 
+_read_regions = partial(read_precomp, regions=True)
 FORMATS = {
     "webdataset": Format("webdataset shards", ("*.tar", "*/*.tar"), (".tar",), read_shards),
     "karpathy": Format("a Karpathy json", ("dataset*.json*",), (".json", ".json.gz"), read_karpathy),
     "precomp": Format("*_caps.txt", ("*_caps.txt*", "precomp/*_caps.txt*"), (".txt", ".txt.gz"), read_precomp),
-    "regions": Format(f"*_caps.txt with *{REGIONS}", (f"*{REGIONS}", f"precomp/*{REGIONS}"), (), read_with_regions),
+    "regions": Format(f"*_caps.txt with *{REGIONS}", (f"*{REGIONS}", f"precomp/*{REGIONS}"), (), _read_regions),
     "cub": Format(f"CUB's {CUB_TEXTS}", (CUB_TEXTS, CUB_IMAGES), (), read_cub),
     "hierarcaps": Format("HierarCaps' table", ("hierarcaps*.csv",), (), read_hierarcaps),
     "csv": Format(
@@ -203,28 +438,28 @@ def find_captions(
     Args:
         data: a folder or file of one of FORMATS; also a pattern of tars, of which `train-*.tar` or `train/*.tar` name
             the split. Text files may be gzipped.
-        split: "train" (with Karpathy's "restval"), "val" ("dev"), "test", or another that the data names; None: all;
-            "auto": "test" of data with several splits, else all. Of precomp files "test" prefers testall_caps.txt.
+        split: as `reading.choose_split` has it. Of precomp files "test" prefers testall_caps.txt.
         images: image folder of an annotation file, for COCO the one with train2014 and val2014; by default searched
             beside the file.
-        format: one of FORMATS; recognised by default: caption files with `*_ims.npy` beside them are "regions", unless
-            `images` are named.
-        exif: turn images as their EXIF orientation says.
+        format: by default recognised: caption files with `*_ims.npy` beside them are "regions", unless `images` are
+            named.
 
-    Raises UserError: the path, the split or the images do not exist; malformed data, an image without a caption,
-    duplicate ids, or names that lead out of the folder.
+    Raises UserError: the path or the split does not exist, or the data is malformed.
     """
     path, folder = Path(data), None if images is None else Path(images)
-    entries, located, split, source, truth = FORMATS[format or _recognise(path, folder)].read(path, split, folder)
+    format = format or _recognise(path, folder)
+    if folder is not None and format in ("webdataset", "regions"):
+        raise UserError(f"{path} holds its images itself; {images} would not be used.", "Leave the image folder out.")
+    entries, located, split, source, truth = FORMATS[format].read(path, split, folder)
     if not entries:
-        raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
-    for entry in entries:
-        if not entry.captions:
-            raise UserError(f"The image {entry.id} of {source} has no caption.", "Add one, or remove the image.")
+        why = f" ({': '.join(located.bad[0])})" if isinstance(located, Images) and located.bad else ""
+        raise UserError(f"{source} holds no image with a caption{why}.", "Name data that has images with captions.")
+    if bare := [entry.id for entry in entries if not entry.captions]:
+        raise UserError(f"The image {bare[0]} of {source} has no caption.", "Add one, or remove the image.")
     ids, captions, caption_ids, classes = map(list, zip(*entries))
-    check_unique(ids, "image id", source)
+    reading.check_unique(ids, "image id", source)
     caption_ids = None if None in caption_ids else caption_ids
-    check_unique((number for row in caption_ids or () for number in row), "caption id", source)
+    reading.check_unique((number for row in caption_ids or () for number in row), "caption id", source)
     if isinstance(located, Images):
         located.exif = exif
     return CaptionDataset(
@@ -234,7 +469,7 @@ def find_captions(
 
 
 def _recognise(path: Path, images: Path | None) -> str:
-    """The name of the format. Raises UserError: a folder holds none, or several."""
+    """Raises UserError: a folder holds captions of no format, or of several."""
     if path.is_dir():
         found = [name for name, one in FORMATS.items() if any(any(path.glob(held)) for held in one.holds)]
     else:
@@ -247,20 +482,17 @@ def _recognise(path: Path, images: Path | None) -> str:
         return found[0]
     titles = [FORMATS[name].title for name in found or FORMATS]
     if found:
-        remedy = f"Name the files of one, or {listed(found, 'or')} as the format where the command takes one."
-        raise UserError(f"{path} holds captions in several formats: {listed(titles)}.", remedy)
-    raise UserError(f"{path} holds no captions.", f"Name {listed(titles, 'or')}, or {MAKE_SCENES}.")
+        remedy = f"Name the files of one, or {reading.listed(found, 'or')} as the format where the command takes one."
+        raise UserError(f"{path} holds captions in several formats: {reading.listed(titles)}.", remedy)
+    raise UserError(f"{path} holds no captions.", f"Name {reading.listed(titles, 'or')}, or {MAKE_SCENES}.")
 
 
 def read_truth(file: Path, ids: Sequence[int | str], captions: Sequence[Sequence[str]]) -> Truth | None:
-    """The truth of an .npz of `Truth`'s arrays, its images and texts as lists; None if there is no such file.
-
-    Raises UserError: malformed, or not of all images and captions.
-    """
+    """The truth of an .npz of `Truth`'s arrays, its images and texts as lists; None if there is no such file."""
     if not file.is_file():
         return None
-    with checked(file, "the truth of images and captions"):
-        images, texts, matches, ambiguity = read_npz(file, "images", "texts", "matches", "ambiguity")
+    with reading.checked(file, "the truth of images and captions"):
+        images, texts, matches, ambiguity = reading.read_npz(file, "images", "texts", "matches", "ambiguity")
         rows, columns = ({one: i for i, one in enumerate(names.tolist())} for names in (images, texts))
         if matches.dtype != bool or matches.shape != (len(rows), len(columns)) or ambiguity.shape != (len(columns),):
             raise ValueError("its matches or ambiguities are not those of its images and texts")

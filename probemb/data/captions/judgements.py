@@ -3,7 +3,7 @@
 table          a header and lines of `image, caption_image, caption_index, yes, no`, separated by tabs
 CrowdFlower    Flickr8k's CrowdFlowerAnnotations.txt: `NAME.jpg, NAME.jpg#k, share of yes, yes, no`, separated by tabs
 
-Either may be gzipped. Caption k of an image is its k-th one in the data, from 0. N images, M captions, P judged pairs.
+Caption k of an image is its k-th one in the data, from 0. N images, M captions, P judged pairs.
 """
 
 from __future__ import annotations
@@ -27,23 +27,15 @@ COLUMNS = ("image", "caption_image", "caption_index", "yes", "no")
 
 @dataclass(frozen=True, eq=False)
 class Judgements:
-    """Judged pairs of images and captions that the data holds.
+    """Judged pairs of images and captions that the data holds."""
 
-    Attributes:
-        image: (P,) int64, the image's row; caption: (P,) int64, the caption's row among all M.
-        own: (P,) bool, whether the caption belongs to the image.
-        yes, no: (P,) int64, people who said so; their sum is at least 1.
-        names: the name of each pair's image.
-        unknown: judged pairs of images or captions that the data does not hold.
-    """
-
-    image: Tensor
-    caption: Tensor
-    own: Tensor
-    yes: Tensor
+    image: Tensor  # (P,) int64, the image's row
+    caption: Tensor  # (P,) int64, the caption's row among all M
+    own: Tensor  # (P,) bool: the caption belongs to the image
+    yes: Tensor  # (P,) int64, people who said so, as `no`; their sum is at least 1
     no: Tensor
-    names: list[str]
-    unknown: int = 0
+    names: list[str]  # of each pair's image
+    unknown: int = 0  # number of judged pairs that the data does not hold
 
     def __len__(self) -> int:
         return len(self.names)
@@ -55,7 +47,7 @@ class Judgements:
 
     @property
     def share(self) -> Tensor:
-        """(P,) float64, the share of yes."""
+        """(P,) float64, of yes."""
         return self.yes.double() / (self.yes + self.no)
 
     def only(self, keep: Tensor) -> Judgements:
@@ -65,10 +57,9 @@ class Judgements:
         return Judgements(*tensors, [self.names[i] for i in rows.tolist()], self.unknown)
 
     def among(self, owner: Tensor, kept: Sequence[int]) -> Judgements:
-        """The pairs of the images in `kept` and their captions, with rows counted among these.
+        """The pairs of the images in `kept` (ascending) and their captions, with rows counted among these.
 
-        Args:
-            owner: (M,) int64, each caption's image in the data; kept: ascending indices of images.
+        `owner`: (M,) int64, each caption's image in the data.
         """
         left = torch.zeros(int(owner.max()) + 1, dtype=torch.bool)
         left[torch.as_tensor(kept, dtype=torch.int64)] = True
@@ -81,10 +72,7 @@ class Judgements:
 def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     """The judged pairs of a file that `captions` holds, in the file's order; votes for a repeated pair are added up.
 
-    Images are known by their names without folder and ending.
-
-    Raises UserError: the file cannot be read or has a malformed line; no pair is in the data; a judged name belongs to
-    several images of the data.
+    Images are known by their names without folder and ending. Raises UserError.
     """
     rows, ambiguous = {}, set()
     files = [place.name for place in captions.located.places] if isinstance(captions.located, Images) else []
@@ -95,10 +83,8 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
     starts, votes, unknown = [0, *accumulate(map(len, captions.captions))], {}, set()
     for image, caption_image, index, yes, no in _read(Path(path)):
         if name := ambiguous & {image, caption_image}:
-            raise UserError(
-                f"{captions.source} has several images of the name {min(name)}, which {path} judges.",
-                "Name data in which each name belongs to one image, such as one split.",
-            )
+            what = f"{captions.source} has several images of the name {min(name)}, which {path} judges."
+            raise UserError(what, "Name data in which each name belongs to one image, such as one split.")
         row, other = rows.get(image), rows.get(caption_image)
         if row is None or other is None or index >= len(captions.captions[other]):
             unknown.add((image, caption_image, index))
@@ -108,17 +94,14 @@ def read_judgements(path: str | Path, captions: CaptionDataset) -> Judgements:
         vote[1] += no
     if not votes:
         split = f" ({captions.split})" if captions.split else ""
-        raise UserError(
-            f"None of the {len(unknown):,} judged pairs of {path} is in {captions.source}{split}.",
-            "Name the data and the split that were judged: of Flickr8k --split test.",
-        )
+        what = f"None of the {len(unknown):,} judged pairs of {path} is in {captions.source}{split}."
+        raise UserError(what, "Name the data and the split that were judged: of Flickr8k --split test.")
     image, caption, own = (torch.tensor(column) for column in zip(*votes))
     yes, no, names = zip(*votes.values())
     return Judgements(image, caption, own, torch.tensor(yes), torch.tensor(no), list(names), len(unknown))
 
 
 def _stem(name: str) -> str:
-    """The name without folder and ending."""
     return re.sub(r"\.(jpe?g|png)$", "", PurePosixPath(name.strip()).name, flags=re.IGNORECASE)
 
 

@@ -1,16 +1,11 @@
-"""Composed retrieval (MPC, §4.1): images with the concepts that each has, combinations of these, and queries.
-
-data = find_compositions("data/composed", "test", k=2)
-data.targets(data.tuples[0])                # numbers of the images that have all of its concepts
-queries = data.sampled_queries(10_000)      # or data.queries, where the data has published ones
-"""
+"""Composed retrieval (MPC, §4.1): images with the concepts that each has, combinations of these, and queries."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +19,7 @@ from probemb.data.reading import check_unique, choose_split
 SPLITS = ("train", "val", "test")
 KINDS = ("images", "mixed", "texts")
 QUERIES = 10_000  # as many as the published file of test queries has
-
-
-def no_tuples() -> np.ndarray:
-    return np.empty((0, 2), dtype=np.int64)
+no_tuples = partial(np.empty, (0, 2), np.int64)
 
 
 class Crop(NamedTuple):
@@ -69,11 +61,7 @@ def among(values: np.ndarray, ascending: np.ndarray) -> np.ndarray:
 
 
 class Part(NamedTuple):
-    """One part of a query: an image (its index, and a box in its pixels or None for all of it), or a text.
-
-    Attributes:
-        concept: the number of the concept that it stands for; -1 if it is not one, as for changes of attributes.
-    """
+    """A text, or an image and a box in its pixels (None: all of it), for a concept (-1: a change of attributes)."""
 
     concept: int
     image: int = -1
@@ -86,7 +74,7 @@ class Part(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Parts, the concepts that a correct target has, and one of these targets, of training examples."""
+    """The concepts that a correct target has, and for training one of these targets."""
 
     parts: tuple[Part, ...]
     concepts: tuple[int, ...]
@@ -94,41 +82,29 @@ class Query(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """One of KINDS: "images" alone, "texts" alone, or "mixed"."""
-        images = sum(part.is_image for part in self.parts)
-        return "texts" if not images else "images" if images == len(self.parts) else "mixed"
+        """One of KINDS."""
+        kinds = {"images" if part.is_image else "texts" for part in self.parts}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compositions:
-    """N images, the targets (gallery), C concepts, and T combinations of k concepts; as read, of all splits.
+    """N images, the targets (gallery), C concepts, and T combinations of k concepts; as read, of all splits."""
 
-    Attributes:
-        source: the path given, for messages; notes: sentences about what the data lacks.
-        images: where they lie; names: of each, unique, COCO's id if it is known; splits: of each.
-        concepts: the text of each concept, whose number is its place; number: of each by its id in the data.
-        held: the numbers of the concepts of each image, ascending.
-        cut: for each image (concept, box in its stored pixels) of what image queries are cut from; None: all of the
-            image shows each of its concepts.
-        tuples: (T, k) int64, to train on or to ask for.
-        unseen: (U, k) further combinations with targets here, which are not among the `tuples` of any split.
-        infeasible: (F, k) combinations that no image of any split has.
-        queries: published test queries; None: draw them with `sampled_queries`.
-    """
-
-    source: str
+    source: str  # the path given, for messages
     images: Images
-    names: list[str]
-    splits: list[str]
-    concepts: tuple[str, ...]
-    held: list[list[int]]
+    names: list[str]  # of the images, unique, COCO's id if it is known
+    splits: list[str]  # of each image
+    concepts: tuple[str, ...]  # their texts; a concept's number is its place
+    held: list[list[int]]  # the concepts of each image, ascending
+    # for each image (concept, box in its stored pixels) of image queries; None: all of it shows each of its concepts
     cut: list[list[tuple[int, Box]] | None]
-    number: dict[int, int] = field(default_factory=dict)
-    tuples: np.ndarray = field(default_factory=no_tuples)
-    unseen: np.ndarray = field(default_factory=no_tuples)
-    infeasible: np.ndarray = field(default_factory=no_tuples)
-    queries: list[Query] | None = None
-    notes: tuple[str, ...] = ()
+    number: dict[int, int] = field(default_factory=dict)  # of each concept by its id in the data
+    tuples: np.ndarray = field(default_factory=no_tuples)  # (T, k) int64, to train on or to ask for
+    unseen: np.ndarray = field(default_factory=no_tuples)  # (U, k) not among the `tuples` of any split, with targets
+    infeasible: np.ndarray = field(default_factory=no_tuples)  # (F, k) that no image of any split has
+    queries: list[Query] | None = None  # published ones; None: draw them with `sampled_queries`
+    notes: tuple[str, ...] = ()  # about what the data lacks
 
     def __post_init__(self):
         check_unique(self.names, "image", self.source)
@@ -138,22 +114,20 @@ class Compositions:
 
     @property
     def split(self) -> str:
-        """The name of the only one."""
         return self.splits[0]
 
     @property
     def k(self) -> int:
-        """Parts of a query."""
         return self.tuples.shape[1]
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Texts with all words of text parts, of which a vocabulary is made."""
+        """Of which a vocabulary is made."""
         return self.concepts
 
     @property
     def n_examples(self) -> int:
-        """Different training examples to draw: one for each combination."""
+        """Different training examples to draw."""
         return len(self.tuples)
 
     @cached_property
@@ -167,7 +141,7 @@ class Compositions:
 
     @cached_property
     def crops(self) -> list[Crops]:
-        """For each concept what image queries of it are cut from."""
+        """Of each concept."""
         found: list[list[Crop]] = [[] for _ in self.concepts]
         for image, (own, crops) in enumerate(zip(self.held, self.cut)):
             for concept, box in ((one, None) for one in own) if crops is None else crops:
@@ -213,13 +187,10 @@ class Compositions:
         return Query(self._parts(concepts, as_image, random, target), concepts, int(target[0]))
 
     def sampled_queries(self, number: int = QUERIES, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
-        """So many test queries, a pure function of the data and the seed.
+        """So many test queries of (T, k) combinations, by default `self.tuples`; a pure function of data and seed.
 
         Each is a combination, one after another, with text or image for every concept, all mixtures equally often. An
         image is one that does not have all of the concepts, where there is one: a query is not its own answer.
-
-        Args:
-            tuples: (T, k) other combinations, such as `unseen` or `infeasible`; by default `self.tuples`.
         """
         tuples = self.tuples if tuples is None else tuples
         found = []
@@ -250,27 +221,85 @@ class Compositions:
         return found.hexdigest()[:16]
 
     def named(self, concepts: Sequence[int]) -> str:
-        """The concepts' texts, for messages."""
         return " + ".join(self.concepts[int(concept)] for concept in concepts)
 
 
-# --------------------------------------------------------------------------------------------------- parts of queries
+CHANGE = "replace {} with {}"
+Key = tuple[str, ...]  # a description without one of its words
+
+
+@dataclass(frozen=True)
+class AttributeChanges(Compositions):
+    """Fashion200k: images with one description each, which is their concept; `tuples` are empty, k is 2.
+
+    Descriptions that differ in one word are neighbours; a query is an image and "replace red with blue", its targets
+    are all images with the changed description.
+    """
+
+    @cached_property
+    def neighbours(self) -> dict[Key, set[int]]:
+        """Descriptions without one word, each with the descriptions that they are of, at least two."""
+        found: dict[Key, set[int]] = {}
+        for number, text in enumerate(self.concepts):
+            for key in _shortened(text):
+                found.setdefault(key, set()).add(number)
+        return {key: of for key, of in found.items() if len(of) > 1}
+
+    @cached_property
+    def sources(self) -> list[int]:
+        """Images whose description has a neighbour."""
+        known = set().union(*self.neighbours.values())
+        return [image for image, (concept,) in enumerate(self.held) if concept in known]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return *self.concepts, CHANGE.format("", "")
+
+    @property
+    def n_examples(self) -> int:
+        return len(self.sources)
+
+    def draw(self, example: int, random: np.random.RandomState) -> Query:
+        """A source image, one of the changes that lead to a description with images, and one of those images."""
+        source = self.sources[example]
+        (concept,) = self.held[source]
+        keys = sorted(key for key in _shortened(self.concepts[concept]) if key in self.neighbours)
+        key = keys[random.randint(len(keys))]
+        others = sorted(self.neighbours[key] - {concept})
+        changed = others[random.randint(len(others))]
+        targets = self.targets([changed])
+        target = int(targets[random.randint(len(targets))])
+        return Query(self.change(source, changed), (changed,), target)
+
+    def change(self, source: int, changed: int) -> tuple[Part, Part]:
+        """The image, and "replace x with y": the first words that the other description has not, as TIRG has it."""
+        (concept,) = self.held[source]
+        a, b = self.concepts[concept].split(), self.concepts[changed].split()
+        before = next((word for word in a if word not in b), a[-1])
+        after = next((word for word in b if word not in a), b[-1])
+        return Part(concept, source), Part(-1, text=CHANGE.format(before, after))
+
+    def sampled_queries(self, number: int = QUERIES, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
+        """So many changes, drawn as for training. `tuples` is of no meaning here."""
+        number = min(number, self.n_examples)
+        rows = ((row * self.n_examples // number, stream_of("query", seed, row)) for row in range(number))
+        return [self.draw(*row)._replace(target=-1) for row in rows]
+
+
+def _shortened(text: str) -> set[Key]:
+    """A description without each of its words in turn."""
+    words = tuple(text.split())
+    return {words[:place] + words[place + 1 :] for place in range(len(words))}
 
 
 @dataclass(kw_only=True)
 class CroppedImages(Images):
-    """Crops as images: place i is that of the image which crop i is cut from.
-
-    Attributes:
-        whole: the images that they are cut from.
-        crops: an image of `whole` for each place, and a box in its stored pixels, or None.
-    """
+    """Crops of `whole` as images: place i is that of the image which crop i is cut from."""
 
     whole: Images
     crops: list[Crop]
 
     def open(self, index: int) -> Image.Image:
-        """Decode one image and cut the crop out. Raises BadSample."""
         return self.whole.part(*self.crops[index])
 
 

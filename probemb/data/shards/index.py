@@ -44,7 +44,6 @@ class Shard:
 
 
 def file_sha256(path: str | os.PathLike) -> str:
-    """SHA-256 of a file, as `sha256sum` prints it. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -57,8 +56,7 @@ def read_index(source: str | os.PathLike, policy: FetchPolicy = DEFAULT_POLICY) 
     `s3://bucket/`. Or it is `pipe:COMMAND` (`pipe:ssh host cat cc3m/{00000..00331}.tar`), which prints the named tar,
     and the index if index.json takes the tar's place.
 
-    Raises UserError: a missing path, tar or index, a malformed or empty index, a file of another size than the index
-    says. Remote shards are checked when they are fetched.
+    Raises UserError, also for a file of another size than the index says; remote ones are checked when fetched.
     """
     source = os.fspath(source)
     indexes: dict[Path | Remote, dict[str, Shard]] = {}
@@ -100,10 +98,8 @@ def _split(address: str) -> tuple[Path | Remote, str]:
     if address.startswith("pipe:"):
         names = [*_TAR_WORD.finditer(address)]
         if len(names) != 1:
-            raise UserError(
-                f"The command of {address} names {len(names)} tars where it should name one.",
-                "Write the command that prints one tar, as in 'pipe:ssh host cat data/cc3m/{00000..00331}.tar'.",
-            )
+            remedy = "Write the command that prints one tar, as in 'pipe:ssh host cat data/cc3m/{00000..00331}.tar'."
+            raise UserError(f"The command of {address} names {len(names)} tars where it should name one.", remedy)
         return Remote(address[: names[0].start()] + INDEX_NAME + address[names[0].end() :]), names[0][0]
     remote = is_remote(address)
     whole, query = Remote(address).split() if remote else (address, "")
@@ -116,7 +112,7 @@ def _split(address: str) -> tuple[Path | Remote, str]:
 
 
 def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY) -> list[Shard]:
-    """All shards with a sample in the index of a folder, or that a command prints, as it says. Raises UserError."""
+    """All shards with a sample in the index of a folder, or that a command prints."""
     remedy = f"Make it with {_INDEX_IT} where the shards are, and check that it can be reached."
     if isinstance(folder, Remote):
         path = folder if folder.scheme == "pipe" else folder.beside(INDEX_NAME)
@@ -131,11 +127,8 @@ def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY)
         if not path.is_file():
             if any(folder.glob("*.tar")):
                 raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
-            raise UserError(
-                f"{folder} {'holds no webdataset shards' if folder.exists() else 'does not exist'}.",
-                "Name the folder of the .tar files, or make the synthetic data with "
-                "`python -m tools.make_scenes data/scenes`.",
-            )
+            what = f"{folder} {'holds no webdataset shards' if folder.exists() else 'does not exist'}."
+            raise UserError(what, "Name the folder of .tar files, or make it: `python -m tools.make_scenes FOLDER`.")
         content = path.read_bytes()
     shards = []
     try:
@@ -154,7 +147,6 @@ def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY)
 
 
 def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
-    """Write `folder/index.json`, atomically. Returns its path. Raises OSError."""
     path = Path(folder) / INDEX_NAME
     rows = [
         {name: value for name, value in vars(one).items() if name != "path" and value is not None} for one in shards
@@ -163,8 +155,6 @@ def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
     replace_text(path, '{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
     return path
 
-
-# ------------------------------------------------------------------------------------------------------------ columns
 
 TYPES = {
     "key": "<u8",  # see `key_hash`
@@ -185,7 +175,6 @@ def key_hash(keys: Iterable[str]) -> np.ndarray:
 
 
 def write_columns(folder: Path, shards: Sequence[Shard], columns: dict[str, np.ndarray]) -> Path:
-    """Write `folder/columns.npz`, atomically. Returns its path. Raises OSError."""
     path = folder / COLUMNS_NAME
     arrays = {name: column.astype(TYPES.get(name, "<f4")) for name, column in columns.items()}
 
@@ -198,16 +187,11 @@ def write_columns(folder: Path, shards: Sequence[Shard], columns: dict[str, np.n
 
 
 def read_columns(shards: Sequence[Shard], names: Sequence[str], given: str | None = None) -> dict[str, np.ndarray]:
-    """Numbers of all samples of the shards, in their order; `given`: path of the columns, by default beside the shards.
-
-    Raises UserError: there are none, not these, or of other shards.
-    """
+    """Numbers of all samples of the shards, in their order; `given`: path of the columns, by default beside them."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     if not given and (remote := [shard.path for shard in shards if isinstance(shard.path, Remote)]):
-        raise UserError(
-            f"{remote[0]} is remote, and data.filter needs columns on this machine.",
-            f"Copy {COLUMNS_NAME} from beside the shards, and name it in data.filter.columns.",
-        )
+        what = f"{remote[0]} is remote, and data.filter needs columns on this machine."
+        raise UserError(what, f"Copy {COLUMNS_NAME} from beside the shards, and name it in data.filter.columns.")
     for path, group in groupby(shards, lambda shard: Path(given) if given else shard.path.parent):
         path = path / COLUMNS_NAME if path.is_dir() else path
         remedy = "Make them with `python -m tools.shards measure FOLDER`, and --score NAME for a score."

@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from probemb.data.failures import BadSample, BadShard
 from probemb.files import replace_file
-
-if TYPE_CHECKING:
-    from webdataset import TarWriter
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 TEXT_EXTENSIONS = ("txt", "json", "cls")
@@ -37,7 +34,7 @@ _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
 
 
 class Member(NamedTuple):
-    """A regular file in a tar: name, offset of its first byte, size in bytes."""
+    """A regular file in a tar."""
 
     name: str
     offset: int
@@ -45,7 +42,7 @@ class Member(NamedTuple):
 
 
 class SampleSpan(NamedTuple):
-    """The place of a sample in its tar: extension (lower case, without a dot) -> member."""
+    """A sample in its tar: extension (lower case, without a dot) -> member."""
 
     key: str
     parts: dict[str, Member]
@@ -53,8 +50,6 @@ class SampleSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample, not yet decoded."""
-
     key: str
     image: bytes  # encoded: JPEG, PNG or WebP
     captions: list[str]  # stripped, at most MAX_CAPTION_CHARS; none of them is empty
@@ -62,14 +57,11 @@ class Sample:
     meta: dict = field(default_factory=dict)  # KEY.json
 
 
-# ---------------------------------------------------------------------------------------------------------------- tar
-
-
 def walk_tar(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> Iterator[Member]:
-    """Regular files of an uncompressed tar, in order; folders, links and devices are skipped.
+    """Regular files of an uncompressed tar, in order.
 
-    Raises BadShard: not a tar, damaged or cut off (also between two members, where tarfile sees the end), data after
-    the end, sparse files. With `salvage` the walk resumes at the next valid header instead.
+    Raises BadShard: not a tar, damaged, cut off (also between two members, where tarfile sees the end), or sparse.
+    With `salvage` the walk resumes at the next valid header instead.
     """
     named = isinstance(file, (str, os.PathLike))
     label = os.fspath(file) if named else str(getattr(file, "name", "tar"))
@@ -102,7 +94,6 @@ def walk_tar(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> Itera
 
 
 def _check_end(fd: int, label: str, marker: int) -> None:
-    """Raises BadShard unless the archive ends at this offset, with zeros alone."""
     end = marker
     while chunk := os.pread(fd, _CHUNK, end):
         if chunk.count(0) != len(chunk):
@@ -112,14 +103,11 @@ def _check_end(fd: int, label: str, marker: int) -> None:
         raise BadShard(f"{label}: cut off at byte {end:,}: the end of the archive is missing")
 
 
-def tar_writer(file: BinaryIO) -> TarWriter:
-    """webdataset's writer of samples {"__key__", extension: bytes}; the same samples give the same bytes."""
+def tar_writer(file: BinaryIO):
+    """webdataset's TarWriter of samples {"__key__", extension: bytes}; the same samples give the same bytes."""
     from webdataset import TarWriter  # which imports torch
 
     return TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0)
-
-
-# ------------------------------------------------------------------------------------------------------------ samples
 
 
 def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
@@ -145,7 +133,7 @@ def sort_groups(groups: Iterable[SampleSpan]) -> tuple[list[SampleSpan], list[Sa
 
 
 def list_samples(file: str | os.PathLike | BinaryIO, salvage: bool = False) -> tuple[list, list]:
-    """`sort_groups` of one tar, in its order. Raises BadShard."""
+    """`sort_groups` of one tar. Raises BadShard."""
     return sort_groups(group_members(walk_tar(file, salvage)))
 
 
@@ -167,8 +155,8 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool |
     """Parse a sample's bytes, given by extension; the image stays encoded.
 
     Captions come from KEY.json's "captions" (strings, or objects with a "caption"), else from KEY.txt, one a line, else
-    from KEY.json's "caption" (img2dataset writes both). Raises BadSample: no image, malformed text, or no caption (with
-    `need_caption=False`: neither a caption nor a class index; with None an image is enough).
+    from KEY.json's "caption" (img2dataset writes both). Raises BadSample. `need_caption`: False accepts a class index
+    in place of a caption, None an image alone.
     """
     image = next((parts[ext] for ext in IMAGE_EXTENSIONS if ext in parts), None)
     if not image:
@@ -201,8 +189,6 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool |
 
 
 def copy_samples(shard: BinaryIO, spans: Iterable[SampleSpan], path: Path) -> None:
-    """Some samples of an open shard as the shard `path`, which is replaced atomically."""
-
     def write(aside: Path) -> None:
         with open(aside, "wb") as file, tar_writer(file) as tar:
             for span in spans:

@@ -12,18 +12,17 @@ from itertools import pairwise
 from open_clip.modified_resnet import ModifiedResNet
 from torch import Tensor, nn
 
-from probemb.errors import UserError
 from probemb.models.architectures import stock_image_tower
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks, run_both
+from probemb.models.towers.common import last_blocks, run_both
 
 STAGES = [f"layer{i}" for i in (1, 2, 3, 4)]  # of a ResNet
 
 
 class CNN(Encoder):
-    """A stem and stages, which `blocks` names; pooled by the average, or for the mean by attention if there is any."""
+    """A stem and stages; pooled by the average, or for the mean by attention if there is any."""
 
     def features(self, pixels: Tensor) -> BothFeatures:
         stages, own = ([self.get_submodule(name) for name in names] for names in (self.blocks, self.branch_blocks))
@@ -46,23 +45,14 @@ def _pooled(x: Tensor) -> Features:
 
 
 class SmallCNN(CNN):
-    """A stem with stride 2, then stages of 3 x 3 convolutions, of which the first halves the map.
-
-    `widths` are the channels of the stem and of every stage, multiples of `groups`; `convolutions` are those of a
-    stage, each with GroupNorm and ReLU: batch statistics would make an embedding depend on the rank's other images.
-    """
+    """A stem and stages of 3 x 3 `convolutions` with GroupNorm and ReLU, `widths` wide; each halves the map."""
 
     stem_prefixes = ("stem.",)
 
     def __init__(
-        self,
-        o: ModelOptions,
-        n_unc_layers: int,
-        image_size: int = 64,
-        widths: Sequence[int] = (24, 48, 96, 192),
-        convolutions: int = 2,
-        groups: int = 8,
-    ):
+        self, o: ModelOptions, n_unc_layers: int, image_size: int = 64,
+        widths: Sequence[int] = (24, 48, 96, 192), convolutions: int = 2, groups: int = 8,
+    ):  # fmt: skip
         super().__init__()
         self.image_size = (image_size, image_size)
         self.n_tokens = (-(-image_size // 2 ** len(widths))) ** 2
@@ -76,7 +66,6 @@ class SmallCNN(CNN):
 
 
 def _stage(channels: int, width: int, convolutions: int, groups: int) -> nn.Sequential:
-    """Convolutions from `channels` to `width`, the first with stride 2."""
     layers: list[nn.Module] = []
     for index in range(convolutions):
         inputs, stride = (channels, 2) if index == 0 else (width, 1)
@@ -105,17 +94,12 @@ class ImageResNet(CNN, ModifiedResNet):
         self.train(self.training)
 
     def in_stem(self, name: str) -> bool:
-        """True for what is neither in a stage nor in the attention pooling."""
-        return self.place(name) == ("trunk", 0) and not name.startswith("attnpool.")
+        return self.place(name)[:2] == ("trunk", 0) and not name.startswith("attnpool.")
 
 
-def image_resnet(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None) -> ImageResNet:
-    """A tower of open_clip's configuration; `stock` is taken over, and not to be used any more."""
-    size = architecture["vision_cfg"].get("image_size", 224)
-    if size % 32:
-        raise UserError(
-            f"A ResNet of open_clip does not take images of {size} pixels.", "Set image_size to a multiple of 32."
-        )
+def image_resnet(
+    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None
+) -> ImageResNet:
     names = last_blocks(STAGES, n_unc_layers)
     stock = stock or stock_image_tower(architecture)
     fresh = stock_image_tower(architecture) if names else None

@@ -5,11 +5,9 @@ branch (PCME++ §3.3)   tokens ─ block 1 … block L−u ─┬─ block L−u
 token (ProLIP §3.1)    tokens, [UNC] ─ block 1 … block L ─ last norm ─┬─ pooling ─ mean head ──── mean
                                                                       └─ [UNC] ─── log_var head ─ log_var
 
-A tower takes over an open_clip tower's parameters under their own names (`conv1`, `transformer.resblocks.0`, …). [UNC]
-is one vector of its own behind all other tokens, its position included, so that these stand as in open_clip's tower.
-"prolip-code" has the public code's deviations from the paper, which its published weights need: a text's log-variance
-is a map of its mean before that is normalised, the class token of an image passes its last norm twice, and padding
-takes part in texts.
+[UNC] is one vector behind all other tokens, its position included. "prolip-code" has the public code's deviations from
+the paper, which its published weights need: a text's log-variance is a map of its mean before that is normalised, the
+class token of an image passes its last norm twice, and padding takes part in texts.
 Shapes: B items, T tokens, L text positions, W width of the tower, D embedding.
 """
 
@@ -28,16 +26,11 @@ from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks, run_both
-from probemb.models.towers.parts import take_parts, take_tokens, used_columns
+from probemb.models.towers.common import last_blocks, run_both, take_parts, used_columns
 
 
 class TransformerTower(Encoder):
-    """Blocks in two branches, or in one with an uncertainty token (W,), which starts from numbers of deviation `std`.
-
-    Every parameter, buffer, module and setting of `stock` is taken over, which is not to be used any more. `branch` has
-    the branch's blocks (maybe none); it is None with a token, and in a point model.
-    """
+    """Takes over all of `stock` under open_clip's names; `branch` is None with a token (W,), and in a point model."""
 
     stem_prefixes = ("conv1.", "class_embedding", "cls_emb", "positional_embedding", "token_embedding.", "ln_pre.")
 
@@ -62,7 +55,7 @@ class TransformerTower(Encoder):
         return Place("branch") if name == "uncertainty_token" else super().place(name)
 
     def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Last tokens of the mean and of the uncertainty branch, each (B, T, W); None without that branch."""
+        """Last tokens of the mean and of the branch, (B, T, W); None without that."""
 
         def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
             for block in blocks:
@@ -76,14 +69,12 @@ class TransformerTower(Encoder):
         return run_both(run, self.transformer.resblocks, None if own is None else own.resblocks, x)
 
     def _with_uncertainty_token(self, x: Tensor) -> Tensor:
-        """(B, T, W) -> (B, T + 1, W), [UNC] behind the others; unchanged in a tower without one."""
         if self.uncertainty_token is None:
             return x
         return torch.cat([x, self.uncertainty_token.to(x.dtype).expand(len(x), 1, -1)], 1)
 
 
 def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = None) -> Tensor:
-    """pooled @ projection + bias in at least float32, also under autocast."""
     with full_precision(pooled_BW):
         projection_WD = at_least_float32(projection_WD)
         out = pooled_BW.to(projection_WD.dtype) @ projection_WD
@@ -94,8 +85,6 @@ def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = No
 
 
 class ImageTransformer(TransformerTower, VisionTransformer):
-    """An open_clip vision transformer."""
-
     def drop_projection(self) -> None:
         self.ln_post, self.proj, self.attn_pool = nn.Identity(), None, None
 
@@ -105,7 +94,6 @@ class ImageTransformer(TransformerTower, VisionTransformer):
         return height * width + 1
 
     def parts(self, pixels: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Every patch, row by row, may be dropped."""
         optional = pixels.new_ones((len(pixels), self.n_tokens - 1), dtype=torch.bool)
         return optional, torch.zeros_like(optional), 0
 
@@ -113,8 +101,7 @@ class ImageTransformer(TransformerTower, VisionTransformer):
         return project(pooled, self.proj)
 
     def features(self, pixels: Tensor, kept: Tensor | None = None) -> BothFeatures:
-        """(B, 3, H, W) -> features with T tokens, the class token first; or it and n patches, which keep their
-        positions (all images keep n: no -1).
+        """(B, 3, H, W) -> features with T tokens, the class token first; or it and n patches (no -1).
 
         The branch's are neither normalised nor pooled by attention: PCME++ has no norm there. [UNC] is normalised.
         """
@@ -139,28 +126,12 @@ class ImageTransformer(TransformerTower, VisionTransformer):
         return mean, Features(unc_tokens, unc_tokens[:, 1:].mean(1) if average else unc_tokens[:, 0])
 
 
-def image_transformer(
-    architecture: dict, o: ModelOptions, n_unc_layers: int, stock: VisionTransformer | None
-) -> ImageTransformer:
-    """A tower of open_clip's configuration. The branch's blocks are those of a small tower, drawn by open_clip."""
-    vision, stock, branch = architecture["vision_cfg"], stock or stock_image_tower(architecture), None
-    last_blocks(stock.transformer.resblocks, n_unc_layers)
-    if o.probabilistic and o.uncertainty == "branch":
-        size = vision.get("patch_size", 16)
-        small = {**vision, "layers": max(n_unc_layers, 1), "image_size": size, "attentional_pool": False}
-        branch = stock_image_tower({**architecture, "embed_dim": 1, "vision_cfg": small}).transformer
-        branch.resblocks = branch.resblocks[:n_unc_layers]
-    return ImageTransformer(stock, branch, o, std=stock.transformer.width**-0.5)
-
-
 # --------------------------------------------------------------------------------------------------- text transformer
 
 
 class TextTransformerTower(TransformerTower, TextTransformer):
-    """An open_clip text transformer.
-
-    With a token a text is its words, maybe a class token, and [UNC]. Padding is hidden from all of them. A class token
-    behind the text (CoCa's, ProLIP's) is what is pooled and takes no part as a token.
+    """With a token a text is its words, maybe a class token, and [UNC]. Padding is hidden from all of them. A class
+    token behind the text (CoCa's, ProLIP's) is what is pooled and takes no part as a token.
     """
 
     _ends = property(lambda self: self.pool_type in ("argmax", "eos"))  # it pools the end token
@@ -175,10 +146,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         self.text_projection = None
 
     def parts(self, tokens: Tensor) -> tuple[Tensor, Tensor, int]:
-        """The tokens between a text's start and its end may be dropped; all words, of tokenizers without these.
-
-        Raises UserError: padding takes part in the text (SigLIP's, CLIPA's), so that its length is no number of words.
-        """
+        """The tokens between a text's start and its end may be dropped; all words, of tokenizers without these."""
         if self.cls_emb is None and not self._ends:
             raise UserError(
                 "The text tower pools its last position, be it a word or padding, so texts have no parts.",
@@ -198,9 +166,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return project(pooled, last.weight.T, last.bias) if isinstance(last, nn.Linear) else project(pooled, last)
 
     def text_mask(self, tokens: Tensor) -> Tensor:
-        """(B, L) bool, True up to and including each text's end token; without one, for all but padding, and for the
-        first token of an empty text.
-        """
+        """(B, L) bool, True up to the end token; without one, for all but padding, and an empty text's first token."""
         if self.pool_type == "argmax":  # the end token has the highest id
             return length_mask(tokens.argmax(dim=-1) + 1, tokens.shape[1])
         if self.pool_type == "eos":
@@ -210,9 +176,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return there | (first & ~there.any(1, keepdim=True))
 
     def trim(self, tokens: Tensor) -> Tensor:
-        """(B, L) tokens without the columns behind the longest text; texts that see their padding stay (blocks that are
-        not causal, as CLIPA's; a class token behind them; the public code of ProLIP).
-        """
+        """Texts that see their padding stay: not causal, as CLIPA's; with a class token; ProLIP's public code."""
         hidden = self._hides_padding
         if not hidden and (self.attn_mask is None or self.cls_emb is not None or not self._ends):
             return tokens
@@ -226,7 +190,8 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         positions, there = self.positional_embedding[: tokens.shape[1]], None
         if kept is not None:
             there = take_parts(self.text_mask(tokens), kept) & (kept >= 0) if not self.published else kept >= 0
-            tokens, positions = take_tokens(tokens, kept, self.pad_id), self.positional_embedding[kept.clamp(min=0)]
+            tokens = take_parts(tokens, kept).masked_fill(kept < 0, self.pad_id)
+            positions = self.positional_embedding[kept.clamp(min=0)]
         kind = self.transformer.get_cast_dtype()
         x = self.token_embedding(tokens).to(kind) + positions.to(kind)
         if self.cls_emb is not None:
@@ -241,9 +206,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return mean, Features(unc_x, self.project(mean.pooled) if self.published else unc_x[:, 0])
 
     def _attention_mask(self, tokens: Tensor, x: Tensor, there: Tensor | None) -> Tensor | None:
-        """open_clip's, for a sequence x (B, S, W); with [UNC], one (B · heads, S, S) that hides what is not `there`,
-        and in a causal tower what is to come.
-        """
+        """open_clip's, for x (B, S, W); with [UNC], (B · heads, S, S): what is not `there` is hidden, or is to come."""
         length = x.shape[1]
         if self.uncertainty_token is None:
             mask = None if self.attn_mask is None else self.attn_mask[:length, :length]
@@ -266,20 +229,29 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return Features(x, text_global_pool(x, tokens, self.pool_type, self.eos_id), mask)
 
 
-def text_transformer(
-    architecture: dict, o: ModelOptions, n_unc_layers: int, stock: TextTransformer | None
-) -> TextTransformerTower:
-    """A tower of open_clip's configuration, as `image_transformer`."""
-    text, stock, branch = architecture["text_cfg"], stock or stock_text_tower(architecture), None
+# --------------------------------------------------------------------------------------------------------------- both
+
+
+def transformer(
+    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None
+) -> TransformerTower:
+    """A tower of open_clip's configuration. The branch's blocks are those of a small tower, drawn by open_clip."""
+    image, config, branch = part == "vision_cfg", architecture[part], None
+    make = stock_image_tower if image else stock_text_tower
+    stock = stock or make(architecture)
     blocks = stock.transformer.resblocks
     last_blocks(blocks, n_unc_layers)
     if o.probabilistic and o.uncertainty == "branch":
-        small = {**text, "layers": max(n_unc_layers, 1), "vocab_size": 1, "context_length": 1}
-        branch = stock_text_tower({**architecture, "embed_dim": 1, "text_cfg": small}).transformer
+        size = {"vocab_size": 1, "context_length": 1}
+        size = {"image_size": config.get("patch_size", 16), "attentional_pool": False} if image else size
+        small = {**config, "layers": max(n_unc_layers, 1), **size}
+        branch = make({**architecture, "embed_dim": 1, part: small}).transformer
         branch.resblocks = branch.resblocks[:n_unc_layers]
         with torch.no_grad():
             # open_clip scales the text blocks' output matrices by 1/√(number of blocks): here that of the whole tower.
-            for block in branch.resblocks:
+            for block in () if image else branch.resblocks:
                 for linear in (block.attn.out_proj, block.mlp.c_proj):
                     linear.weight.mul_(math.sqrt(n_unc_layers / len(blocks)))
+    if image:
+        return ImageTransformer(stock, branch, o, std=stock.transformer.width**-0.5)
     return TextTransformerTower(stock, branch, o, std=0.01)  # as open_clip's class token of a text

@@ -4,11 +4,8 @@
                             │                     └─ its own GRU ─ log_var head ─ log_var
                             └─ without graph and GRU: tokens, and their average  (SCAN)
 
-The uncertainty branch is the last learnable block again: the GRU, or the last linear map where there is none. Sources:
-SCAN (Lee et al., ECCV 2018) §3.1; VSRN (Li et al., ICCV 2019) §3.1, 3.2; probabilistic VSRN §3. VSRN's batch norm on
-W_r is left out: it would use a batch's statistics, which differ between one process and several. In its place regions
-have unit length in front of every layer: the update is cubic in them. As there, W_r starts at zero.
-
+Sources: SCAN (Lee et al., ECCV 2018) §3.1; VSRN (Li et al., ICCV 2019) §3.1, 3.2; probabilistic VSRN §3. In place of
+VSRN's batch norm on W_r regions have unit length in front of every layer: the update is cubic in them.
 Shapes: B images, R regions, F features of a region, W width.
 """
 
@@ -24,27 +21,19 @@ from torch.nn import functional as F
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features, start_mean
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks
+from probemb.models.towers.common import last_blocks
 
 
 class RegionTower(Encoder):
     """Regions (B, R, F) float, zeros for one that does not exist; `region_shape`, (R, F), is what the data must have.
 
-    `hidden` are widths of linear maps with ReLU before the last one. A `gru` over the regions pools them, or their
-    average does. n_unc_layers is 1 for a branch with its own last block, or 0.
+    `hidden` are widths of linear maps with ReLU before the last one. A `gru` pools the regions, or their average.
     """
 
     def __init__(
-        self,
-        o: ModelOptions,
-        n_unc_layers: int,
-        regions: int = 36,
-        features: int = 2048,
-        width: int = 1024,
-        hidden: Sequence[int] = (),
-        graph_layers: int = 0,
-        gru: bool = False,
-    ):
+        self, o: ModelOptions, n_unc_layers: int, regions: int = 36, features: int = 2048, width: int = 1024,
+        hidden: Sequence[int] = (), graph_layers: int = 0, gru: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.region_shape, self.n_tokens = (regions, features), regions
         self.maps = nn.ModuleList(nn.Linear(*sizes) for sizes in pairwise((features, *hidden, width)))
@@ -90,7 +79,7 @@ class RegionTower(Encoder):
         return Features(x, states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2]))[:, 0], mask)
 
     def targets(self, inputs: Tensor, features: Features, of_tokens: bool) -> Tensor:
-        """The regions themselves (B, R, F), or their average (B, F): they are inputs that do not train."""
+        """The regions (B, R, F), or their average (B, F)."""
         return inputs if of_tokens else inputs.sum(1) / existing(inputs).sum(1, keepdim=True)
 
     def target_width(self, of_tokens: bool) -> int:
@@ -98,10 +87,7 @@ class RegionTower(Encoder):
 
 
 class GraphLayer(nn.Module):
-    """A residual graph convolution over regions: V + W_r (A V W_g), A_ij = (W_phi v_i) · (W_theta v_j) / R.
-
-    Source: VSRN Eq. 2, 3; the affinities' rows are normalised by the number of regions, as non-local networks do.
-    """
+    """V + W_r (A V W_g), A_ij = (W_phi v_i) · (W_theta v_j) / R: a residual graph convolution (VSRN Eq. 2, 3)."""
 
     def __init__(self, width: int):
         super().__init__()

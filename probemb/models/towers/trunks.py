@@ -21,13 +21,12 @@ from open_clip.hf_configs import arch_dict
 from open_clip.hf_model import HFTextEncoder
 from torch import Tensor, nn
 
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError
 from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import Branch, last_blocks, run_with
-from probemb.models.towers.parts import used_columns
+from probemb.models.towers.common import Branch, last_blocks, run_with, used_columns
 from probemb.models.weights import load_strictly, read_state_dict, refused
 
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
@@ -44,9 +43,8 @@ class TimmTower(Encoder):
     """A timm model with heads of ours.
 
     Tokens are the feature map's places, or a transformer's tokens behind its last norm. Head "clip" reads the model's
-    own pooling; for others, and the branch, the pooled features are the class token or the average, whichever the model
-    pools by, and what the model has behind its feature map is dropped. Without `own_blocks` for the branch, the
-    log-variance reads the features of the mean; `projection` is open_clip's, from the model's pooling to D.
+    own pooling, and open_clip's `projection` of it; for others, and the branch, the pooled features are the class token
+    or the average, whichever the model pools by. Without `own_blocks`, the log-variance reads the mean's features.
     """
 
     def __init__(self, trunk: nn.Module, own_blocks: list, o: ModelOptions, size: int, projection: nn.Module | None):
@@ -56,7 +54,6 @@ class TimmTower(Encoder):
             drop_unused(trunk, size)
 
         def forward(trunk: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-            """All inside the trunk's own forward pass, where engines that shard parameters have gathered them."""
             x = trunk.forward_features(pixels)
             return x, trunk.forward_head(x) if own_pooling else None
 
@@ -104,9 +101,7 @@ class TimmTower(Encoder):
 
     @cached_property
     def _depths(self) -> dict[str, int]:
-        """The depth of each parameter of the trunk by timm's groups. What is in no block belongs to the stem if it is
-        registered before the blocks, else to what lies behind; without groups or blocks all have 0.
-        """
+        """The depth of each parameter of the trunk by timm's groups; before the blocks is the stem."""
         names, blocks = [name for name, _ in self.trunk.named_parameters()], trunk_blocks(self.trunk)
         held = {p for block in blocks for p in block.parameters()}
         inside = [name for name, p in self.trunk.named_parameters() if p in held]
@@ -118,7 +113,6 @@ class TimmTower(Encoder):
         return depths | {f"trunk.{name}": behind - groups[name] for name in inside}
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """A feature map in the trunk's layout -> (B, T, W)."""
         if x.ndim == 4 and getattr(self.trunk, "output_fmt", "NCHW") == "NCHW":
             return x.flatten(2).transpose(1, 2)
         return x if x.ndim == 3 else x.flatten(1, 2)
@@ -127,12 +121,8 @@ class TimmTower(Encoder):
         return tokens[:, 0] if self._class_token else tokens[:, self.n_prefix :].mean(1)
 
 
-def timm_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
-    """A TimmTower of the project's configuration, or of open_clip's, which has a projection of its own.
-
-    Raises UserError: an image size that the model cannot take, or more branch layers than it has.
-    """
-    vision = architecture["vision_cfg"]
+def timm_tower(architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> TimmTower:
+    vision = architecture[part]
 
     def make() -> nn.Module:
         return build_trunk(vision) if "tower" in vision else stock_image_tower(architecture)
@@ -157,35 +147,26 @@ def build_trunk(vision: dict, pretrained: bool = False) -> nn.Module:
 
 
 def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
-    """A trunk of a "vision_cfg" with timm's weights, and the preprocessing that they ask for (a part of open_clip's
-    PreprocessCfg).
+    """A trunk of a "vision_cfg" with timm's weights, and a part of the PreprocessCfg that they ask for.
 
-    `source` is "timm" for the model's default weights, another of its tags, or a file with a state dict; a classifier
-    in it is dropped. Raises UserError: none of these, no network, or the weights of another model.
+    `source` is "timm" for the model's default weights, another of its tags, or a file, whose classifier is dropped.
     """
-    name = vision["timm_model_name"]
-    tags = [tag.partition(".")[2] for tag in timm.list_pretrained(f"{name}.*")]
     if Path(source).is_file():
         trunk, state = build_trunk(vision), read_state_dict(source)
         classifier = trunk.default_cfg.get("classifier") or ()
         parts = tuple(f"{part}." for part in ([classifier] if isinstance(classifier, str) else classifier))
         load_strictly(trunk, {key: value for key, value in state.items() if not key.startswith(parts)}, source)
-    elif source != "timm" and source not in tags:
-        raise UserError(
-            f"'{source}' is neither a file nor a weight tag of timm's {name}.{nearest(source, tags)}",
-            f"Give a file, or one of: {', '.join(['timm', *tags])}.",
-        )
     else:
-        tagged = name if source == "timm" else f"{name}.{source}"
-        remedy = "Check the network, or download them elsewhere and name the file as model.image_weights."
-        with refused(f"The weights of timm's {tagged} could not be downloaded", remedy):
-            trunk = build_trunk({**vision, "timm_model_name": tagged}, pretrained=True)
+        name = vision["timm_model_name"] + ("" if source == "timm" else f".{source}")
+        remedy = "Check the tag and the network, or download them elsewhere and name the file as model.image_weights."
+        with refused(f"The weights of timm's {name} could not be downloaded", remedy):
+            trunk = build_trunk({**vision, "timm_model_name": name}, pretrained=True)
     data = timm.data.resolve_model_data_config(trunk)
     return trunk, {key: data[key] for key in ("mean", "std", "interpolation")}
 
 
 def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformer, the stages of a CNN; none where timm's model has neither in a known place."""
+    """The blocks of a transformer, the stages of a CNN; none where they are in no known place."""
     for names in STAGES:
         if all(hasattr(trunk, name) for name in names):
             return [getattr(trunk, name) for name in names]
@@ -195,18 +176,13 @@ def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
 
 def fit_image_size(trunk: nn.Module, name: str, size: int) -> nn.Module:
     """The trunk, made to take images of a size. Raises UserError: it cannot be."""
-
-    @torch.no_grad()
-    def run() -> None:
-        meta_twin(trunk).eval()(_blank(size))
-
-    try:
-        run()
-    except Exception:  # whatever a model's layers raise about shapes
-        remedy = "Set image_size to the model's own, or to a multiple of its patches."
-        with refused(f"timm's {name} does not take images of {size} pixels", remedy):
+    remedy = "Set image_size to the model's own, or to a multiple of its patches."
+    with torch.no_grad(), refused(f"timm's {name} does not take images of {size} pixels", remedy):
+        try:
+            meta_twin(trunk).eval()(_blank(size))
+        except Exception:  # whatever a model's layers raise about shapes
             trunk.set_input_size((size, size))
-            run()
+            meta_twin(trunk).eval()(_blank(size))
     return trunk
 
 
@@ -215,7 +191,7 @@ def _blank(image_size: int) -> Tensor:
 
 
 def meta_twin(module: nn.Module) -> nn.Module:
-    """A copy on the meta device: shapes without numbers, for dry runs that cost no memory."""
+    """A copy on the meta device: shapes without numbers."""
     memo = {}
     for tensor in (*module.parameters(), *module.buffers()):
         twin = tensor.detach().to("meta")
@@ -239,19 +215,12 @@ def drop_unused(trunk: nn.Module, image_size: int) -> None:
 
 
 class HFText(Encoder):
-    """A Hugging Face encoder (RoBERTa, mT5, …) behind open_clip's adapter, whose pooler and projection head "clip"
-    alone keeps. It needs the package transformers, and the model's configuration from the hub or its cache.
-
-    Without `own_layers` for the uncertainty branch, the log-variance reads the last layer's tokens of the mean.
-    """
+    """A Hugging Face encoder behind open_clip's adapter, whose pooler and projection head "clip" alone keeps."""
 
     def __init__(self, stock: HFTextEncoder, own_layers: list[nn.Module], o: ModelOptions, context_length: int):
         super().__init__()
-        self.context_length, self.pad_id, self.transformer = (
-            context_length,
-            stock.config.pad_token_id,
-            stock.transformer,
-        )
+        self.context_length, self.pad_id = context_length, stock.config.pad_token_id
+        self.transformer = stock.transformer
         self.pooler, self.proj = (stock.pooler, stock.proj) if o.head == "clip" else (None, nn.Identity())
         self._class_token = "cls" in type(stock.pooler).__name__.lower()
         layers = text_layers(self.transformer)
@@ -286,7 +255,7 @@ class HFText(Encoder):
             self.transformer.gradient_checkpointing_disable()
 
     def in_stem(self, name: str) -> bool:
-        return name.startswith("transformer.") and "embed" in name and self.place(name) == ("trunk", 0)
+        return name.startswith("transformer.") and "embed" in name and self.place(name)[:2] == ("trunk", 0)
 
     def _pool(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """The first token, or the average of all that are no padding: whichever open_clip pools by."""
@@ -296,15 +265,15 @@ class HFText(Encoder):
         return (tokens * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
-def text_tower(architecture: dict, o: ModelOptions, n_unc_layers: int, stock: HFTextEncoder | None) -> HFText:
-    """An HFText of open_clip's configuration. Raises UserError: that cannot be read from the hub."""
+def text_tower(
+    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: HFTextEncoder | None
+) -> HFText:
     stock = stock or stock_text_tower(architecture)
     own = last_blocks(text_layers(stock.transformer), n_unc_layers)
     own = own and last_blocks(text_layers(stock_text_tower(architecture).transformer), n_unc_layers)
-    return HFText(stock, own, o, architecture["text_cfg"].get("context_length", 77))
+    return HFText(stock, own, o, architecture[part].get("context_length", 77))
 
 
 def text_layers(transformer: nn.Module) -> nn.ModuleList:
-    """The layers of a Hugging Face encoder."""
     encoder = getattr(transformer, "encoder", transformer)
     return next(getattr(encoder, name) for name in ("layer", "layers", "block") if hasattr(encoder, name))

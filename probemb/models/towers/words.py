@@ -21,15 +21,14 @@ from probemb.data.words import split_words
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks, run_both
-from probemb.models.towers.parts import used_columns
+from probemb.models.towers.common import last_blocks, run_both, used_columns
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 VECTOR_STD = 0.3  # about that of GloVe's vectors
 
 
 class WordTokenizer:
-    """Texts to ids of words, for texts of any origin: what is read of a text and of a word is bounded."""
+    """Texts of any origin to ids of words."""
 
     def __init__(self, vocabulary: Sequence[str], context_length: int):
         self.context_length = context_length
@@ -45,7 +44,7 @@ class WordTokenizer:
         return result
 
     def unknown_words(self, texts: list[str]) -> list[str]:
-        """Words of the texts that the vocabulary lacks, each once: the model reads them all alike."""
+        """Words of the texts that the vocabulary lacks, each once."""
         words = (word for text in texts for word in split_words(text, self.context_length))
         return list(dict.fromkeys(word for word in words if word not in self._ids))
 
@@ -70,11 +69,7 @@ def word_mask(tokens: Tensor) -> Tensor:
 
 
 class WordMean(WordTower):
-    """Mean word vectors; tokens are the words' vectors. Source: jWAE (mean word2vec).
-
-    The vectors are inputs, not weights: they stay as they start (random where a word has none), and an autoencoder can
-    therefore be asked to reconstruct their mean.
-    """
+    """Mean word vectors, which are inputs, not weights, so that an autoencoder can reconstruct them. Source: jWAE."""
 
     table = property(lambda self: self.vectors)
 
@@ -99,7 +94,7 @@ class GRUShape(NamedTuple):
     """Sizes and wiring of a `WordGRU`, keys of an architecture's text_cfg.
 
     pooling: "last" (each direction's last state), "max" or "mean" over the words; or, as the public codes of PVSE and
-    PCME, "last-word": both directions' states there, of which the backward one has read that word alone.
+    PCME, "last-word": both directions' states there.
     """
 
     width: int = 300  # E
@@ -115,11 +110,7 @@ class GRUShape(NamedTuple):
 
 
 class WordGRU(WordTower):
-    """Word vectors and layers of GRUs (`GRUShape`); the last `n_unc_layers` exist twice.
-
-    The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
-    text's states do not depend on the batch, as with packed sequences; and no length leaves the device.
-    """
+    """Word vectors and GRUs; the backward ones read every text reversed within its own length."""
 
     stem_prefixes = ("embedding.",)
     table = property(lambda self: self.embedding.weight)
@@ -144,7 +135,6 @@ class WordGRU(WordTower):
         self.add_heads(o, width, out, own_projection=not shape.projection and out == o.embed_dim)
 
     def features(self, tokens: Tensor) -> BothFeatures:
-        """(B, T) int64 -> features; their mask is True for words."""
         mask = word_mask(tokens)
         length = mask.sum(1)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from probemb.data.compositions.readers import read_coco
+from probemb.data.compositions.find import read_coco
 from probemb.errors import UserError
 from tests.world import picture, save
 

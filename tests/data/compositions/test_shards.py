@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from probemb.data.compositions.find import find_compositions
-from probemb.data.compositions.readers import read_concept_shards
+from probemb.data.compositions.find import find_compositions, read_concept_shards
 from tests.world import picture, write_tar
 
 CATEGORIES = [{"id": 4, "name": "ring"}, {"id": 2, "name": "bear"}, {"id": 9, "name": "fox"}]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from probemb.data.compositions.dataset import Compositions
-from probemb.data.compositions.find import COMBINATIONS, feasible_tuples, sample_tuples
-from probemb.data.compositions.readers import draw_splits
+from probemb.data.compositions.find import COMBINATIONS, draw_splits, feasible_tuples, sample_tuples
 from probemb.data.image_loader import Images, Place
 
 SPLITS = ("train", "val", "test")
