@@ -3,8 +3,6 @@
 Boxes are (left, top, right, bottom) in pixels: x from `left` up to `right`, y from `top` up to `bottom`, from 0 on.
 """
 
-from __future__ import annotations
-
 import heapq
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Images with their captions, from any of the FORMATS: shards, and published annotation files."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import io
@@ -64,7 +62,7 @@ class CaptionDataset:
     def n_captions(self) -> int:
         return sum(map(len, self.captions))
 
-    def only(self, rows: Sequence[int]) -> CaptionDataset:
+    def only(self, rows: Sequence[int]) -> "CaptionDataset":
         lists = {name: getattr(self, name) for name in ("captions", "image_ids", "caption_ids", "classes")}
         chosen = {name: values and [values[i] for i in rows] for name, values in lists.items()}
         located = replace(self.images, places=[self.images.places[i] for i in rows])
