@@ -258,11 +258,9 @@ class Trainer:
         what = f"the {stage} is NaN or Inf on rank {', '.join(str(other['rank']) for other in first)}"
         if self.config.on_nonfinite == "stop" or self.skipped_in_a_row > MAX_SKIPPED:
             terms = ", ".join(f"{name} {value}" for name, value in first[0]["terms"].items())
-            raise UserError(
-                f"At step {self.step} {what} ({terms}), for the samples {samples}; the step was skipped.",
-                f"The full report is in {where}; look at these samples, or lower optimizer.lr, and continue with "
-                "--resume, or pass --on-nonfinite skip.",
-            )
+            remedy = f"See {where} and these samples; lower optimizer.lr and --resume, or pass --on-nonfinite skip."
+            what = f"At step {self.step} {what} ({terms}), for the samples {samples}; the step was skipped."
+            raise UserError(what, remedy)
         self.skipped += 1
         if distributed.is_main():
             step = step_of(self.step, self.steps)
@@ -289,15 +287,12 @@ def nonfinite_report(
 ) -> dict:
     """This rank's first stage with NaN or Inf, before it spreads over all ranks' losses; keys of its samples; terms."""
 
-    def bad_rows(tensors: Sequence[Tensor | None]) -> list[int]:
-        bad = [~t.detach().isfinite().all(1) for t in tensors if t is not None]
-        return torch.stack(bad).any(0).nonzero().flatten().tolist() if bad else []
+    def bad_rows(tensors: Sequence[Tensor | None]) -> list[int]:  # of a scalar, all
+        finite = [t.detach().expand(len(keys), -1).isfinite().all(1) for t in tensors if t is not None]
+        return torch.stack(finite).logical_not().any(0).nonzero().flatten().tolist() if finite else []
 
-    def every_row(value: Tensor) -> list[int]:
-        return [] if value.detach().isfinite() else list(range(len(keys)))
-
-    rows = (bad_rows(embeddings), every_row(loss), bad_rows(gradients), every_row(norm))
-    stage, bad = next((pair for pair in zip(STAGES, rows) if pair[1]), ("", []))
+    stages = zip(STAGES, map(bad_rows, (embeddings, [loss.reshape(1, 1)], gradients, [norm.reshape(1, 1)])))
+    stage, bad = next((pair for pair in stages if pair[1]), ("", []))
     told = {name: f"{float(value):.4g}" for name, value in terms.items()}  # as text: JSON has no NaN
     return {"rank": distributed.rank(), "stage": stage, "keys": [keys[row] for row in bad], "terms": told}
 

@@ -96,10 +96,8 @@ def _check_shapes(path: Path, ours: dict[str, tuple], stored: dict[str, tuple]) 
     """Compare names and shapes of the engine with those in a file. Raises UserError."""
     if found := [name for name in ours | stored if ours.get(name) != stored.get(name)]:
         first = f"{found[0]!r} is {stored.get(found[0], 'missing')} instead of {ours.get(found[0], 'unknown')}"
-        raise UserError(
-            f"The checkpoint {path} is a checkpoint of another model: {first}, and {len(found) - 1} more.",
-            "Resume with the model that the run was started with (config.yaml in its folder), or start a new run.",
-        )
+        what = f"The checkpoint {path} is a checkpoint of another model: {first}, and {len(found) - 1} more."
+        raise UserError(what, "Resume with the model of the run (config.yaml in its folder), or start a new run.")
 
 
 def random_state() -> dict[str, Tensor]:

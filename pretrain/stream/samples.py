@@ -44,10 +44,8 @@ class OpenShard:
             raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")
         file.seek(0)
         if verify and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-            raise UserError(
-                f"{shard.path} has other content than when it was indexed (another SHA-256, or the index has none).",
-                "Fetch it again, or bring the index up to date with `python -m tools.shards index`.",
-            )
+            what = f"{shard.path} has other content than when it was indexed (another SHA-256, or the index has none)."
+            raise UserError(what, "Fetch it again, or bring the index up to date: `python -m tools.shards index`.")
         kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._keys = [sample.key for sample in samples]
         self._extensions = [kinds.setdefault(tuple(sample.parts), tuple(sample.parts)) for sample in samples]
@@ -148,11 +146,8 @@ class Samples:
 
 def _unreadable(what: str, error: OSError) -> BadSample:
     if error.errno in _OUT_OF_RESOURCES:  # not a fault of the data
-        raise UserError(
-            f"{what} cannot be read: {error.strerror}.",
-            "Free some space where shards are fetched to (data.cache, data.cache_gib, TMPDIR), raise the limit of open "
-            "files (ulimit -n), or use fewer lanes or workers.",
-        )
+        remedy = "Free space for fetched shards (data.cache, TMPDIR), raise ulimit -n, or use fewer lanes or workers."
+        raise UserError(f"{what} cannot be read: {error.strerror}.", remedy)
     return BadShard(f"{what}: cannot be read ({error.strerror})")
 
 

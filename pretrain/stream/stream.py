@@ -298,11 +298,11 @@ class Stream(AbstractContextManager, Iterator):
     def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
         """Raise UserError if too many of so many samples of all ranks have failed; `of_ranks`: all `failures`."""
         if self.tally.too_many(read, failed):
-            raise UserError(
-                f"{failed} of {read} samples cannot be used ({failed / read:.1%}, allowed are {self.tally.share:.1%}); "
-                f"the worst shards are {worst_places(of_ranks())[1]}.",
-                "Repair these shards or leave them out, or allow a larger failure share.",
+            what = (
+                f"{failed} of {read} samples cannot be used ({failed / read:.1%}, allowed are {self.tally.share:.1%})"
             )
+            what += f"; the worst shards are {worst_places(of_ranks())[1]}."
+            raise UserError(what, "Repair these shards or leave them out, or raise data.failure_share.")
 
 
 def _identity(part: Part) -> Part:
