@@ -60,8 +60,7 @@ class Trainer:
     """Trains an engine (`engine.engine.make_engine`) on the stream of this rank's batches, up to step `steps`.
 
     `average` follows the weights and takes their place in evaluations; `stop`: whether this process was asked to stop;
-    `images_at_peak`: images/s at the devices' peak for a mean length of texts, for the MFU.
-    """
+    `images_at_peak`: images/s at the devices' peak for a mean length of texts, for the MFU."""
 
     def __init__(
         self,
@@ -89,9 +88,7 @@ class Trainer:
 
     def fit(self) -> bool:
         """Train to the last step, to `stop_at_step`, or until `stop`; returns whether it was stopped before the end.
-
-        Evaluations that the run that it resumes has not made come first.
-        """
+        Evaluations that the run that it resumes has not made come first."""
         going = True
         if self.step and self._evaluation_is_due():
             going = self.evaluate([one for one in self.evaluators if one.keys[0] not in self.folder.logged])
@@ -176,8 +173,7 @@ class Trainer:
         """This rank's next batch, or None if any rank was asked to stop; collective.
 
         So that a rank that waits for data learns of a stop on another one, all meet in rounds, every half second while
-        waiting and at once with a batch, and leave in the same round: with a batch each, or with none, where they were.
-        """
+        waiting and at once with a batch, and leave in the same round: with a batch each, or with none."""
         try:
             self.progress.doing("waiting for data", self.stream.waiting_for)
             batch = self.stream.load(while_waiting=partial(self._meet, waiting=True))

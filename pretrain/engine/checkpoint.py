@@ -34,8 +34,7 @@ AVERAGE = "average."  # before a parameter's name
 
 def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | None = None) -> Snapshot | None:
     """Copy the training state to rank 0's memory (12 bytes a parameter, 4 more with an average), and the caller's own
-    `state`, which JSON can hold; collective, between two optimizer steps. None on the other ranks.
-    """
+    `state`, which JSON can hold; collective, between two optimizer steps. None on the other ranks."""
     held = EngineState(engine)
     weights, moments, steps = held.weights(), held.moments(), held.steps()
     means, generators = average.whole() if average else {}, all_of(random_state())
@@ -52,8 +51,7 @@ def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[
 
     An average begins with the weights if the checkpoint has none; a rank that it does not have gets random states drawn
     from rank 0's and its own number. Returns the caller's state, and its "step". Raises UserError: damaged, or of
-    another model; on all ranks, and nothing is changed.
-    """
+    another model; on all ranks, and nothing is changed."""
     held = EngineState(engine)
     with ExitStack() as stack:
         failure = None

@@ -158,10 +158,8 @@ def find_crop(transform: Callable) -> Callable | None:
 
 
 def draft_size(crop: Callable, width: int, height: int, seed: Callable[[], None]) -> tuple[int, int] | None:
-    """Width and height, 1/8, 1/4 or 1/2 of its own, at which a JPEG is decoded for a crop, or None for all of it.
-
-    After `seed` the crop is drawn as it will be; both its sides must keep as many pixels as its result has.
-    """
+    """Width and height, 1/8, 1/4 or 1/2 of its own, at which a JPEG is decoded for a crop, or None for all of it; after
+    `seed` the crop is drawn as it will be, and both its sides keep as many pixels as its result has."""
     for factor in (8, 4, 2):
         if width < factor * crop.size[1] or height < factor * crop.size[0]:
             continue

@@ -117,9 +117,7 @@ class Parts(Dataset):
 
     def _stand_in(self, epoch: int, step: int, row: int) -> tuple[torch.Tensor, torch.Tensor, str]:
         """The last good sample of the same row in this epoch, the first good one if there is none before, or the next
-        row's; read again, so that a restart gives the same sample.
-
-        Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative.
+        row's; read again, as after a restart. The lane's last one may be in this batch: it would be a false negative.
         """
         order = self.order
         known = [self._good[row]] if row in self._good else []
@@ -253,10 +251,8 @@ class Stream(AbstractContextManager, Iterator):
         return self.load()
 
     def load(self, while_waiting: Callable[[], object] = lambda: None) -> Batch:
-        """The next batch; `while_waiting` is called about every half second until it is ready.
-
-        An error, of `while_waiting` too, closes the stream before that batch. Raises StopIteration once it is closed.
-        """
+        """The next batch; `while_waiting` is called about every half second until it is ready. An error, of that too,
+        closes the stream before the batch. Raises StopIteration once it is closed."""
         if self._closed:
             raise StopIteration
         began, parts, images = time.perf_counter(), [], self._parts.images
