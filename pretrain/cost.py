@@ -61,9 +61,7 @@ class StepCost:
     def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0):
         self.config, self.world, self.parts = config, world, config.engine.accumulation
         self.rows = config.batch_size // world
-        torch.zeros(
-            (), requires_grad=True
-        ).backward()  # starts its threads outside the fake mode, which pretends devices
+        torch.zeros((), requires_grad=True).backward()  # its threads start outside of the fake mode
         bare = replace(config, model=replace(config.model, pretrained=None, image_weights=None))
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = bare.create_model(grad_checkpointing=config.engine.grad_checkpointing)
