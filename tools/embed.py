@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = models.load_model(options.model, device=device.name)
     models.check_single_embeddings(loaded.model, options.model)
     weights, dim = models.weights_sha256(loaded.model), loaded.model.embed_dim
-    name = os.path.abspath(options.model) if os.path.exists(options.model) else options.model
+    name = models.lasting_name(options.model)
     out = create_embeddings(options.out, name, weights, dim, options.mean_dtype, options.resize)
     assigned = list(names.items())[first::step]
     loaded = loaded._replace(transforms=models.create_transforms(loaded.model, resize=out.resize))

@@ -75,6 +75,11 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
     return LoadedModel(model, create_tokenizer(model, files.weights.parent), create_transforms(model, resize=resize))
 
 
+def lasting_name(path_or_name: str | Path) -> str:
+    """A name for `load_model` that holds in every working directory: a path made absolute, or a hub name as it is."""
+    return os.path.abspath(path_or_name) if os.path.exists(path_or_name) else str(path_or_name)
+
+
 # ------------------------------------------------------------------------------------------------------------- finding
 
 
