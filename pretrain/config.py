@@ -280,10 +280,9 @@ class Config:
         pixels = torch.zeros(1, 3, model.image_size, model.image_size)
         draw_masks(self, model, pixels, torch.zeros(1, model.context_length, dtype=torch.int64), samples=0)
         if model.batch_statistics and (self.engine.accumulation > 1 or self.ema.half_life_samples):
-            raise UserError(
-                f"The batch norms of {m.name} need the whole batch, and statistics of the weights that are evaluated.",
-                "Set engine.accumulation to 1 and ema.half_life_samples to 0, or model.batch_norm to frozen.",
-            )
+            what = f"The batch norms of {m.name} need the whole batch, and statistics of the evaluated weights."
+            remedy = "Set engine.accumulation to 1 and ema.half_life_samples to 0, or model.batch_norm to frozen."
+            raise UserError(what, remedy)
         return model
 
     def check(self, world_size: int) -> None:
@@ -307,10 +306,10 @@ class Config:
         multiple = world_size * self.engine.accumulation * every
         if self.batch_size % multiple:
             copies = f", of each of which every {every}th item is masked" if every > 1 else ""
+            parts = f"{world_size} ranks x {self.engine.accumulation} accumulation parts{copies}"
             lower = self.batch_size // multiple * multiple
             raise UserError(
-                f"batch_size {self.batch_size} cannot be shared evenly by {world_size} ranks x "
-                f"{self.engine.accumulation} accumulation parts{copies}.",
+                f"batch_size {self.batch_size} cannot be shared evenly by {parts}.",
                 f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + multiple}, or change the ranks or parts.",
             )
 
@@ -319,8 +318,6 @@ def whole_steps(config: Config, steps_per_epoch: int) -> int:
     """Steps of the whole run. Raises UserError if there are none."""
     steps = config.samples // config.batch_size if config.samples else int(config.epochs * steps_per_epoch)
     if steps < 1:
-        raise UserError(
-            f"The run would have no step: an epoch has {steps_per_epoch}, each of {config.batch_size} samples.",
-            "Lower batch_size, or raise epochs or samples.",
-        )
+        what = f"The run would have no step: an epoch has {steps_per_epoch}, each of {config.batch_size} samples."
+        raise UserError(what, "Lower batch_size, or raise epochs or samples.")
     return steps

@@ -56,15 +56,12 @@ class StepCost:
     """The cost of a configuration's step on `world` ranks, in bf16 if `half`, with texts of `text_tokens`, 0 for all.
 
     Each rank's `rows` are cut into `parts`. Of one part: `forward_flops`, and `flops` with the backward pass; `kept`,
-    the bytes that this needs, and `most`, alive at one moment, without the gradients of parameters.
-    """
+    the bytes that this needs, and `most`, alive at one moment, without the gradients of parameters."""
 
     def __init__(self, config: Config, world: int, half: bool, text_tokens: int = 0):
         self.config, self.world, self.parts = config, world, config.engine.accumulation
         self.rows = config.batch_size // world
-        # The first backward pass starts a thread for each kind of device. It must run here, outside the fake mode,
-        # which pretends to have other devices.
-        torch.zeros((), requires_grad=True).backward()
+        torch.zeros((), requires_grad=True).backward()  # its threads start outside of the fake mode
         bare = replace(config, model=replace(config.model, pretrained=None, image_weights=None))
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = bare.create_model(grad_checkpointing=config.engine.grad_checkpointing)
@@ -100,8 +97,7 @@ class StepCost:
     def memory(self, stage: int) -> dict[str, int]:
         """Bytes on a rank with a GPU at a ZeRO stage, by part, as the allocator reports them: without the CUDA context,
         NCCL and fragmentation. Activations in bf16 are those of autocast on a CPU, a tenth less than on a GPU, where
-        norms stay in float32. "peak" is what is held all the time, and the backward pass.
-        """
+        norms stay in float32. "peak" is what is held all the time, and the backward pass."""
         world, several = self.world, self.parts > 1
         padded = world if stage == 3 else 1  # ZeRO 3 pads each parameter to a multiple of the ranks
         sizes = [(FP32 * -(-p.numel() // padded) * padded, p.requires_grad) for p in self.model.parameters()]

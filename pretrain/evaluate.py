@@ -34,10 +34,7 @@ KS = (1, 5, 10)
 def make_evaluators(
     config: Config, transform: Callable, tokenizer: Callable, rank: int = 0, world: int = 1
 ) -> list[Evaluator]:
-    """Those of `config.evaluate`, in the order in which they are called; the ranks need not have met yet.
-
-    `transform`: PIL image -> (3, H, W); `tokenizer`: n texts -> (n, L).
-    """
+    """Those of `config.evaluate`, in the order in which they are called; the ranks need not have met yet."""
     pairs, splits = named_paths(config.evaluate.pairs, "evaluate.pairs"), config.evaluate.pairs_split
     splits = splits if isinstance(splits, list) else [splits] * len(pairs)
     if len(splits) != len(pairs):
@@ -57,8 +54,7 @@ class Evaluator:
     """This rank's images of a set, and encoding with the engine; the subclasses measure.
 
     `own` are its numbers of those that are `taken`, spread evenly over the data, which is often sorted by class; `keys`
-    the names in the log: NAME/METRIC, or METRIC for a set without a name.
-    """
+    the names in the log: NAME/METRIC, or METRIC for a set without a name."""
 
     metrics: ClassVar[tuple[str, ...]]
 
@@ -85,11 +81,8 @@ class Evaluator:
         return dict(zip(self.keys, (values[metric] for metric in self.metrics)))
 
     def encode_images(self, engine, meet: Callable[[], object]) -> Gaussian:
-        """This rank's readable ones, numbered by `self.batches.kept`, on the CPU; collective.
-
-        All ranks call the engine equally often, also without images: ZeRO-3 gathers its parameters in every call.
-        Raises UserError: too many of all ranks' images are unreadable.
-        """
+        """This rank's readable ones, numbered by `self.batches.kept`, on the CPU; collective. All call the engine
+        equally often, as ZeRO-3 gathers in every call. Raises UserError: too many of all images are unreadable."""
         parts, side = [], engine.module.model.image_size
         with closing(iter(self.batches)) as batches:
             for _ in range(-(-len(self.taken) // (distributed.world_size() * self.batch_size))):
@@ -146,8 +139,7 @@ class ZeroShot(Evaluator):
 
 class Validator(Evaluator):
     """Recall by CSD in percent, and the objective's loss on images with their first captions, in the data's order and
-    in whole batches of the training's size, or in one if they are fewer.
-    """
+    in whole batches of the training's size, or in one if they are fewer."""
 
     metrics = ("validation_loss", "rsum", *(f"{way}_r{k}" for way in ("i2t", "t2i") for k in KS))
 

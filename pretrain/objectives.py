@@ -1,11 +1,8 @@
 """Pretraining objectives: each is a dataclass of its options, `loss` in the configuration, and a function of `Pairs`.
 
 An objective exchanges between the ranks what it needs itself and returns this rank's part: the mean over the ranks is
-the loss of one process on the whole batch, in value and gradient. It also has
-
-    probabilistic   False if log-variances are not trained; the model then is a point model
-    scalars         those of `Pairs` that it reads, for the log
-    model_options   options of `create_model`: the kind of model, its scalars
+the loss of one process on the whole batch, in value and gradient. `probabilistic` is False for points, `scalars` are
+those of `Pairs` that it logs, `model_options` those of `create_model` that it decides.
 
 Letters: B items of this rank's share of the batch, W ranks, D dimensions.
 """

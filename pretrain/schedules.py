@@ -81,9 +81,7 @@ def check_schedule(o: Optimizer, total: int | None = None) -> None:
     if o.cooldown_samples and o.schedule not in NEEDS:
         what = f"The schedule {o.schedule} does not use optimizer.cooldown_samples."
         raise UserError(what, "Leave it out, or choose another optimizer.schedule.")
-    if total is not None and o.warmup_samples + o.cooldown_samples > total:
-        raise UserError(
-            f"A warm-up of {o.warmup_samples:,} and a cooldown of {o.cooldown_samples:,} samples do not fit into a run "
-            f"of {total:,}.",
-            "Shorten optimizer.warmup_samples or optimizer.cooldown_samples, or raise epochs or samples.",
-        )
+    up, down = o.warmup_samples, o.cooldown_samples
+    if total is not None and up + down > total:
+        what = f"A warm-up of {up:,} and a cooldown of {down:,} samples do not fit into a run of {total:,}."
+        raise UserError(what, "Shorten optimizer.warmup_samples or cooldown_samples, or raise epochs or samples.")

@@ -1,7 +1,4 @@
-"""A pretraining run from its configuration to its end.
-
-Faults are found before the ranks meet and before anything is written.
-"""
+"""A pretraining run from start to end. Faults are found before the ranks meet and before anything is written."""
 
 from __future__ import annotations
 
@@ -150,17 +147,16 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     batches = state["samples"] // config.batch_size
     position = Position(state["step"], batches * config.batch_size, state["skipped"])
-    place = {"rank": rank, "world_size": world, "start_samples": position.samples}
-    draws = {"batch_size": config.batch_size, "seed": config.seed, "pin_memory": device.type == "cuda"}
-    stream = Stream(corpora, config.data, transforms.train, tokenizer, **draws, **place)
+    place = {"rank": rank, "world_size": world, "start_samples": position.samples, "pin_memory": device.type == "cuda"}
+    given = corpora, config.data, transforms.train, tokenizer
+    stream = Stream(*given, batch_size=config.batch_size, seed=config.seed, **place)
     steps = position.step + max(0, whole_steps(config, stream.order.steps) - batches)
     check_schedule(config.optimizer, position.samples + (steps - position.step) * config.batch_size)
     identity = {**stream.identity, "resize": config.data.resize, "augmentation": to_dict(config.data.augmentation)}
     if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
         identity["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
     if earlier and (changed := runs.refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE)):
-        then = f"the data resumes after {position.samples:,} samples seen, in its present order"
-        tell(f"changed {'; '.join(changed)}; {then}")
+        tell(f"changed {'; '.join(changed)}; the data resumes after {position.samples:,} samples, in its present order")
     runs.refuse_full_disk(out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, rank, world)
     return Prepared(device, precision, model, stream, evaluators, identity, position, steps, earlier)
@@ -172,10 +168,8 @@ def pick_device(config: Config) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if here > torch.cuda.device_count():
-        raise UserError(
-            f"The launcher starts {here} processes on a machine with {torch.cuda.device_count()} GPUs.",
-            "Start at most one process per GPU (--nproc-per-node), or hide the GPUs with CUDA_VISIBLE_DEVICES= .",
-        )
+        what = f"The launcher starts {here} processes on a machine with {torch.cuda.device_count()} GPUs."
+        raise UserError(what, "Start one process per GPU (--nproc-per-node), or hide the GPUs: CUDA_VISIBLE_DEVICES= .")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -60,8 +60,7 @@ class Trainer:
     """Trains an engine (`engine.engine.make_engine`) on the stream of this rank's batches, up to step `steps`.
 
     `average` follows the weights and takes their place in evaluations; `stop`: whether this process was asked to stop;
-    `images_at_peak`: images/s at the devices' peak for a mean length of texts, for the MFU.
-    """
+    `images_at_peak`: images/s at the devices' peak for a mean length of texts, for the MFU."""
 
     def __init__(
         self,
@@ -89,9 +88,7 @@ class Trainer:
 
     def fit(self) -> bool:
         """Train to the last step, to `stop_at_step`, or until `stop`; returns whether it was stopped before the end.
-
-        Evaluations that the run that it resumes has not made come first.
-        """
+        Evaluations that the run that it resumes has not made come first."""
         going = True
         if self.step and self._evaluation_is_due():
             going = self.evaluate([one for one in self.evaluators if one.keys[0] not in self.folder.logged])
@@ -176,8 +173,7 @@ class Trainer:
         """This rank's next batch, or None if any rank was asked to stop; collective.
 
         So that a rank that waits for data learns of a stop on another one, all meet in rounds, every half second while
-        waiting and at once with a batch, and leave in the same round: with a batch each, or with none, where they were.
-        """
+        waiting and at once with a batch, and leave in the same round: with a batch each, or with none."""
         try:
             self.progress.doing("waiting for data", self.stream.waiting_for)
             batch = self.stream.load(while_waiting=partial(self._meet, waiting=True))
@@ -258,11 +254,9 @@ class Trainer:
         what = f"the {stage} is NaN or Inf on rank {', '.join(str(other['rank']) for other in first)}"
         if self.config.on_nonfinite == "stop" or self.skipped_in_a_row > MAX_SKIPPED:
             terms = ", ".join(f"{name} {value}" for name, value in first[0]["terms"].items())
-            raise UserError(
-                f"At step {self.step} {what} ({terms}), for the samples {samples}; the step was skipped.",
-                f"The full report is in {where}; look at these samples, or lower optimizer.lr, and continue with "
-                "--resume, or pass --on-nonfinite skip.",
-            )
+            remedy = f"See {where} and these samples; lower optimizer.lr and --resume, or pass --on-nonfinite skip."
+            what = f"At step {self.step} {what} ({terms}), for the samples {samples}; the step was skipped."
+            raise UserError(what, remedy)
         self.skipped += 1
         if distributed.is_main():
             step = step_of(self.step, self.steps)
@@ -289,15 +283,12 @@ def nonfinite_report(
 ) -> dict:
     """This rank's first stage with NaN or Inf, before it spreads over all ranks' losses; keys of its samples; terms."""
 
-    def bad_rows(tensors: Sequence[Tensor | None]) -> list[int]:
-        bad = [~t.detach().isfinite().all(1) for t in tensors if t is not None]
-        return torch.stack(bad).any(0).nonzero().flatten().tolist() if bad else []
+    def bad_rows(tensors: Sequence[Tensor | None]) -> list[int]:  # of a scalar, all
+        finite = [t.detach().expand(len(keys), -1).isfinite().all(1) for t in tensors if t is not None]
+        return torch.stack(finite).logical_not().any(0).nonzero().flatten().tolist() if finite else []
 
-    def every_row(value: Tensor) -> list[int]:
-        return [] if value.detach().isfinite() else list(range(len(keys)))
-
-    rows = (bad_rows(embeddings), every_row(loss), bad_rows(gradients), every_row(norm))
-    stage, bad = next((pair for pair in zip(STAGES, rows) if pair[1]), ("", []))
+    stages = zip(STAGES, map(bad_rows, (embeddings, [loss.reshape(1, 1)], gradients, [norm.reshape(1, 1)])))
+    stage, bad = next((pair for pair in stages if pair[1]), ("", []))
     told = {name: f"{float(value):.4g}" for name, value in terms.items()}  # as text: JSON has no NaN
     return {"rank": distributed.rank(), "stage": stage, "keys": [keys[row] for row in bad], "terms": told}
 

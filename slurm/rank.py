@@ -92,11 +92,9 @@ def job(module: str, words: list[str]) -> int:
         raise UserError("This is a batch script for Slurm.", "Start it with: sbatch slurm/SCRIPT.sh ARGUMENTS")
     gpus, tasks = int(slurm.get("SLURM_GPUS_ON_NODE", "0")), int(slurm.get("SLURM_NTASKS_PER_NODE", "1"))
     if gpus != tasks and module != "tools.download" and slurm.get("PROBEMB_ALLOW_CPU") != "1":
-        raise UserError(
-            f"The job has {gpus or 'no'} GPUs for {tasks} tasks on each node; every task needs one.",
-            f"Give sbatch --gpus-per-node={max(gpus, tasks)} and --ntasks-per-node={max(gpus, tasks)}, or set "
-            "PROBEMB_ALLOW_CPU=1 to compute on CPUs.",
-        )
+        n, what = max(gpus, tasks), f"The job has {gpus or 'no'} GPUs for {tasks} tasks on each node."
+        remedy = f"Give sbatch --gpus-per-node={n} and --ntasks-per-node={n}, or set PROBEMB_ALLOW_CPU=1 for CPUs."
+        raise UserError(f"{what} Every task needs one.", remedy)
     arguments, start = arguments_here(module, words), int(slurm.get("SLURM_RESTART_COUNT", "0")) + 1
     print(f"== job {slurm['SLURM_JOB_ID']}, start {start}, on {slurm['SLURM_JOB_NODELIST']}: ", end="")
     ranks = f"{slurm['SLURM_NTASKS']} ranks, meeting at {':'.join(meeting_place())}"
@@ -147,10 +145,8 @@ def task(module: str, arguments: list[str]) -> None:
 
         if torch.cuda.device_count() < here:  # the run would continue on CPUs
             node = os.uname().nodename
-            raise UserError(
-                f"torch does not see the job's {here} GPUs on {node}.",
-                f"Look at nvidia-smi and the torch build there, or avoid it with --exclude={node}.",
-            )
+            remedy = f"Look at nvidia-smi and the torch build there, or avoid it with --exclude={node}."
+            raise UserError(f"torch does not see the job's {here} GPUs on {node}.", remedy)
     os.execv(sys.executable, [sys.executable, "-u", "-m", module, *arguments])
 
 

@@ -109,10 +109,8 @@ def check(stage: str, given: Submission) -> None:
     if stage not in STAGES:
         raise UserError(f"There is no stage '{stage}'.{nearest(stage, STAGES)}", f"Choose from {', '.join(STAGES)}.")
     if given.cpu == bool(given.gpus_per_node) or (given.gpus_per_node and given.tasks_per_node):
-        raise UserError(
-            "A job runs on GPUs, with a task for each, or on CPUs.",
-            "Give --gpus-per-node N, or --cpu and perhaps --tasks-per-node N.",
-        )
+        remedy = "Give --gpus-per-node N, or --cpu and perhaps --tasks-per-node N."
+        raise UserError("A job runs on GPUs, with a task for each, or on CPUs.", remedy)
     if stage not in RESUMABLE and given.nodes * given.ranks_per_node != 1:
         raise UserError(f"The stage {stage} runs in one process.", "Ask for --nodes 1 and one GPU.")
     if sum(map(bool, (given.methods, given.sweep, given.parts))) > 1:

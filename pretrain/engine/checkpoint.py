@@ -34,8 +34,7 @@ AVERAGE = "average."  # before a parameter's name
 
 def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | None = None) -> Snapshot | None:
     """Copy the training state to rank 0's memory (12 bytes a parameter, 4 more with an average), and the caller's own
-    `state`, which JSON can hold; collective, between two optimizer steps. None on the other ranks.
-    """
+    `state`, which JSON can hold; collective, between two optimizer steps. None on the other ranks."""
     held = EngineState(engine)
     weights, moments, steps = held.weights(), held.moments(), held.steps()
     means, generators = average.whole() if average else {}, all_of(random_state())
@@ -52,8 +51,7 @@ def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[
 
     An average begins with the weights if the checkpoint has none; a rank that it does not have gets random states drawn
     from rank 0's and its own number. Returns the caller's state, and its "step". Raises UserError: damaged, or of
-    another model; on all ranks, and nothing is changed.
-    """
+    another model; on all ranks, and nothing is changed."""
     held = EngineState(engine)
     with ExitStack() as stack:
         failure = None
@@ -96,10 +94,8 @@ def _check_shapes(path: Path, ours: dict[str, tuple], stored: dict[str, tuple]) 
     """Compare names and shapes of the engine with those in a file. Raises UserError."""
     if found := [name for name in ours | stored if ours.get(name) != stored.get(name)]:
         first = f"{found[0]!r} is {stored.get(found[0], 'missing')} instead of {ours.get(found[0], 'unknown')}"
-        raise UserError(
-            f"The checkpoint {path} is a checkpoint of another model: {first}, and {len(found) - 1} more.",
-            "Resume with the model that the run was started with (config.yaml in its folder), or start a new run.",
-        )
+        what = f"The checkpoint {path} is a checkpoint of another model: {first}, and {len(found) - 1} more."
+        raise UserError(what, "Resume with the model of the run (config.yaml in its folder), or start a new run.")
 
 
 def random_state() -> dict[str, Tensor]:

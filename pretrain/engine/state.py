@@ -9,9 +9,8 @@ Only this file uses private attributes of its optimizers, tested with 0.19.8 (py
     1, 2, 3     `optimizer.averaged_gradients`, between the last backward pass of a step and the step
     1, 2, 3     the norms that `leave_norms` replaces
 
-The public `safe_get_*` and `safe_set_*` functions see Adam's state of the first group only until it is linked again,
-need that state to exist, do not change the model's own weights, and fail at stage 3 if the number of elements is not a
-multiple of the number of ranks.
+The public `safe_get_*` and `safe_set_*` need Adam's state to exist, see that of the first group only, leave the model's
+own weights, and fail at stage 3 if the ranks do not divide the number of elements.
 """
 
 from __future__ import annotations
@@ -96,9 +95,8 @@ class EngineState:
     def _assemble(
         self, p: nn.Parameter, source: Tensor, piece: Piece | None, everywhere: bool = False
     ) -> Tensor | None:
-        """All ranks' pieces in `source` as a tensor of a parameter's shape: on rank 0's CPU and None on the others, or
-        on every rank's device; collective. A sum assembles them; as integers, every bit survives (-0 + 0 is 0).
-        """
+        """All ranks' pieces in `source`, whole, on rank 0's CPU and None on the others, or on every rank's device;
+        collective. A sum assembles them; as integers, every bit survives (-0 + 0 is 0)."""
         if self.stage == 0:
             return source.detach().clone().cpu() if distributed.is_main() else None
         shape = getattr(p, "ds_shape", p.shape)
@@ -222,8 +220,7 @@ def optimizer_step(engine, skip: bool, norm: Tensor, longest: float) -> None:
     ranks, nothing but dropping the gradients.
 
     torch's fused AdamW does both, as for `torch.amp.GradScaler`: where `found_inf` is set, weights, moments and counts
-    stay as they are, and gradients are divided by `grad_scale`.
-    """
+    stay as they are, and gradients are divided by `grad_scale`."""
     adam = _adam(engine)
     adam.found_inf = torch.tensor(float(skip), device=engine.device)
     adam.grad_scale = ((norm + 1e-6) / longest).clamp(min=1).float().to(engine.device) if longest else None

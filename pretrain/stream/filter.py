@@ -89,10 +89,8 @@ class Selection:
     def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
         self.rules = rules = filter.rules
         if ("score" in rules) != bool({"min_score", "max_score"} & rules.keys()):
-            raise UserError(
-                "data.filter.score needs min_score or max_score, and these need it.",
-                "Set data.filter.score to the name given to `tools.shards measure --score`, and a bound.",
-            )
+            remedy = "Set data.filter.score to the name given to `tools.shards measure --score`, and a bound."
+            raise UserError("data.filter.score needs min_score or max_score, and these need it.", remedy)
         if filter.columns and len(filter.columns) != len(corpora):
             what = f"data.filter.columns has {len(filter.columns)} values for {len(corpora)} training paths."
             raise UserError(what, "Give it one value for each path.")

@@ -44,10 +44,8 @@ class OpenShard:
             raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")
         file.seek(0)
         if verify and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-            raise UserError(
-                f"{shard.path} has other content than when it was indexed (another SHA-256, or the index has none).",
-                "Fetch it again, or bring the index up to date with `python -m tools.shards index`.",
-            )
+            what = f"{shard.path} has other content than when it was indexed (another SHA-256, or the index has none)."
+            raise UserError(what, "Fetch it again, or bring the index up to date: `python -m tools.shards index`.")
         kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._keys = [sample.key for sample in samples]
         self._extensions = [kinds.setdefault(tuple(sample.parts), tuple(sample.parts)) for sample in samples]
@@ -148,11 +146,8 @@ class Samples:
 
 def _unreadable(what: str, error: OSError) -> BadSample:
     if error.errno in _OUT_OF_RESOURCES:  # not a fault of the data
-        raise UserError(
-            f"{what} cannot be read: {error.strerror}.",
-            "Free some space where shards are fetched to (data.cache, data.cache_gib, TMPDIR), raise the limit of open "
-            "files (ulimit -n), or use fewer lanes or workers.",
-        )
+        remedy = "Free space for fetched shards (data.cache, TMPDIR), raise ulimit -n, or use fewer lanes or workers."
+        raise UserError(f"{what} cannot be read: {error.strerror}.", remedy)
     return BadShard(f"{what}: cannot be read ({error.strerror})")
 
 
@@ -163,10 +158,8 @@ def find_crop(transform: Callable) -> Callable | None:
 
 
 def draft_size(crop: Callable, width: int, height: int, seed: Callable[[], None]) -> tuple[int, int] | None:
-    """Width and height, 1/8, 1/4 or 1/2 of its own, at which a JPEG is decoded for a crop, or None for all of it.
-
-    After `seed` the crop is drawn as it will be; both its sides must keep as many pixels as its result has.
-    """
+    """Width and height, 1/8, 1/4 or 1/2 of its own, at which a JPEG is decoded for a crop, or None for all of it; after
+    `seed` the crop is drawn as it will be, and both its sides keep as many pixels as its result has."""
     for factor in (8, 4, 2):
         if width < factor * crop.size[1] or height < factor * crop.size[0]:
             continue

@@ -117,9 +117,7 @@ class Parts(Dataset):
 
     def _stand_in(self, epoch: int, step: int, row: int) -> tuple[torch.Tensor, torch.Tensor, str]:
         """The last good sample of the same row in this epoch, the first good one if there is none before, or the next
-        row's; read again, so that a restart gives the same sample.
-
-        Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative.
+        row's; read again, as after a restart. The lane's last one may be in this batch: it would be a false negative.
         """
         order = self.order
         known = [self._good[row]] if row in self._good else []
@@ -253,10 +251,8 @@ class Stream(AbstractContextManager, Iterator):
         return self.load()
 
     def load(self, while_waiting: Callable[[], object] = lambda: None) -> Batch:
-        """The next batch; `while_waiting` is called about every half second until it is ready.
-
-        An error, of `while_waiting` too, closes the stream before that batch. Raises StopIteration once it is closed.
-        """
+        """The next batch; `while_waiting` is called about every half second until it is ready. An error, of that too,
+        closes the stream before the batch. Raises StopIteration once it is closed."""
         if self._closed:
             raise StopIteration
         began, parts, images = time.perf_counter(), [], self._parts.images
@@ -298,11 +294,11 @@ class Stream(AbstractContextManager, Iterator):
     def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
         """Raise UserError if too many of so many samples of all ranks have failed; `of_ranks`: all `failures`."""
         if self.tally.too_many(read, failed):
-            raise UserError(
-                f"{failed} of {read} samples cannot be used ({failed / read:.1%}, allowed are {self.tally.share:.1%}); "
-                f"the worst shards are {worst_places(of_ranks())[1]}.",
-                "Repair these shards or leave them out, or allow a larger failure share.",
+            what = (
+                f"{failed} of {read} samples cannot be used ({failed / read:.1%}, allowed are {self.tally.share:.1%})"
             )
+            what += f"; the worst shards are {worst_places(of_ranks())[1]}."
+            raise UserError(what, "Repair these shards or leave them out, or raise data.failure_share.")
 
 
 def _identity(part: Part) -> Part:

@@ -3,8 +3,6 @@
 Boxes are (left, top, right, bottom) in pixels: x from `left` up to `right`, y from `top` up to `bottom`, from 0 on.
 """
 
-from __future__ import annotations
-
 import heapq
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +16,6 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.ops import box_iou
 
 from probemb.data import reading
 from probemb.data.image_loader import REGIONS, Images, RegionImages, locate, read_regions
@@ -40,6 +37,8 @@ def area(box: Box) -> float:
 
 def iou(a: Tensor, b: Tensor) -> Tensor:
     """Intersection over union of boxes (N, 4) and (M, 4) -> (N, M) float64 in [0, 1]; 0 where both are empty."""
+    from torchvision.ops import box_iou  # takes seconds to import
+
     return box_iou(a.double(), b.double()).nan_to_num(0.0)
 
 

@@ -3,8 +3,6 @@
 Unreadable images are counted and named; above a given share they stop the command.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

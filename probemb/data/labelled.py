@@ -1,7 +1,5 @@
 """Labelled images in any of their layouts, the classes in the order of the labels, and prompts that describe these."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

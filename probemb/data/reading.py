@@ -4,8 +4,6 @@ A reader parses one entry at a time and raises what malformed content makes Pyth
 KeyError, TypeError); `checked` and `parse_all` turn that into a UserError with file, entry and reason.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -7,8 +7,6 @@
 Only the user can name a command: an index.json names shards beside itself, and nothing else.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -63,7 +61,7 @@ class Remote:
     def scheme(self) -> str:
         return self.address.partition(":")[0].lower()
 
-    def beside(self, name: str) -> Remote:
+    def beside(self, name: str) -> "Remote":
         """The file `name` in the folder of this address. Raises ValueError for a name that leads elsewhere."""
         if not name.isprintable() or any(mark in name for mark in ("/", "\\", "::", "*", "?", "[", "{")):
             raise ValueError(name)

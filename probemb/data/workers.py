@@ -1,7 +1,5 @@
 """Worker processes of a DataLoader, with all that is private of torch and multiprocessing; failures do not hang."""
 
-from __future__ import annotations
-
 import multiprocessing.util
 import os
 import signal
@@ -25,7 +23,7 @@ LOOK_UP_SECONDS = 0.5  # how often a process that waits for data looks at what e
 _LONGEST = 71  # bytes of a folder that leave room for a socket's /pymp-xxxxxxxx/listener-xxxxxxxx
 
 
-def make_loader(dataset, workers: int, **options) -> DataLoader:
+def make_loader(dataset, workers: int, **options) -> "DataLoader":
     """A DataLoader with so many processes; `options` are DataLoader's own. Iterate over it with `read`."""
     from torch.utils.data import DataLoader
 
@@ -34,7 +32,7 @@ def make_loader(dataset, workers: int, **options) -> DataLoader:
     return DataLoader(dataset, num_workers=workers, worker_init_fn=_begin, **options)
 
 
-def start_workers(loader: DataLoader, owner: object = None) -> Iterator:
+def start_workers(loader: "DataLoader", owner: object = None) -> Iterator:
     """The loader's iterator, for `next_batch`; its `end()` kills the workers, as does the owner's end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # they would kill a worker that does not ignore them
     try:
@@ -46,7 +44,7 @@ def start_workers(loader: DataLoader, owner: object = None) -> Iterator:
     return batches
 
 
-def read(loader: DataLoader) -> Iterator:
+def read(loader: "DataLoader") -> Iterator:
     """All batches, once; the workers end with the iteration. Raises UserError."""
     batches = start_workers(loader)
     try:

@@ -16,6 +16,7 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
 from probemb import models
+from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.adapter import Adapter
 from probemb.models.architectures import Stock
@@ -79,11 +80,13 @@ class DualEncoder(nn.Module):
 
         `token_mask`: (B, T) bool, tokens that take part in pooling. `kept`: (B, n) int64, see `draw_parts`.
         """
+        _check_tensor(pixels, "pixels (B, 3, H, W)", "transforms.evaluate(image)[None]")
         encode = partial(self.visual.encode, pixels, token_mask, kept=kept)
         return self.adapter.adapt(self.adapter.image, self.visual, encode) if self.adapter else encode().gaussian
 
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, L) int64, L at most the context length -> Gaussian (B, D), as `encode_image`; `kept` is of tokens."""
+        _check_tensor(tokens, "tokens (B, L)", 'tokenizer(["a dog"])')
         encode = partial(self.text.encode, tokens, token_mask, kept=kept)
         return self.adapter.adapt(self.adapter.text, self.text, encode) if self.adapter else encode().gaussian
 
@@ -175,6 +178,12 @@ class DualEncoder(nn.Module):
         return tower.place(rest)._replace(
             tower=which, in_stem=tower.in_stem(rest), pretrained=tower.is_pretrained(rest)
         )
+
+
+def _check_tensor(x: Tensor, wanted: str, made_by: str) -> None:
+    if not isinstance(x, Tensor):
+        what = f"The model takes {wanted}, not {type(x).__name__}."
+        raise UserError(what, f"Give it {made_by}, with model, tokenizer, transforms = load_model(...).")
 
 
 def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:

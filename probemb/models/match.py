@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from torch.nn.functional import logsigmoid
 from probemb.distances import SAMPLES, csd, match_log_odds_of_samples
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.models.dual_encoder import DualEncoder
+
+if TYPE_CHECKING:
+    from probemb.models.dual_encoder import DualEncoder
 
 DRAWS = 256  # of a distance between spheres
 
@@ -126,7 +128,8 @@ class Ensemble(nn.Module):
     def cut_padding(self, tokens: Tensor) -> Tensor:
         return max((model.cut_padding(tokens) for model in self.models), key=lambda cut: cut.shape[1])
 
-    match_probability = DualEncoder.match_probability
+    def match_probability(self, image: Gaussian, text: Gaussian, among: str | None = None) -> Tensor:
+        return self.match_model.probability(image, text, among)
 
     @property
     def match_model(self) -> MatchModel:

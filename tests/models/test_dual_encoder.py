@@ -113,6 +113,14 @@ def test_wrong_weight_files(tmp_path):
         assert "weights_only" not in str(error.value)  # torch's advice to load it without protection
 
 
+def test_raw_inputs_are_told_what_makes_them():
+    model = make()
+    with pytest.raises(UserError, match=r"not str.*tokenizer"):
+        model.encode_text("a dog")
+    with pytest.raises(UserError, match=r"not list.*transforms"):
+        model.encode_image([])
+
+
 @HEADS
 def test_a_point_model_has_the_mean_branch_alone(head):
     model, whole = make(head, probabilistic=False), make(head, n_unc_layers=0)

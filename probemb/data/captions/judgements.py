@@ -6,8 +6,6 @@ CrowdFlower    Flickr8k's CrowdFlowerAnnotations.txt: `NAME.jpg, NAME.jpg#k, sha
 Caption k of an image is its k-th one in the data, from 0. N images, M captions, P judged pairs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,13 +48,13 @@ class Judgements:
         """(P,) float64, of yes."""
         return self.yes.double() / (self.yes + self.no)
 
-    def only(self, keep: Tensor) -> Judgements:
+    def only(self, keep: Tensor) -> "Judgements":
         """The pairs of a (P,) bool mask."""
         rows = keep.nonzero().flatten()
         tensors = (x[rows] for x in (self.image, self.caption, self.own, self.yes, self.no))
         return Judgements(*tensors, [self.names[i] for i in rows.tolist()], self.unknown)
 
-    def among(self, owner: Tensor, kept: Sequence[int]) -> Judgements:
+    def among(self, owner: Tensor, kept: Sequence[int]) -> "Judgements":
         """The pairs of the images in `kept` (ascending) and their captions, with rows counted among these.
 
         `owner`: (M,) int64, each caption's image in the data.

@@ -1,7 +1,5 @@
 """Composed retrieval (MPC, §4.1): images with the concepts that each has, combinations of these, and queries."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -161,7 +159,7 @@ class Compositions:
         held = np.stack([among(images, self.of_concept[one]) for one in used])
         return held[columns.reshape(np.shape(concepts))].all(axis=1)
 
-    def of_split(self, split: str) -> Compositions:
+    def of_split(self, split: str) -> "Compositions":
         """The images of one split. Raises UserError: there is no such split."""
         choose_split(split, self.splits, self.source)
         rows = [row for row, name in enumerate(self.splits) if name == split]

@@ -4,8 +4,6 @@ Images with at least one category are read, as the benchmark has it. Crops are t
 groups (`iscrowd`). All JSON files may be gzipped.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Tars, captions and images are untrusted: sizes are checked before they are used,
 `BadSample` with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
