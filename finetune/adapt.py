@@ -28,7 +28,10 @@ LOSSES = {
     "gaussian": ("pcmepp", "prolip"), "asymvlm": ("power-spherical", "von-mises-fisher"),
     "probvlm": ("density", "published"), "laplace": (), "loss-order": (),
 }  # fmt: skip
-OWN_OPTIONS = {"clip": "gaussian", "vib": "gaussian", "cross": "probvlm", "pseudo_data": "laplace", "exact": "laplace"}
+OWN_OPTIONS = {
+    "clip": "gaussian", "vib": "gaussian", "directions": "asymvlm", "cross": "probvlm", "pseudo_data": "laplace",
+    "exact": "laplace",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class AdaptConfig:
             paper's) or published (the public code's).
         clip: of gaussian: weight of the CLIP loss.
         vib: of gaussian: weight of PCME++'s or ProLIP's bottleneck.
+        directions: of asymvlm: take the learned means of texts too, as published; recall is lower.
         cross: of probvlm: weight of the other modality.
         hidden: width of the adapter's layers; by default the method's own.
         epochs: passes over the images, each with one of its captions.
@@ -62,6 +66,7 @@ class AdaptConfig:
     loss: Literal[tuple(loss for some in LOSSES.values() for loss in some)] | None = None
     clip: NonNegativeFloat = 1.0
     vib: NonNegativeFloat = 1e-4
+    directions: bool = False
     cross: NonNegativeFloat = 1e-4
     hidden: PositiveInt | None = None
     epochs: NonNegativeInt = 10

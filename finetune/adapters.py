@@ -151,7 +151,8 @@ def adapter_options(config: AdaptConfig, base: DualEncoder, pairs: Pairs) -> dic
     if config.method == "asymvlm":
         # The log-densities then start as the frozen logits: κ cos is the vMF's, and κ log(1 + cos) about half as steep.
         steep = 1 if loss_name(config) == "von-mises-fisher" else 2
-        options |= {"form": loss_name(config), "start": steep * float(base.inverse_temperature())}
+        start = None if config.directions else steep * float(base.inverse_temperature())
+        options |= {"form": loss_name(config), "start": start, "keep": not config.directions}
     if loss_name(config) == "published":
         options["heads"] = "relu"
     return options

@@ -1,6 +1,6 @@
 """Adapters: an uncertainty for the embeddings of a trained dual encoder, whose weights stay as they are.
 
-Each maps frozen unit embeddings x (B, D) to a Gaussian (B, D); GaussianAdapter and SphericalAdapter move the mean too.
+Each maps frozen unit embeddings x (B, D) to a Gaussian (B, D); those with `moves` have other means than x.
 Their losses are functions beside them, but for those of PCME++ and ProLIP (`probemb.losses`). The Laplace posterior,
 which is not trained, is in `probemb.laplace`. Letters: B items, D embedding, K classes.
 """
@@ -36,6 +36,8 @@ class GaussianAdapter(nn.Module):
 
     The residual's last layer starts at 0, so that the means start as the frozen embeddings.
     """
+
+    moves = True  # the means
 
     def __init__(self, dim: int, hidden: int = 512, log_var_start: float = -6.0):
         super().__init__()
@@ -84,14 +86,18 @@ def order_loss(u: Tensor, loss: Tensor, margin: float = 0.1, leeway: float = 0.0
 class SphericalAdapter(nn.Module):
     """Texts as distributions on the sphere: η (B, D), its direction the mean, its length the concentration κ.
 
-    Images stay points. start: η is that many times x at first, and the network its residual, so that training starts
-    from the frozen model; None: the network alone, as published, which learns the directions anew. Source: AsymVLM (Li
-    et al., arXiv 2505.11029).
+    Images stay points. start: η is that many times x at first, and the network its residual; None: the network alone,
+    as published. keep: the mean is x, and κ alone is taken: by the cosine of the learned directions, vague texts come
+    close to all images. Source: AsymVLM (Li et al., arXiv 2505.11029).
     """
 
-    def __init__(self, dim: int, hidden: int = 1024, form: str = "power-spherical", start: float | None = None):
+    def __init__(
+        self, dim: int, hidden: int = 1024, form: str = "power-spherical", start: float | None = None,
+        keep: bool = False,
+    ):  # fmt: skip
         super().__init__()
-        self.network, self.form, self.start = mlp(dim, hidden, hidden, hidden, dim), form, start
+        self.form, self.start, self.moves = form, start, not keep
+        self.network = mlp(dim, hidden, hidden, hidden, dim)
         if start is not None:
             for parameter in self.network[-1].parameters():
                 nn.init.zeros_(parameter)
@@ -108,7 +114,7 @@ class SphericalAdapter(nn.Module):
             below = (d - 1) / (d - 1 + kappa)  # 1 - E cos
         else:
             below = 1 - bessel_ratio(kappa, d)
-        return Gaussian(eta / kappa, (2 * below / d).log().expand_as(x))
+        return Gaussian(eta / kappa if self.moves else x, (2 * below / d).log().expand_as(x))
 
 
 def bessel_ratio(kappa: Tensor, d: int, steps: int = 64) -> Tensor:
@@ -180,7 +186,8 @@ class ProbVLMAdapter(nn.Module):
     def forward(self, x: Tensor) -> Gaussian:
         """The frozen embedding with the aleatoric variance; see `epistemic` for the other part."""
         _, inverse_alpha, beta = self.parameters_of(x)
-        return Gaussian(x, generalized_log_variance(inverse_alpha, beta))
+        log_variance = generalized_log_variance if self.least_beta else published_probvlm_log_variance
+        return Gaussian(x, log_variance(inverse_alpha, beta))
 
     @torch.no_grad()
     def epistemic(self, x: Tensor, passes: int = 16) -> Tensor:
@@ -196,6 +203,12 @@ def generalized_log_variance(inverse_alpha: Tensor, beta: Tensor) -> Tensor:
     """log of α² Γ(3/β) / Γ(1/β), both parameters raised by EPS."""
     a, b = inverse_alpha + EPS, beta + EPS
     return (3 / b).lgamma() - (1 / b).lgamma() - 2 * a.log()
+
+
+def published_probvlm_log_variance(inverse_alpha: Tensor, beta: Tensor) -> Tensor:
+    """As the public code bounds it, where β = 0 still is a variance of 2e25: the sum counts dead units."""
+    b = (beta + 0.1).clamp(0.1, 5)
+    return (3 / b).lgamma() - (1 / b).lgamma() + 2 * (1 / (inverse_alpha + 1e-5)).clamp(1e-4, 5).log()
 
 
 def generalized_gaussian_nll(mean: Tensor, inverse_alpha: Tensor, beta: Tensor, target: Tensor) -> Tensor:

@@ -49,19 +49,18 @@ class LaplaceAdapter(nn.Module):
 
 
 class Kind(NamedTuple):
-    """Modules of images and of texts, None for points; the ranking of the adapted model; whether it has other means."""
+    """Modules of images and of texts, None for points, and the ranking of the adapted model."""
 
     image: type[nn.Module] | None
     text: type[nn.Module]
     ranking: str = "mean"
-    moves: bool = False
 
 
 ADAPTERS = {
     "laplace": Kind(LaplaceAdapter, LaplaceAdapter, "csd"),
-    "gaussian": Kind(GaussianAdapter, GaussianAdapter, "csd", moves=True),
+    "gaussian": Kind(GaussianAdapter, GaussianAdapter, "csd"),
     "loss-order": Kind(OrderAdapter, OrderAdapter),
-    "asymvlm": Kind(None, SphericalAdapter, moves=True),
+    "asymvlm": Kind(None, SphericalAdapter),
     "probvlm": Kind(ProbVLMAdapter, ProbVLMAdapter),
 }
 
@@ -75,7 +74,8 @@ class Adapter(nn.Module):
         both = {key: value if isinstance(value, list) else [value] * 2 for key, value in options.items()}
         image, text = ({key: two[i] for key, two in both.items() if key != "method"} for i in (0, 1))
         self.image = kind.image and kind.image(dim, **image)
-        self.text, self.moves = kind.text(dim, **text), kind.moves
+        self.text = kind.text(dim, **text)
+        self.moves = any(getattr(module, "moves", False) for module in (self.image, self.text))  # the means
 
     def adapt(self, module: nn.Module | None, tower: Encoder, encode: Callable[..., Encoded]) -> Gaussian:
         """The normals of `self.image` or `self.text`; `encode` runs the tower."""

@@ -257,7 +257,7 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         (config["uncertainty"] != "branch", "its means depend on an uncertainty token, which open_clip's towers lack"),
         (
             model.adapter is not None and model.adapter.moves,
-            "its adapter changes the means; those of laplace, loss-order and probvlm do not, and the base is a CLIP",
+            "its adapter changes the means; those of laplace, loss-order, asymvlm and probvlm leave them as they are",
         ),
     ):
         if applies:

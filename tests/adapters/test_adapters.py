@@ -21,6 +21,7 @@ from probemb.adapters import (
     order_loss,
     power_spherical,
     probvlm_loss,
+    published_probvlm_log_variance,
     published_probvlm_nll,
     von_mises_fisher,
 )
@@ -113,6 +114,7 @@ def test_probvlm_meets_the_authors_numbers(parity):
             )
     gg = [v[f"gg_{name}"] for name in ("mu", "one_over_alpha", "beta", "target")]
     torch.testing.assert_close(generalized_gaussian_nll(*gg), v["own_paper_nll_elementwise"])
+    torch.testing.assert_close(published_probvlm_log_variance(*gg[1:3]).exp(), v["gg_uncertainty"])
     w = tensors(parity("23_asymvlm"))
     soft = probvlm(w, "", "probvlm_softplus__param__", "softplus")
     for ours, theirs in zip(soft.parameters_of(w["x_img"]), ("mu", "one_over_alpha", "beta")):
