@@ -186,7 +186,7 @@ class ProbVLMAdapter(nn.Module):
     def forward(self, x: Tensor) -> Gaussian:
         """The frozen embedding with the aleatoric variance; see `epistemic` for the other part."""
         _, inverse_alpha, beta = self.parameters_of(x)
-        log_variance = generalized_log_variance if self.least_beta else published_probvlm_log_variance
+        log_variance = published_probvlm_log_variance if self.positive is F.relu else generalized_log_variance
         return Gaussian(x, log_variance(inverse_alpha, beta))
 
     @torch.no_grad()
