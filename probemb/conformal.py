@@ -149,6 +149,21 @@ def transported(
     return plan / plan.sum(1, keepdim=True)
 
 
+def results_to_show(
+    ranks: Tensor, u: Tensor, groups: Tensor, percents: Sequence[int], parts: int = 5
+) -> tuple[list[float], dict[str, list[int | None]]]:
+    """How many results hold the truth, whose ranks (n,) are known, for so many percent of queries as uncertain as one.
+
+    Returns the edges of equal parts of the queries by u (n,), and of each percent the number for each part from certain
+    to uncertain; None for more than a rank that is infinite, or if too few are known. groups: as of `threshold`.
+    """
+    edges = u.double().quantile(torch.arange(1, parts).double() / parts)
+    part = torch.bucketize(u.double(), edges)
+    rows = [(part == i).nonzero().flatten() for i in range(parts)]
+    limits = {str(x): [threshold(ranks[i], 1 - x / 100, groups[i]) for i in rows] for x in percents}
+    return edges.tolist(), {x: [None if math.isinf(k) else int(k) for k in row] for x, row in limits.items()}
+
+
 # ------------------------------------------------------------------------------------------------------ random splits
 
 

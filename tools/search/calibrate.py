@@ -9,44 +9,33 @@ among the validation set alone; other fitting items make a query ambiguous.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from probemb import conformal
+from probemb.conformal import results_to_show
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.evaluation.embedding import embed_pairs
 from probemb.metrics.uncertainty import PrecisionCurve, highest_threshold, precision_curve
 from probemb.progress import silent
-from probemb.reports.results import write_json
 from probemb.search import build_index, search
 from tools.search.query import Searcher
 
 NAME = "calibration.json"
-GENERATOR = "probemb tools.search --calibrate"
 SLICE = 4096  # queries at a time
-FIFTHS = 5
 COVERAGES = range(50, 100)  # percent
 
 
 def calibrate(
     searcher: Searcher, data: str, precision: float | None, within: int = 1, show: Callable = silent
 ) -> tuple[dict, PrecisionCurve]:
-    """Content of calibration.json, and precisions at thresholds of u.
+    """Content of calibration.json, and precisions at thresholds of u. Raises UserError: unfit data, or no threshold.
 
-    Args:
-        data: images with captions, as `find_captions` takes them.
-        precision: that answers below the largest threshold should have, by its lower bound (95 %); None: no threshold.
-        within: K; an answer is correct if the query's own item is among the K closest.
-        show: as `probemb.progress.progress`.
-
-    Raises:
-        UserError: the data cannot be read or is smaller than `within`, or no threshold reaches the precision.
+    precision: what answers below the largest threshold should have, by its lower bound (95 %); None: no threshold. An
+    answer is correct if the query's own item is among the `within` closest.
     """
     captions = find_captions(data, exif=True)
     if within > len(captions):
@@ -68,49 +57,24 @@ def calibrate(
     curve = precision_curve(u, (holds[found] == wanted[:, None]).any(1))
     threshold = None if precision is None else highest_threshold(curve, precision)
     if precision is not None and threshold is None:
-        raise UserError(
-            f"On {data} no uncertainty promises a precision of {precision:g}, but at most {max(curve.at_least):.3f}.",
-            "Ask for less with --min-precision, count the K closest with --within K, or calibrate on more queries.",
-        )
+        what = f"On {data} no uncertainty promises a precision of {precision:g}, but at most {max(curve.at_least):.3f}."
+        remedy = "Ask for less with --min-precision, count the K closest with --within K, or calibrate on more queries."
+        raise UserError(what, remedy)
     ranks = torch.cat([searcher.ranks(queries[part], own[part]) for part in parts])
-    edges = u.double().quantile(torch.arange(1, FIFTHS).double() / FIFTHS)
-    fifth = torch.bucketize(u.double(), edges)
+    fifths, results = results_to_show(ranks, u, group, COVERAGES)
     about = {"weights": searcher.index.weights, "kind": kind, "data": str(data), "gallery": len(gallery)}
     about |= {"within": within, "precision": precision, "max_uncertainty": threshold, "weight": searcher.weight}
     answered = None if threshold is None else curve.coverage[curve.threshold.index(threshold)]
-    results = {
-        str(percent): [_results(ranks[fifth == i], percent, group[fifth == i]) for i in range(FIFTHS)]
-        for percent in COVERAGES
-    }
-    return about | {"coverage": answered, "fifths": edges.tolist(), "results": results}, curve
-
-
-def _results(ranks: Tensor, percent: int, group: Tensor) -> int | None:
-    """How many results hold the own item of so many percent of new queries; None: more than can be shown."""
-    limit = conformal.threshold(ranks, 1 - percent / 100, group)
-    return None if math.isinf(limit) else int(limit)
-
-
-def save_calibration(folder: Path, calibration: dict) -> Path:
-    """Write calibration.json beside the index. Raises UserError: the folder cannot be written."""
-    try:
-        write_json(folder / NAME, calibration, GENERATOR)
-    except OSError as error:
-        what = f"The calibration cannot be written into {folder} ({error.strerror})."
-        raise UserError(what, "Make the folder writable.") from None
-    return folder / NAME
+    return about | {"coverage": answered, "fifths": fifths, "results": results}, curve
 
 
 def load_calibration(folder: Path, weights: str) -> dict | None:
-    """The calibration of an index, or None. Raises UserError: broken, or of another model."""
+    """The calibration of an index, or None. Raises UserError: it is of another model."""
     path = folder / NAME
     if not path.exists():
         return None
-    again = f"Make it again with `python -m tools.search --index {folder} --calibrate DATA`."
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{path} is not a calibration.", again) from None
+    content = json.loads(path.read_text(encoding="utf-8"))
     if content["weights"] != weights:
+        again = f"Make it again with `python -m tools.search --index {folder} --calibrate DATA`."
         raise UserError(f"{path} was made with another model than the index.", again)
     return content

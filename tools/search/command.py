@@ -31,11 +31,11 @@ from probemb.cli.ranges import Share
 from probemb.errors import UserError
 from probemb.machine import choose_device, machine_memory
 from probemb.progress import progress
-from probemb.reports.results import finite
+from probemb.reports.results import finite, write_json
 from probemb.reports.text import printable
 from probemb.search import Index, load_index, set_effort
-from tools.search.calibrate import calibrate, load_calibration, save_calibration
-from tools.search.query import MAX_TOP, WITHOUT, QueryEncoder, Searcher, SearchRequest, read_image
+from tools.search.calibrate import NAME, calibrate, load_calibration
+from tools.search.query import WITHOUT, QueryEncoder, Searcher, SearchRequest, read_image
 
 PROG = "python -m tools.search"
 REFUSED = 1
@@ -69,10 +69,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     index = "index folder of tools.build_index; for --serve may be repeated, the page lets users choose"
     add("--index", type=Path, action="append", default=[], metavar="FOLDER", help=index)
     add("--image", type=Path, action="append", default=[], help="an image of the query; may be repeated")
-    without = "a text that the results should not have; may be repeated"
-    add("--without", action="append", default=[], metavar="TEXT", help=without)
-    without = "an image that the results should not be like; may be repeated"
-    add("--without-image", type=Path, action="append", default=[], metavar="IMAGE", help=without)
+    add("--without", action="append", default=[], metavar="TEXT", help="a text to leave out; may be repeated")
+    add("--without-image", type=Path, action="append", default=[], metavar="IMAGE", help="an image to leave out")
     weights = "how much each part counts, in the order texts, --without, --image, --without-image (default: 1, and "
     add("--weights", metavar="W,W,...", help=f"{weights}{WITHOUT} of what to leave out)")
     add("--model", help="run, model folder or hub name (default: the one the index was made with)")
@@ -80,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     coverage = "show as many results as hold the right one for this share of such queries, by --calibrate"
     add("--coverage", type=Share, metavar="P", help=coverage)
     limit = f"refuse a query more uncertain than this; {CALIBRATED}: than the threshold of --calibrate"
-    add("--max-uncertainty", type=_limit, metavar="U", help=limit)
+    add("--max-uncertainty", type=lambda x: x if x == CALIBRATED else float(x), metavar="U", help=limit)
     add("--max-item-uncertainty", type=float, metavar="U", help="leave out results above this")
     tolerance = "weight of the items' variances in the ranking: below 0 finds all that fits, 1 the closest, by CSD "
     add("--tolerance", type=float, metavar="LAMBDA", help=f"{tolerance}(default: as the index ranks)")
@@ -92,25 +90,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("calibration").add_argument
     data = "held-out images with captions: writes what --coverage and --max-uncertainty need beside the index"
     add("--calibrate", metavar="DATA", help=data)
-    precision = "share of the answered queries whose answer is correct, for a threshold of --max-uncertainty"
-    add("--min-precision", type=Share, metavar="P", help=precision)
-    within = "an answer is correct if the correct item is among the K closest (default: %(default)s)"
-    add("--within", type=PositiveInt, default=1, metavar="K", help=within)
+    add("--min-precision", type=Share, metavar="P", help="share of answers that is correct, for --max-uncertainty")
+    add(
+        "--within", type=PositiveInt, default=1, metavar="K", help="correct: among the K closest (default: %(default)s)"
+    )
     add = parser.add_argument_group("page").add_argument
     add("--serve", action="store_true", help="serve a search page")
     add("--host", default="127.0.0.1", help="address to serve at (default: %(default)s: this machine only)")
     add("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
-    name = "a further name of this server; may be repeated"
-    add("--allow-host", action="append", default=[], metavar="NAME", help=name)
-    upload = "limit of one query (default: %(default)s)"
-    add("--max-upload", type=mebibytes, default=16, metavar="MIB", help=upload)
+    add("--allow-host", action="append", default=[], metavar="NAME", help="a name of this server; may be repeated")
+    add("--max-upload", type=mebibytes, default=16, metavar="MIB", help="limit of one query (default: %(default)s)")
     options = parser.parse_intermixed_args(argv)  # texts may precede and follow options
     _check(parser, options)
     return options
-
-
-def _limit(text: str) -> float | str:
-    return text if text == CALIBRATED else float(text)
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
@@ -137,8 +129,7 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
 def signed_weights(options: argparse.Namespace) -> list[float] | None:
     """The weight of every part of a query, texts first; below 0 for those of --without. None if all are 1.
 
-    Raises:
-        UserError: they are no numbers above 0, or not as many as parts.
+    Raises UserError: they are no numbers above 0, or not as many as parts.
     """
     signs = [1] * len(options.texts) + [-1] * len(options.without)
     signs += [1] * len(options.image) + [-1] * len(options.without_image)
@@ -161,8 +152,7 @@ def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
     in_memory = options.serve and sum(file.stat().st_size for file in files) <= machine_memory() / 4
     indexes = {folder: open_index(folder, options, in_memory) for folder in options.index}
     encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and resize backend
-    weights: dict[str, str] = {}
-    found = {}
+    weights, found = {}, {}
     for folder, index in indexes.items():
         name = options.model or index.model
         key = name, index.resize
@@ -187,10 +177,8 @@ def open_index(folder: Path, options: argparse.Namespace, in_memory: bool) -> In
     """An index, with what the options say of its searches. Raises UserError: they do not apply to it."""
     index = load_index(folder, memory_map=not in_memory)
     if options.rerank is not None and index.form != "mean":
-        raise UserError(
-            f"{folder} already ranks by CSD.",
-            "Leave --rerank out, or build an index of the means with `python -m tools.build_index --form mean`.",
-        )
+        remedy = "Leave --rerank out, or build an index of the means with `python -m tools.build_index --form mean`."
+        raise UserError(f"{folder} already ranks by CSD.", remedy)
     if options.effort is not None and options.effort > len(index):
         raise UserError(f"--effort is {options.effort:,} of {len(index):,} items.", "Give fewer.")
     if options.effort is not None and set_effort(index, options.effort) is None:
@@ -246,26 +234,27 @@ def print_answer(answer: dict) -> None:
             row = f"{one['rank']:>4}  {one['distance']:>8.4f}  {one['uncertainty']:>11.4g}  {match:<17}"
             print(row, *map(printable, texts), sep="  ")
         if answer["results"][0]["match"] is not None:
-            print(f"match: the probability of an item if exactly one of the {answer['gallery']:,} matches, in percent")
-            print("and as a multiple of the average item's")
+            print(f"match: the probability if one of {answer['gallery']:,} matches, and as a multiple of the average")
 
 
 def calibrate_index(options: argparse.Namespace) -> int:
     """Measure a threshold, print it among others, and store it beside the index."""
     (searcher,) = open_searchers(options).values()
     found, curve = calibrate(searcher, options.calibrate, options.min_precision, options.within, progress)
-    path = save_calibration(options.index[0], found)
+    try:
+        write_json(options.index[0] / NAME, found, "probemb tools.search --calibrate")
+    except OSError as error:
+        raise UserError(f"{options.index[0]} cannot be written ({error.strerror}).", "Make it writable.") from None
     print(f"{curve.queries:,} queries against {found['gallery']:,} items of {found['data']}")
     print("uncertainty up to  answered   correct  at least (95 %)")
     for u, *shares in zip(curve.threshold, curve.coverage, curve.precision, curve.at_least):
         print(f"{u:>17.4g}  {shares[0]:>8.1%}  {shares[1]:>8.1%}  {shares[2]:>15.1%}")
     print("results that hold the right one, for queries from the most certain to the least certain fifth:")
-    for percent in (50, 80, 90, 95):
-        shown = (f"over {MAX_TOP:,}" if k is None else f"{k:,}" for k in found["results"][str(percent)])
-        print(f"--coverage {percent / 100:.2f}: {', '.join(shown)}")
+    for percent in ("50", "80", "90", "95"):
+        print(f"--coverage 0.{percent}: {', '.join(f'{k:,}' if k else 'too many' for k in found['results'][percent])}")
     if found["max_uncertainty"] is not None:
         print(f"--max-uncertainty {CALIBRATED} is {found['max_uncertainty']:.4g}")
-    print(f"written: {path}", flush=True)
+    print(f"written: {options.index[0] / NAME}", flush=True)
     return 0
 
 

@@ -145,10 +145,8 @@ def decode_query(name: str, data: bytes) -> Image.Image:
     try:
         return decode_image(data, draft, MAX_JPEG_PIXELS if data.startswith(b"\xff\xd8") else MAX_PIXELS, exif=True)
     except BadSample as error:
-        raise UserError(
-            f"{name} is not an image that can be searched with: {error}.",
-            "Give a JPEG, PNG or WebP file, neither very large nor very thin.",
-        ) from None
+        what = f"{name} is not an image that can be searched with: {error}."
+        raise UserError(what, "Give a JPEG, PNG or WebP file, neither very large nor very thin.") from None
 
 
 def read_pixels(images: Sequence[QueryImage], transform: Callable) -> Tensor:
@@ -267,10 +265,8 @@ class Searcher:
         own = 1.0 if index.form == "mean" else index.weight
         self.weight = own if weight is None else weight
         if self.weight != own and index.form != "mean" and not is_exact(index):
-            raise UserError(
-                f"This index ranks with the variances times {own:g}, and cannot with {weight:g}.",
-                f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
-            )
+            what = f"This index ranks with the variances times {own:g}, and cannot with {weight:g}."
+            raise UserError(what, f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.")
 
     def answer(self, request: SearchRequest) -> dict:
         """The answer as plain JSON types (docs/search.md); its captions and keys are untrusted text.
@@ -319,22 +315,24 @@ class Searcher:
 
     def calibrated(self, kinds: Sequence[str]) -> dict:
         """The calibration for a query of such parts. Raises UserError: there is none."""
-        if self.calibration is None:
-            remedy = "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or give a number."
-            raise UserError("This index has no calibration.", remedy)
-        if list(kinds) != [self.calibration["kind"]] or self.calibration["weight"] != self.weight:
-            what = f"one {self.calibration['kind']}, ranked with the variances times {self.calibration['weight']:g}"
+        found = self.calibration
+        if found is None:
+            raise UserError(
+                "This index has no calibration.", "Make one with `python -m tools.search --calibrate DATA`."
+            )
+        if list(kinds) != [found["kind"]] or found["weight"] != self.weight:
+            what = f"one {found['kind']}, ranked with the variances times {found['weight']:g}"
             raise UserError(f"The calibration of this index is of queries of {what}.", "Give a number instead.")
-        return self.calibration
+        return found
 
     def promised(self, coverage: int, u: float, kinds: Sequence[str]) -> int:
         """How many results hold the own item of so many percent of queries as uncertain as u. Raises UserError."""
         found = self.calibrated(kinds)
         results = found["results"][str(coverage)][bisect_left(found["fifths"], u)]
         if results is None:
-            what = f"No {MAX_TOP:,} results of so uncertain a query promise {coverage} %."
+            what = f"For so uncertain a query not even {MAX_TOP:,} results promise {coverage} %."
             raise UserError(what, "Ask for less, say more in the query, or calibrate on more pairs.")
-        return max(1, results)
+        return results
 
     def ranks(self, queries: Gaussian, own: Tensor) -> Tensor:
         """The rank (Q,) that an item at the distance `own` (Q,) of each query would have; infinity beyond MAX_TOP."""
