@@ -51,7 +51,7 @@ QUESTIONS = (  # the queries and the measure that answer each
     ("Which images have a nearest neighbour of another class?", "classes", "r_auroc"),
     ("Which images show none of the classes?", "classes", "ood_auroc"),
 )
-CHARTED = (U, "probit softmax", "max softmax", "margin", "entropy", "MCM", "length", "logistic regression")
+CHARTED = (U, "probit softmax", "max softmax", "entropy", "logistic regression", "logistic regression with u")
 NOTES = (
     "± is half of the 95 % interval over resampled items, the same for all scores of a group; green is better and red "
     "worse than the group's best score that needs neither labels nor variances, by a paired interval without zero. "
@@ -161,7 +161,8 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
         ("Prediction sets", [
             f"Sets that should hold the truth at a rate of {percent(1 - config.alpha)} %, over {config.splits} splits; "
             "the band holds 95 % of splits. Half of the items calibrate; 30 % of these choose a temperature, k_reg and "
-            "λ, the others the threshold. An image's captions count as one item; smaller: than by the means.",
+            "λ, the others the threshold. An image's captions count as one item; smaller: than by the means. Top k, one "
+            "whole number for all, may hold more; transported, which sees the tested images, promises nothing.",
             set_table(sets)]),
         ("Refusing, and levels of uncertainty", [figures[1:]]),
     ]  # fmt: skip
@@ -197,7 +198,7 @@ def calibration_line(found: dict) -> str:
     """ECE and NLL before and after a temperature, and of the probit softmax."""
     rows = [row for row in found["rows"] if "ece" in row and "nll" in row]
     told = (f"{row['score']} {between(row['ece'])} (NLL {row['nll']['value']:.3f})" for row in rows)
-    text = f"Are the probabilities right, of {found['items']:,} answers among {found['gallery']:,}? ECE: "
+    text = f"Are the probabilities of {found['items']:,} answers right, among {found['gallery']:,}? ECE: "
     return f"{text}{'; '.join(told)}." if rows else ""
 
 
