@@ -161,8 +161,8 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
         ("Prediction sets", [
             f"Sets that should hold the truth at a rate of {percent(1 - config.alpha)} %, over {config.splits} splits; "
             "the band holds 95 % of splits. Half of the items calibrate; 30 % of these choose a temperature, k_reg and "
-            "λ, the others the threshold. An image's captions count as one item; smaller: than by the means. Top k, one "
-            "whole number for all, may hold more; transported, which sees the tested images, promises nothing.",
+            "λ, the others the threshold. An image's captions count as one item; smaller: than by the means. Top k, "
+            "one whole number for all, may hold more; transported, which sees the tested images, promises nothing.",
             set_table(sets)]),
         ("Refusing, and levels of uncertainty", [figures[1:]]),
     ]  # fmt: skip
