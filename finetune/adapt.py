@@ -39,7 +39,8 @@ class AdaptConfig:
     """Options of an adapter.
 
     Args:
-        embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace.
+        embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Better of data
+            that the model was not trained on: where it has memorised the pairs, there are no failures to learn from.
         method: gaussian (means and variances by PCME++'s or ProLIP's loss), laplace (BayesVLM, which trains nothing),
             loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
@@ -54,7 +55,8 @@ class AdaptConfig:
         batch_size: pairs, 1,024 by default; of laplace, the items that each is compared with, by default 32,768.
         lr: peak learning rate of AdamW, cosine after a tenth of the steps.
         weight_decay: of AdamW.
-        validation: share of the images that are held out, for the recall before and after (5,000 at most).
+        validation: share of the images that are held out, for the recall before and after (5,000 at most); of gaussian,
+            half of them choose how much of the change of the means is kept.
         pseudo_data: of laplace: how many times the pairs count.
         exact: of laplace: the exact posterior of the factors in place of the published one.
         seed: of weights, order and captions.

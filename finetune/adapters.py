@@ -180,7 +180,7 @@ def fit(
     config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder, pairs: Pairs, generator
 ) -> None:
     """Train the adapter, and the scalars of its loss, which are added to `scalars`."""
-    loss_of = OBJECTIVES[config.method](config, adapter, scalars, base, pairs)
+    loss_of = OBJECTIVES[config.method](config, adapter, scalars, base)
     parameters = [*adapter.parameters(), *scalars.parameters()]
     optimizer = torch.optim.AdamW(parameters, config.lr, weight_decay=config.weight_decay)
     n, batch = len(pairs.images), min(config.batch_size or BATCH, len(pairs.images))
@@ -204,28 +204,6 @@ def fit(
     adapter.eval()
 
 
-def start_of_match(adapter: Adapter, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """a and b of the match probability that fit the frozen embeddings, (): from others, far off, an adapter's few steps
-    would not get there, and variances would learn to make up for them.
-    """
-    rows = torch.arange(min(BATCH, len(pairs.images)))
-    generator = torch.Generator().manual_seed(0)
-    x, y = pairs.images[rows], pairs.texts[pairs.draw(rows, generator)]
-    with torch.no_grad():
-        image, text = adapter.image(x), adapter.text(y)
-    log_a, b = (torch.tensor(value, requires_grad=True) for value in (math.log(5.0), 5.0))
-    optimizer = torch.optim.LBFGS([log_a, b], max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        found = pairwise_match_loss(image, text, scale=log_a.exp(), shift=b).loss * len(rows)
-        found.backward()
-        return found
-
-    optimizer.step(loss)
-    return log_a.detach().exp(), b.detach()
-
-
 def shrink(adapter: Adapter, pairs: Pairs) -> float:
     """Scale the residuals of the means by the share with the best recall of pairs that were not trained on."""
     last = [p for module in (adapter.image, adapter.text) for p in module.residual[-1].parameters()]
@@ -243,13 +221,14 @@ def shrink(adapter: Adapter, pairs: Pairs) -> float:
     return best
 
 
-def _gaussian(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder, pairs: Pairs):
+def _gaussian(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
     prolip = loss_name(config) == "prolip"
     if prolip:
         bias = float(base.logit_bias) if base.options.match == "cosine" else PROLIP_BIAS
         scalars["logit_bias"] = nn.Parameter(torch.tensor(bias))
     else:
-        scalars["scale"], scalars["shift"] = map(nn.Parameter, start_of_match(adapter, pairs))
+        # Not those that fit the frozen embeddings: from there u learns the other sign on scenes.
+        scalars["scale"], scalars["shift"] = (nn.Parameter(torch.tensor(5.0)) for _ in range(2))
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         image, text = adapter.image(x), adapter.text(y)
@@ -263,7 +242,7 @@ def _gaussian(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, 
     return loss
 
 
-def _loss_order(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder, pairs: Pairs):
+def _loss_order(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
     """In the order of the item's own contrastive loss, with the frozen embeddings."""
     scale = base.inverse_temperature()
 
@@ -276,12 +255,12 @@ def _loss_order(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict
     return loss
 
 
-def _asymvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder, pairs: Pairs):
+def _asymvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
     temperature = scalars["temperature"] = nn.Parameter(torch.tensor(1.0))
     return lambda x, y: asym_loss(x, adapter.text.eta(y), temperature, adapter.text.form)
 
 
-def _probvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder, pairs: Pairs):
+def _probvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, base: DualEncoder):
     nll = published_probvlm_nll if loss_name(config) == "published" else None
     parameters = adapter.image.parameters_of, adapter.text.parameters_of
     return lambda x, y: probvlm_loss(parameters[0](x), parameters[1](y), x, y, config.cross, nll)
