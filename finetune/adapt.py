@@ -39,8 +39,8 @@ class AdaptConfig:
     """Options of an adapter.
 
     Args:
-        embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Better of data
-            that the model was not trained on: where it has memorised the pairs, there are no failures to learn from.
+        embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Better of
+            data that the model was not trained on: of pairs that it has memorised there are no failures to learn from.
         method: gaussian (means and variances by PCME++'s or ProLIP's loss), laplace (BayesVLM, which trains nothing),
             loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
