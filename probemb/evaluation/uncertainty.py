@@ -237,7 +237,9 @@ def probe(
         for i in chosen:
             with suppress(BadSample):  # the file has changed
                 images.append(captions.images.open(i))
-        found["crop"] = crop_test(embedder, images) if hasattr(images[0], "crop") else None  # else regions
+        if hasattr(images[0], "crop"):  # no regions
+            crop = crop_test(embedder, images)
+            found["crop"] = crop if crop["size"] else None  # images that are points have all the same u
     return found
 
 
