@@ -69,26 +69,14 @@ def kronecker_factors(
     return a / math.sqrt(len(inputs)), b / math.sqrt(len(embeds))
 
 
-def log_evidence(
-    a: Tensor, b: Tensor, weight_norm2: float, prior: float, pseudo_data: float = PSEUDO_DATA, exact: bool = False
-) -> float:
-    """Log marginal likelihood of a prior precision up to a constant; a (P,), b (D,): eigenvalues of the factors.
-
-    weight_norm2: squared norm of the projection's parameters; pseudo_data, exact: as of `LaplaceProjection`.
-    """
-    p, d = len(a), len(b)
-    if exact:
-        log_det = (pseudo_data * a[:, None] * b + prior).log().sum()
-    else:
-        of_a, of_b = ((math.sqrt(pseudo_data) * x + math.sqrt(prior)).log().sum() for x in (a, b))
-        log_det = d * of_a + p * of_b
-    return 0.5 * (p * d * math.log(prior) - prior * weight_norm2 - log_det.item())
-
-
 def fit_prior(
     a: Tensor, b: Tensor, weight_norm2: float, pseudo_data: float = PSEUDO_DATA, exact: bool = False
 ) -> float:
-    """The prior precision with the largest `log_evidence`, which is concave in its logarithm."""
+    """The prior precision λ with the largest evidence; a (P,), b (D,): eigenvalues of the factors.
+
+    The evidence ½ (P D log λ - λ |W|² - log det of the posterior's precision) is concave in log λ. weight_norm2: |W|²,
+    of the bias too; pseudo_data, exact: as of `LaplaceProjection`.
+    """
 
     def slope(log_prior: float) -> float:
         """Twice the derivative: each direction counts by how much of its precision is data."""
