@@ -237,9 +237,8 @@ def probe(
         for i in chosen:
             with suppress(BadSample):  # the file has changed
                 images.append(captions.images.open(i))
-        if hasattr(images[0], "crop"):  # no regions
-            crop = crop_test(embedder, images)
-            found["crop"] = crop if crop["size"] else None  # images that are points have all the same u
+        if hasattr(images[0], "crop") and len(pairs.images.uncertainty().unique()) > 1:  # no regions, and no points
+            found["crop"] = crop_test(embedder, images)
     return found
 
 
