@@ -50,9 +50,9 @@ def test_the_prior_maximises_the_evidence_of_the_full_kronecker_product(vectors,
     norm2, tau = v["weight_img"].square().sum(), v["prior__n"]
 
     def evidence(prior):
-        of_a, of_b = (tau.sqrt() * x + prior.sqrt() * torch.eye(len(x)) for x in (a, b))
+        of_a, of_b = (tau.sqrt() * x + prior.sqrt() * torch.eye(len(x)).double() for x in (a, b))
         n = len(a) * len(b)
-        precision = tau * torch.kron(a, b) + prior * torch.eye(n) if exact else torch.kron(of_a, of_b)
+        precision = tau * torch.kron(a, b) + prior * torch.eye(n).double() if exact else torch.kron(of_a, of_b)
         return 0.5 * (n * prior.log() - prior * norm2 - torch.logdet(precision))
 
     if not exact:
