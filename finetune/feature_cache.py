@@ -1,7 +1,7 @@
 """Cache of a frozen image tower's features, so that heads and text towers train without it.
 
-FOLDER/KEY.npy has a row of float16 per image, NaN for an unreadable one. KEY is a digest of the trunk's weights, its
-preprocessing, who resizes, and the images.
+FOLDER/KEY.npy has a row of float16 per image, NaN for an unreadable one, and ends with its CRC-32. KEY is a digest of
+the trunk's weights, its preprocessing, who resizes, and the images.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -73,7 +74,8 @@ def cache_features(
     place = Path(folder) / f"{key}.npy"
 
     def compute() -> None:
-        if not place.is_file():
+        kept = np.memmap(place, np.uint8, "r") if place.is_file() and place.stat().st_size else b""
+        if crc32(kept[:-4]).to_bytes(4) != bytes(kept[-4:]):  # missing or damaged
             transform = create_transforms(networks[0], resize=resize).evaluate
             batches = ImageBatches(images, transform, batch_size, workers, failure_share, "data.failure_share")
             replace_file(place, lambda file: _write(file, tower, layout, batches, device))
@@ -114,4 +116,6 @@ def _write(file: Path, tower, layout: FeatureLayout, batches: ImageBatches, devi
             done = len(batches.kept)
             advance(len(packed))
     rows.flush()
+    with file.open("ab") as end:
+        end.write(crc32(np.memmap(file, np.uint8, "r")).to_bytes(4))
     tower.train(training)

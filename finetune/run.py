@@ -31,6 +31,9 @@ def main() -> int:
     groups = [f"  {group}: {', '.join(methods)}" for group, methods in GROUPS.items()]
     description = "\n".join(["Finetune PCME++, or another method, on images with captions. --method takes", *groups])
     config, told = shortened(parse_config(Config, "python -m finetune.run", description, argv), argv)
+    if config.method == "pcme" and sum(word.startswith("--config") for word in argv) == 1:
+        told += "\n" * bool(told) + "recipe  of PCME++'s comparison; PCME's own: "
+        told += "--config finetune/recipes/pcme-coco.yaml or pcme-cub.yaml"
     if told and os.environ.get("RANK", "0") == "0":
         print(told, flush=True)
     with Preemption() as preemption:

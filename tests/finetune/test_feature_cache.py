@@ -63,6 +63,16 @@ def test_they_are_computed_once_and_keyed_by_weights_and_images(tmp_path, data, 
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("damage", ["zeros", "end"])
+def test_a_damaged_file_is_computed_anew(damage, tmp_path, data):
+    cache_features([make()], data, tmp_path)
+    (file,) = tmp_path.iterdir()
+    good = file.read_bytes()
+    file.write_bytes(good[:-60] + bytes(40) + good[-20:] if damage == "zeros" else good[:-20])
+    cache_features([make()], data, tmp_path)
+    assert file.read_bytes() == good
+
+
 def test_what_cannot_be_cached_is_refused(tmp_path, data):
     pair = [make(), create_model("ViT-Micro-32", head="gpo", n_unc_layers=0)]
     with pytest.raises(UserError, match="different image towers"):

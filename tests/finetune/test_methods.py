@@ -103,6 +103,19 @@ def test_a_cross_entropy_above_a_random_choices_is_told(run_of, tmp_path, capsys
     assert "query_to_target is above 4.09, a random choice's" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("head", ["pie", "clip", "mlp", "gpo", "average"])
+def test_pcme_in_two_dimensions(head, scenes, tmp_path, capsys):
+    """As PCME's Fig. 5 shows it."""
+    options = {"method": "pcme", "data.path": scenes, "model.embed_dim": 2, "model.head": head, "swa-epochs": 0}
+    assert run_here({**options, "out": tmp_path, "size-augment": 0}) == 0
+    assert "PCME's own: --config finetune/recipes/pcme-coco.yaml" in capsys.readouterr().out
+    model, tokenizer, _ = load_model(tmp_path)
+    images, texts = torch.randn(3, 3, *model.image_tower.image_size), tokenizer(["a red circle", "a star", "two dogs"])
+    for found in (model.encode_image(images), model.encode_text(texts)):
+        assert found.mean.shape == (3, 2)
+        assert len(found.mean.unique(dim=0)) == 3
+
+
 RANKED = {"order": "order", "pvse": "multi-instance", "vsepp": "mean", "scan": "attention", "pcme": "match-probability"}
 
 
