@@ -9,11 +9,22 @@ from tqdm import tqdm
 tqdm.monitor_interval = 0  # no thread: processes are forked meanwhile
 
 
+class _Lines:
+    """A line for each state of a bar, where there is no terminal."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        pass
+
+
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], object]]:
     """Show progress on stderr, with `advance(n)`, which this yields. A `total` of 0 is unknown."""
-    seconds = 0.1 if sys.stderr.isatty() else 10.0
-    with tqdm(desc=title, total=total or None, mininterval=seconds, file=sys.stderr) as bar:
+    file, seconds = (sys.stderr, 0.1) if sys.stderr.isatty() else (_Lines(), 10.0)
+    with tqdm(desc=title, total=total or None, mininterval=seconds, file=file) as bar:
         yield bar.update
 
 
