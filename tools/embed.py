@@ -183,6 +183,8 @@ def find_shards(data: str, split: str | None = None, images: Path | None = None)
     paths = [Path(os.path.abspath(tar)) for tar in find_tars(data) if tar.suffix == ".tar"]  # a link keeps its own name
     if not paths:
         return annotated_parts(find_captions(data, split, images, exif=True))
+    if split or images:
+        raise UserError(f"{data} has shards, which --split and --images do not select.", "Name those shards as --data.")
     listed = {}
     for folder in {path.parent for path in paths}:
         with suppress(UserError):  # no index, or another program's

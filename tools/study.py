@@ -253,7 +253,7 @@ def look_up(folder: Path, where: str) -> float:
         content = json.loads((folder / name).read_text(encoding="utf-8"))
         for key, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
             if "=" in index:
-                wanted = [part.partition("=")[::2] for part in index.split(",")]
+                wanted = [part.partition("=")[::2] for part in re.split(r",(?=\w+=)", index)]
                 content = next(one for one in content if all(str(one.get(k)) == value for k, value in wanted))
             else:
                 content = content[key or int(index)]
