@@ -23,14 +23,16 @@ from probemb.errors import UserError
 PROG = "python -m finetune.adapt"
 
 
-# The losses of a method, the default first, and the options that belong to one method alone.
+# The losses of a method, the default first, and the options that not all methods have, with those that do.
 LOSSES = {
     "gaussian": ("pcmepp", "prolip"), "asymvlm": ("power-spherical", "von-mises-fisher"),
     "probvlm": ("density", "published"), "laplace": (), "loss-order": (),
 }  # fmt: skip
+TRAINED = tuple(method for method in LOSSES if method != "laplace")
 OWN_OPTIONS = {
-    "clip": "gaussian", "vib": "gaussian", "directions": "asymvlm", "cross": "probvlm", "pseudo_data": "laplace",
-    "exact": "laplace",
+    "clip": ("gaussian",), "vib": ("gaussian",), "directions": ("asymvlm",), "cross": ("probvlm",),
+    "pseudo_data": ("laplace",), "exact": ("laplace",),
+    **dict.fromkeys(("hidden", "epochs", "lr", "weight_decay"), TRAINED),
 }  # fmt: skip
 
 
@@ -89,9 +91,10 @@ class AdaptConfig:
         if self.loss is not None and self.loss not in losses:
             remedy = f"Choose {' or '.join(losses)}." if losses else "Leave --loss out."
             raise UserError(f"The loss {self.loss} is not one of method {self.method}.", remedy)
-        for key, method in OWN_OPTIONS.items():
-            if method != self.method and getattr(self, key) != getattr(AdaptConfig, key):
-                raise UserError(f"--{key} is of method {method}, not of {self.method}.", f"Leave --{key} out.")
+        for key, methods in OWN_OPTIONS.items():
+            if self.method not in methods and getattr(self, key) != getattr(AdaptConfig, key):
+                remedy = f"Leave --{key} out, or choose {' or '.join(methods)}."
+                raise UserError(f"--{key} has no effect with method {self.method}.", remedy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -104,7 +104,7 @@ def adapt(config: AdaptConfig) -> None:
             f"{folder.model} is not the model that {folder.folder} was embedded with.", "Embed the data again."
         )
     if base.adapter is not None:
-        raise UserError(f"{folder.model} has an adapter already.", "Embed with the model that it was made from.")
+        raise UserError(f"{folder.model} already has an adapter.", "Embed with the model that it was made from.")
     pairs = read_pairs(folder, config.method == "laplace")
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(pairs.images), generator=generator)
@@ -124,7 +124,7 @@ def adapt(config: AdaptConfig) -> None:
     if config.method == "gaussian" and n > 1:
         half = torch.arange(n // 2)
         share = shrink(adapter.requires_grad_(False), held_out.of_images(half))
-        print(f"{share:.0%} of the change of the means is kept, by recall on {len(half):,} other images")
+        print(f"kept {share:.0%} of the change in the means, chosen by recall on {len(half):,} held-out images")
         held_out, n = held_out.of_images(torch.arange(n // 2, n)), n - n // 2
     results = {"config": to_dict(config), "images": len(train.images), "captions": len(train.texts)}
     results["seconds"] = round(time.monotonic() - start, 1)
@@ -133,7 +133,7 @@ def adapt(config: AdaptConfig) -> None:
         before, after = recall(held_out, None), recall(held_out, adapter)
         results |= {"held_out": n, "before": before, "after": after}
         for key, value in before.items():
-            print(f"{key:8} {value:6.2f} -> {after[key]:6.2f}   (of {n:,} images that the adapter did not see)")
+            print(f"{key:8} {value:6.2f} -> {after[key]:6.2f}   ({n:,} held-out images)")
     save_model(adapted_model(base, options, adapter, scalars), out / "model")
     replace_text(out / "config.yaml", to_yaml(config))
     replace_text(out / "results.json", json.dumps(results, indent=1) + "\n")

@@ -130,9 +130,7 @@ def describe_sets(sets: Tensor, labels: Tensor, alpha: float, classes: Tensor | 
     }  # fmt: skip
 
 
-def transported(
-    logits: Tensor, labels: Tensor | None = None, epsilon: float = 1.0, rounds: int = 3
-) -> Tensor:  # fmt: skip
+def transported(logits: Tensor, labels: Tensor | None = None, epsilon: float = 1.0, rounds: int = 3) -> Tensor:
     """Class probabilities (n + m, K) of calibration and test items together by Sinkhorn. Source: Conf-OT (2025).
 
     labels: (n,) of the first items, which give the classes' marginal as in the paper; the promise is then broken, as
@@ -152,7 +150,7 @@ def transported(
 def results_to_show(
     ranks: Tensor, u: Tensor, groups: Tensor, percents: Sequence[int], parts: int = 5
 ) -> tuple[list[float], dict[str, list[int | None]]]:
-    """How many results hold the truth, whose ranks (n,) are known, for so many percent of queries as uncertain as one.
+    """Numbers of results that hold the truth, of known ranks (n,), in so many percent of equally uncertain queries.
 
     Returns the edges of equal parts of the queries by u (n,), and of each percent the number for each part from certain
     to uncertain; None for more than a rank that is infinite, or if too few are known. groups: as of `threshold`.

@@ -225,7 +225,7 @@ def crop_test(embedder: Embedder, images: Sequence) -> dict:
 def probe(
     embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs, words: Tensor, n: int
 ) -> dict[str, dict | None]:
-    """How u answers to what captions say, and to what is done to n images and captions. words: (M,), their length."""
+    """Response of u to captions' content, and to crops and erasures of n images and captions. words: (M,), lengths."""
     u, found = pairs.texts.uncertainty(), dict.fromkeys(("larger_of_nested", "crop", "erased"))
     found["length"] = rank_correlation(u, words, pairs.owner)
     if captions.truth is not None:

@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 
 from probemb.metrics.uncertainty import average_ranks, pearson, spearman
 
+MOST_POWER = 20.0  # of u in a temperature, and log-temperature
 WEIGHT_ELEMENTS = 1 << 22  # weights of resamples held at a time
 
 
@@ -87,7 +88,8 @@ def own_log_p(log_p: Tensor, truth: Tensor) -> Tensor:
 def fit_temperature(logits: Tensor, truth: Tensor, u: Tensor | None = None) -> tuple[float, float]:
     """T and k of the temperatures T u^k with the least negative log-likelihood of logits (N, K); k = 0 without u (N,).
 
-    truth: as of `own_log_p`. Source: Guo et al. 2017 for one temperature.
+    Both are bounded: for a u that is nearly constant the best k overflows. truth: as of `own_log_p`. Source: Guo et al.
+    2017 for one temperature.
     """
     logits = logits.double()
     centre = 0.0 if u is None else float(u.double().log().mean())
@@ -95,16 +97,19 @@ def fit_temperature(logits: Tensor, truth: Tensor, u: Tensor | None = None) -> t
     parameters = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS([parameters], max_iter=100, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
+    def bounded() -> Tensor:
+        return MOST_POWER * (parameters / MOST_POWER).tanh()
+
     def loss() -> Tensor:
         solver.zero_grad()
-        log_t = parameters[0] + parameters[1] * log_u
-        value = -own_log_p((logits / log_t.exp()).log_softmax(1), truth).mean()
+        log_t, power = bounded()
+        value = -own_log_p((logits / (log_t + power * log_u).exp()).log_softmax(1), truth).mean()
         value.backward()
         return value
 
     with torch.enable_grad():
         solver.step(loss)
-    log_t, power = parameters.tolist()
+    log_t, power = bounded().tolist()
     return math.exp(log_t - power * centre), power
 
 
@@ -145,7 +150,7 @@ def retrieval_levels(uncertainty: Tensor, hit: Tensor, levels: int = 10) -> dict
 
 
 def nearest_is_of_class(embeds: Tensor, labels: Tensor, block: int = 1024) -> Tensor:
-    """Whether each item's nearest other item by cosine is of its class, (N,) bool. Source: URL (Kirchhof et al. 2023).
+    """True where an item's nearest other item by cosine is of its class, (N,) bool. Source: URL (Kirchhof et al. 2023).
 
     The AUROC of -u for it is R-AUROC. An item never finds itself, duplicates included.
     """

@@ -173,7 +173,9 @@ def build_saved(weights: Path, config_path: Path | None) -> DualEncoder:
     config = read_config(config_path) if config_path else embedded
     if config is None:
         raise UserError(
-            f"{weights} has no configuration.", f"Put the {CONFIG} that was saved with it into the same folder."
+            f"{weights} has no configuration.",
+            f"Put the {CONFIG} that was saved with it into the same folder; for open_clip's own weights, name the "
+            f"architecture too, as in ViT-B-16:{weights.name}.",
         )
     # The one inside is written with the tensors; config.json may be of the state before, after a crash between the two.
     sums = [about.pop(SHA256, None) for about in (embedded, config) if about]

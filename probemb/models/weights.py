@@ -106,7 +106,7 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
         tags = open_clip.list_pretrained_tags_by_model(name)
         raise UserError(
             f"'{source}' is neither a file nor a weight tag of {name}.{nearest(source, tags)}",
-            f"Give a run, a path to open_clip weights{', or one of: ' if tags else ''}{', '.join(tags)}.",
+            f"Give the path of open_clip weights{', or one of: ' if tags else ''}{', '.join(tags)}.",
         )
     if bool(tag.get("quick_gelu", False)) != quick_gelu:
         twin = name.removesuffix("-quickgelu") if quick_gelu else f"{name}-quickgelu"

@@ -107,7 +107,7 @@ class Embeddings:
             return tuple(self._arrays(part.kind, part.name, "raw", "inputs"))
         except UserError as error:
             raise UserError(
-                f"{self.folder} has no inputs of the projections.", "Embed again, with --inputs."
+                f"{self.folder} has no inputs of the projections.", "Embed again with --inputs, into a new folder."
             ) from error
 
     def write(

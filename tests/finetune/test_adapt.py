@@ -82,8 +82,10 @@ def test_an_adapted_model_is_a_model(method, embedded, captioned, tmp_path):
 
 def test_what_cannot_be_adapted_is_refused(embedded, tmp_path):
     words = ["--embeddings", str(embedded / "x"), "--out", str(tmp_path / "run")]
-    with pytest.raises(UserError, match="--exact is of method laplace"):
+    with pytest.raises(UserError, match="--exact has no effect with method gaussian"):
         adapt([*words, "--exact"])
+    with pytest.raises(UserError, match="--epochs has no effect with method laplace"):
+        adapt([*words, "--method", "laplace", "--epochs", "3"])
     with pytest.raises(UserError, match="loss prolip is not one of method probvlm"):
         adapt([*words, "--method", "probvlm", "--loss", "prolip"])
     with pytest.raises(UserError, match="does not end in a linear layer"):

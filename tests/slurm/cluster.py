@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def missing() -> str:
-    """Why no cluster can be started here; empty if one can."""
+    """The reason that no cluster can be started here; empty if one can."""
     absent = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
     if absent:
         return (

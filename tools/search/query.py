@@ -326,7 +326,10 @@ class Searcher:
         return found
 
     def promised(self, coverage: int, u: float, kinds: Sequence[str]) -> int:
-        """How many results hold the own item of so many percent of queries as uncertain as u. Raises UserError."""
+        """The number of results that hold the right item for `coverage` percent of queries as uncertain as u.
+
+        Raises UserError: no number does, or there is no calibration.
+        """
         found = self.calibrated(kinds)
         results = found["results"][str(coverage)][bisect_left(found["fifths"], u)]
         if results is None:

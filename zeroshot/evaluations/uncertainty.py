@@ -6,14 +6,22 @@ N images, M captions, C classes, P prompts of a class, D dimensions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from probemb.conformal import evaluate_sets
 from probemb.data.captions.judgements import read_judgements
-from probemb.data.labelled import find_images, find_unlabelled, prompt_texts, read_templates, resolve_classes
+from probemb.data.labelled import (
+    Images,
+    LabelledImages,
+    find_images,
+    find_unlabelled,
+    prompt_texts,
+    read_templates,
+    resolve_classes,
+)
 from probemb.evaluation.confidence import (
     MEASURES,
     SAME,
@@ -47,7 +55,7 @@ QUESTIONS = (  # the queries and the measure that answer each
     ("Which captions do people accept for many images?", "captions", "acceptance"),
     ("Which images fail to find a caption?", "images", "auroc"),
     ("Which classifications are wrong?", "classes", "auroc"),
-    ("Refusing the least certain images, what risk is left?", "classes", "aurc"),
+    ("What risk is left once the least certain images are refused?", "classes", "aurc"),
     ("Which images have a nearest neighbour of another class?", "classes", "r_auroc"),
     ("Which images show none of the classes?", "classes", "ood_auroc"),
 )
@@ -63,6 +71,7 @@ def evaluate(config: UncertaintyConfig) -> None:
     """Answer every question that the data allow. Raises UserError."""
     captions = runner.open_captions(config)
     judgements = None if config.judgements is None else read_judgements(config.judgements, captions)
+    labelled = find_classes(config) if config.classes else None
     out, embedder = runner.claim(config, "uncertainty"), runner.open_model(config)
     pairs = centres(embed_pairs(embedder, captions))
     bad, outcomes = runner.left_out(pairs.bad), {}
@@ -95,8 +104,8 @@ def evaluate(config: UncertaintyConfig) -> None:
         },
         "inputs": probe(embedder, captions, pairs, words, config.probes) if embedder.model.probabilistic else None,
     }  # fmt: skip
-    if config.classes:
-        results["queries"]["classes"], results["sets"]["classes"] = classify(config, embedder, about)
+    if labelled:
+        results["queries"]["classes"], results["sets"]["classes"] = classify(config, embedder, about, labelled)
     runner.finish(out, "uncertainty", results, make_page(config, results))
 
 
@@ -109,7 +118,7 @@ def answered(
     config: UncertaintyConfig, task: Task, outcomes: Mapping[str, Tensor], length: Tensor | None = None,
     nearest: Tensor | None = None, strangers: Task | None = None,
 ) -> dict:  # fmt: skip
-    """How well every score tells right answers: a row of each, with its levels and its curve of refusing."""
+    """Every score's measures of telling right answers from wrong ones, with its levels and rejection curve."""
     scores = unlabelled_confidences(task)
     if length is not None:
         scores["length"] = Confidence(length)
@@ -123,20 +132,38 @@ def answered(
     return {"items": len(task.right), "gallery": len(task.gallery), "right": right, "rows": rows}
 
 
-def classify(config: UncertaintyConfig, embedder: Embedder, about: tuple[float, MatchModel]) -> tuple[dict, list[dict]]:
-    """The answers and the prediction sets of labelled images. Raises UserError."""
+class Labelled(NamedTuple):
+    """Labelled images, the class of each, the prompts, all of a class next to each other, and --ood's images."""
+
+    images: LabelledImages
+    labels: Sequence[int]
+    classes: int
+    prompts: Sequence[str]
+    strangers: Images | None
+
+
+def find_classes(config: UncertaintyConfig) -> Labelled:
+    """The images of --classes and --ood. Raises UserError."""
     images = find_images(config.classes, None, config.exif)
     classes, labels = resolve_classes(images, config.class_names)
     templates = read_templates(config.templates, classes.names)
     if config.templates is None and images.templates:
         templates = list(images.templates)
-    prompts = embedder.texts(prompt_texts(classes.names, templates), "prompts")
-    vectors = centre(Gaussian(*(x.unflatten(0, (len(classes), -1)) for x in (prompts.mean, prompts.log_var))))
-    found, kept, bad = embedder.images(images)
-    truth, strangers = torch.tensor([int(labels[i]) for i in kept]), None
+    strangers = find_unlabelled(config.ood, config.exif) if config.ood else None
+    return Labelled(images, labels, len(classes), prompt_texts(classes.names, templates), strangers)
+
+
+def classify(
+    config: UncertaintyConfig, embedder: Embedder, about: tuple[float, MatchModel], labelled: Labelled
+) -> tuple[dict, list[dict]]:
+    """The answers and the prediction sets of labelled images. Raises UserError."""
+    prompts = embedder.texts(labelled.prompts, "prompts")
+    vectors = centre(Gaussian(*(x.unflatten(0, (labelled.classes, -1)) for x in (prompts.mean, prompts.log_var))))
+    found, kept, bad = embedder.images(labelled.images)
+    truth, strangers = torch.tensor([int(labelled.labels[i]) for i in kept]), None
     task = Task(found, vectors, truth, torch.arange(len(truth)), *about)
-    if config.ood:
-        other = embedder.images(find_unlabelled(config.ood, config.exif), "strangers").gaussian
+    if labelled.strangers:
+        other = embedder.images(labelled.strangers, "strangers").gaussian
         strangers = Task(other, vectors, None, torch.arange(len(other)), *about)
     nearest = nearest_is_of_class(found.mean, truth)
     sets = evaluate_sets(
@@ -161,8 +188,9 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
         ("Prediction sets", [
             f"Sets that should hold the truth at a rate of {percent(1 - config.alpha)} %, over {config.splits} splits; "
             "the band holds 95 % of splits. Half of the items calibrate; 30 % of these choose a temperature, k_reg and "
-            "λ, the others the threshold. An image's captions count as one item; smaller: than by the means. Top k, "
-            "one whole number for all, may hold more; transported, which sees the tested images, promises nothing.",
+            "λ, the others the threshold. An image's captions count as one item. Smaller: than with the means alone. "
+            "Top k, one whole number for all, may hold more; transported, which sees the tested images, guarantees "
+            "nothing.",
             set_table(sets)]),
         ("Refusing, and levels of uncertainty", [figures[1:]]),
     ]  # fmt: skip
@@ -219,7 +247,7 @@ def size_line(config: UncertaintyConfig, of: str, rows: Sequence[dict]) -> str:
 
 
 def input_lines(found: dict | None) -> list[str]:
-    """What u answers to."""
+    """Sentences on what u responds to."""
     if found is None:
         return []
     lines = [f"u of captions against their number of words: Spearman {plus_minus(found['length'], 1, 3, signed=True)}."]
