@@ -16,7 +16,7 @@ from probemb.models.architectures import stock_image_tower
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.common import last_blocks, run_both
+from probemb.models.towers.branch import last_blocks, run_both
 
 STAGES = [f"layer{i}" for i in (1, 2, 3, 4)]  # of a ResNet
 

@@ -26,7 +26,8 @@ from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.common import Branch, last_blocks, run_with, used_columns
+from probemb.models.towers.branch import Branch, last_blocks, run_with
+from probemb.models.towers.parts import used_columns
 from probemb.models.weights import load_strictly, read_state_dict, refused
 
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
