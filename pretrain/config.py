@@ -63,7 +63,7 @@ class Data:
     """
 
     train: list[str] | str = field(default_factory=list)
-    weights: list[NonNegativeFloat] | None = None
+    weights: list[ranges.Passes] | None = None
     workers: ranges.Workers = 2
     lanes: PositiveInt | None = None
     window: PositiveInt = 4096

@@ -78,9 +78,14 @@ def check_schedule(o: Optimizer, total: int | None = None) -> None:
     if (needed := NEEDS.get(o.schedule)) and not getattr(o, needed):
         what = f"The schedule {o.schedule} needs optimizer.{needed}."
         raise UserError(what, "Set it to a number of samples, or choose another optimizer.schedule.")
-    if o.cooldown_samples and o.schedule not in NEEDS:
-        what = f"The schedule {o.schedule} does not use optimizer.cooldown_samples."
-        raise UserError(what, "Leave it out, or choose another optimizer.schedule.")
+    for name, unused in (
+        ("cooldown_samples", o.cooldown_samples and o.schedule not in NEEDS),
+        ("cooldown_power", o.cooldown_power != 1 and o.schedule != "constant-cooldown"),
+        ("end_lr", o.end_lr and o.schedule == "constant"),
+    ):
+        if unused:
+            what = f"The schedule {o.schedule} does not use optimizer.{name}."
+            raise UserError(what, "Leave it out, or choose another optimizer.schedule.")
     up, down = o.warmup_samples, o.cooldown_samples
     if total is not None and up + down > total:
         what = f"A warm-up of {up:,} and a cooldown of {down:,} samples do not fit into a run of {total:,}."

@@ -18,7 +18,7 @@ from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLES = 8  # of an item, for a match probability
 BLOCK_ELEMENTS = 1 << 22  # elements of an intermediate result: 16 MiB in float32
-ORDER_ELEMENTS = 1 << 18  # of some rows times M x D: a CPU's cache
+ORDER_ELEMENTS = 1 << 18, 1 << 25  # of some rows times M x D: a CPU's cache; 128 MiB of a GPU
 
 
 def _full_precision(fn):
@@ -247,7 +247,8 @@ def order_similarity(image_ND: Tensor, text_MD: Tensor, squared: bool = True) ->
             excess_nMD = (text_MD - rows_nD[:, None]).relu()
             return torch.linalg.vecdot(excess_nMD, excess_nMD)
 
-        penalty = in_row_blocks(penalty_of, [at_least_float32(image_ND).abs()], text_MD.numel(), ORDER_ELEMENTS)
+        held = ORDER_ELEMENTS[text_MD.is_cuda]
+        penalty = in_row_blocks(penalty_of, [at_least_float32(image_ND).abs()], text_MD.numel(), held)
         return -(penalty if squared else root(penalty))
 
 

@@ -71,8 +71,11 @@ def arguments_here(module: str, words: list[str]) -> list[str]:
     """Arguments of this job, or of this task of its array, with what every start of the stage gets."""
     number, cpus = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_CPUS_PER_TASK", "1")
     if module == "tools.download":
+        first, last, count = (os.environ.get(f"SLURM_ARRAY_TASK_{name}", "1") for name in ("MIN", "MAX", "COUNT"))
+        if (first, last) != ("1", count):
+            raise UserError(f"The array counts from {first} to {last} in {count} tasks.", "Give sbatch --array=1-N.")
         words = words if take("--processes", words)[0] else [*words, f"--processes={cpus}"]
-        return [*words, f"--part={number}/{os.environ['SLURM_ARRAY_TASK_COUNT']}"] if number else words
+        return [*words, f"--part={number}/{count}"] if number else words
     sweep, words = take("--sweep", words)
     if sweep and not number:
         raise UserError("--sweep works in job arrays only.", "Add --array=1-N to sbatch.")

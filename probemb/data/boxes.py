@@ -4,8 +4,9 @@ Boxes are (left, top, right, bottom) in pixels: x from `left` up to `right`, y f
 """
 
 import heapq
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import product
@@ -192,6 +193,9 @@ def _read_annotation(file: Path) -> tuple[tuple[int, int], dict[str, list[Box]]]
 
 # Visual Genome. Source: Krishna et al., IJCV 2017
 DESCRIPTIONS, SIZES = "region_descriptions.json", "image_data.json"
+MAX_ENTRY = 16 << 20  # characters of one image's entry
+_PIECE = 1 << 20
+_BETWEEN = re.compile(r"[\s,]*")
 
 
 def read_visual_genome(path: Path, split: str | None, images: Path | None, sample: int | None = None) -> PhraseDataset:
@@ -200,6 +204,8 @@ def read_visual_genome(path: Path, split: str | None, images: Path | None, sampl
     FOLDER/region_descriptions.json    [{"id": 1, "regions": [{"region_id", "phrase", "x", "y", "width", "height"}]}]
     FOLDER/image_data.json             [{"image_id": 1, "width": 800, "height": 600}]
     FOLDER/VG_100K/1.jpg, VG_100K_2/…  the images
+
+    The published file of descriptions has a gigabyte; it is read one image at a time.
     """
 
     def parse_regions(row: dict) -> tuple[int, list[tuple[str, Box]]] | None:
@@ -217,7 +223,7 @@ def read_visual_genome(path: Path, split: str | None, images: Path | None, sampl
 
     reading.choose_split(split, (), path)
     file = path / DESCRIPTIONS
-    rows = reading.parse_all(file, "a list of regions", reading.read_json(file), parse_regions)
+    rows = reading.parse_each(file, "a list of regions", stream_list(file), parse_regions)
     rows = sorted(rows if sample is None else heapq.nsmallest(sample, rows, key=lambda row: _name_hash(row[0])))
     ids = [str(number) for number, _ in rows]
     reading.check_unique(ids, "image id", file)
@@ -231,6 +237,29 @@ def read_visual_genome(path: Path, split: str | None, images: Path | None, sampl
     phrases = [Phrase(i, text, "", (box,)) for i, text, box in regions if box is not None]
     chosen = [sizes[number] for number, _ in rows]
     return PhraseDataset(located, ids, chosen, phrases, len(regions) - len(phrases), None, str(file))
+
+
+def stream_list(file: Path) -> Iterator[object]:
+    """The entries of a JSON list, one at a time; memory is bounded by the largest."""
+    decode = json.JSONDecoder().raw_decode
+    with reading.checked(file, "a list in JSON"), open(file, encoding="utf-8-sig") as opened:
+        text = opened.read(_PIECE).lstrip()
+        if not text.startswith("["):
+            raise ValueError("it does not begin with [")
+        at = 1
+        while True:
+            at = _BETWEEN.match(text, at).end()
+            if text.startswith("]", at):
+                return
+            try:
+                found, at = decode(text, at)
+            except ValueError:
+                piece = opened.read(_PIECE)
+                if not piece or len(text) - at > MAX_ENTRY:
+                    raise
+                text, at = text[at:] + piece, 0
+            else:
+                yield found
 
 
 FORMATS = {ENTITIES: read_entities, (DESCRIPTIONS,): read_visual_genome}  # what a folder holds -> its reader

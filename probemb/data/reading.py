@@ -1,7 +1,7 @@
 """Checked reading of annotation files from outside: bounded, in UTF-8, and with one shape of error.
 
 A reader parses one entry at a time and raises what malformed content makes Python raise (ValueError with the reason,
-KeyError, TypeError); `checked` and `parse_all` turn that into a UserError with file, entry and reason.
+KeyError, TypeError); `checked` and `parse_each` turn that into a UserError with file, entry and reason.
 """
 
 import csv
@@ -18,7 +18,7 @@ import numpy as np
 
 from probemb.errors import UserError, nearest
 
-MAX_FILE = 2 << 30  # bytes of an annotation file, unpacked
+MAX_FILE = 1 << 30  # bytes of an annotation file, unpacked
 MAX_ARRAYS = 4 << 30  # bytes of an .npz, unpacked
 MAX_ID = 2**63 - 1
 MALFORMED = (
@@ -50,18 +50,23 @@ def checked(path: str | Path, what: str, remedy: str = REMEDY) -> Iterator[None]
         raise malformed(path, what, error, remedy=remedy) from None
 
 
-def parse_all(
+def parse_each(
     path: str | Path, what: str, rows: Iterable, parse: Callable[..., T | None], unit: str = "entry"
-) -> list[T]:
+) -> Iterator[T]:
     """`parse` of every row, without None. Raises UserError, which names the row, counted from 1."""
-    found, number = [], 0
+    number = 0
     try:
         for row in rows:
             number += 1
-            found.append(parse(row))
+            if (parsed := parse(row)) is not None:
+                yield parsed
     except MALFORMED as error:
         raise malformed(path, what, error, f"{unit} {number}") from None
-    return [one for one in found if one is not None]
+
+
+def parse_all(*args, **more) -> list:
+    """A list of `parse_each`."""
+    return list(parse_each(*args, **more))
 
 
 def parse_lines(path: Path, what: str, parse: Callable[[str], T | None]) -> list[T]:

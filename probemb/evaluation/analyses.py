@@ -170,6 +170,8 @@ def embed_triplets(
             images = {x: Gaussian.stack([crops[t.image][t.boxes[i]] for t in kept]) for i, x in enumerate(ITEMS)}
             said = {x: texts[torch.tensor([place[t.captions[i]] for t in kept])] for i, x in enumerate(ITEMS)}
             out[threshold] = EmbeddedTriplets(images, said, kept)
+    if not out:
+        raise UserError(f"No image of {data.source} with two regions could be read.", "Repair the data.")
     return out, bad
 
 

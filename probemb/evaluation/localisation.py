@@ -23,6 +23,7 @@ from probemb.data.failures import BadSample
 from probemb.data.image_loader import refuse_too_many
 from probemb.data.pixels import stack
 from probemb.data.workers import make_loader, read
+from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder, KeptTokens, encode_images
 from probemb.evaluation.rankings import RankingOptions, scores_of
 from probemb.evaluation.uncertainty import query_scores
@@ -77,6 +78,8 @@ def localise(
         known = query_scores(texts[some], crops, embedder.model.match_model) if single else {}
         parts.append({**_of_phrases(scores, overlaps), "u": u if single else u.mean(1), "scores": known})
         rows += of_image[image]
+    if not parts:
+        raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
     image = torch.tensor([data.phrases[row].image for row in rows])
     return Localised(rows, image, **_joined(parts), bad=bad)
 

@@ -35,7 +35,7 @@ ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels or re
 CROP = (0.1, 0.75)  # shares of the side
 PROJECTED, EXAMPLES = 60, 8  # images, with their captions; most and least uncertain items
 OWN_PAIRS, CAPTIONS, NESTED_PAIRS = 10_000, 2_000, 20_000  # at most, of which generality is measured
-ROWS = 8  # pairs of which only the diagonal is wanted, at a time
+ROWS, IMAGES = 8, 4096  # pairs of which only the diagonal is wanted, and images whose captions are counted, at a time
 NEIGHBOURS = 10  # whose means' spread is measured
 BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
 
@@ -300,7 +300,7 @@ def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
     """Pairs of captions of which one is true of some of the other's images and of no other image, from (N, M) bool
     matches: (P,) columns of the smaller sets, (P,) of the larger ones.
     """
-    common = match_NM.float().T @ match_NM.float()  # whole numbers, exact below 2^24
+    common = sum(images.T @ images for images in map(Tensor.float, match_NM.split(IMAGES)))  # exact below 2^24
     count = common.diagonal()
     inside = (common == count[:, None]) & (count[:, None] < count[None, :]) & (count[:, None] > 0)
     return inside.nonzero(as_tuple=True)

@@ -29,7 +29,7 @@ def plausible_match_r_precision(
     n_queries, n_gallery = len(query_labels_QL), len(gallery_labels_GL)
     a, b = (query_labels_QL != 0).float(), (gallery_labels_GL != 0).float()
     is_query, unlabelled = a.any(1).numpy(), ~b.any(1)
-    far = b.sum(1).masked_fill(unlabelled, 1e4)
+    far = b.sum(1).masked_fill(unlabelled, 1e4)  # unlabelled items differ from everything
     precision = np.full((2, len(zetas), n_queries), np.nan)  # R-Precision, R@1
     for rows in blocks(n_queries, n_gallery, SORT_ELEMENTS):
         scores = at_least_float32(score(rows)).contiguous()  # a transposed matrix is slow to sort

@@ -27,7 +27,8 @@ TITLES = {f"r@{k}": f"R@{k}" for k in KS} | {name: title for name, (title, _) in
 
 @dataclass(frozen=True, eq=False)
 class Positives:
-    """Matching pairs. keys: (P,) int64, query * G + item of every match, sorted; counts: (Q,), R of each query."""
+    """Matching pairs: memory grows with the matches, not with Q x G. keys: (P,) int64, query * G + item of every match,
+    sorted; counts: (Q,), R of each query."""
 
     n_queries: int
     n_gallery: int
@@ -46,7 +47,9 @@ class Positives:
 
     @staticmethod
     def of_classes(class_Q: Tensor, class_G: Tensor) -> Positives:
-        return Positives.from_matrix(class_Q[:, None] == class_G)
+        places = [[(side == number).nonzero().flatten() for side in (class_Q, class_G)] for number in class_Q.unique()]
+        query, item = torch.cat([torch.cartesian_prod(*both) for both in places]).T
+        return Positives.from_pairs(query, item, len(class_Q), len(class_G))
 
     def transposed(self) -> Positives:
         query, item = self.keys // self.n_gallery, self.keys % self.n_gallery

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from probemb.compose import Product, compose
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
 
 
@@ -157,4 +157,7 @@ COMPOSERS: dict[str, type[Composer]] = {
 
 
 def create_composer(name: str, dim: int) -> Composer:
+    if name not in COMPOSERS:
+        remedy = f"Choose one of {', '.join(COMPOSERS)}."
+        raise UserError(f"There is no composer '{name}'.{nearest(name, COMPOSERS)}", remedy)
     return COMPOSERS[name](dim)

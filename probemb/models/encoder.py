@@ -189,7 +189,7 @@ class Encoder(nn.Module):
                 `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
             want_tokens: which of `Encoded.tokens` to give; "residuals" are a PIE head's.
-            kept: (B, n) int64, the patches or tokens that the tower reads, see `towers/common.py`; None for all.
+            kept: (B, n) int64, the patches or tokens that the tower reads, see `towers/parts.py`; None for all.
         """
         head, (mean_features, unc_features) = self.mean_head, self._features(inputs, kept)
         if token_mask is not None:

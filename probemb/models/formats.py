@@ -50,9 +50,14 @@ def check_sizes(config: dict, make: Callable[[], nn.Module], state: dict[str, Te
                 if isinstance(size, int | float) and not abs(size) <= most:
                     raise ValueError(f"{part} has {key} {value}")
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        wanted = sum(tensor.numel() for tensor in make().state_dict().values())
-    if wanted > 16 * sum(tensor.numel() for tensor in state.values()):
-        raise ValueError(f"it has {wanted:,} numbers, far more than the weights")
+        wanted = {name: tensor.numel() for name, tensor in make().state_dict().items()}
+    sizes = {name: tensor.numel() for name, tensor in state.items()}
+    most = max(sizes.values(), default=0)
+    for name, size in wanted.items():
+        if size > 16 * sizes.get(name, most):
+            raise ValueError(f"{name} has {size:,} numbers, far more than the weights")
+    if sum(wanted.values()) > 16 * sum(sizes.values()):
+        raise ValueError(f"it has {sum(wanted.values()):,} numbers, far more than the weights")
 
 
 # ----------------------------------------------------------------------------------------------- PCME++'s and ProLIP's

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -108,7 +109,7 @@ class ModelOptions(Towers):
         objective: the name of the loss, for display.
         adapter: options of `probemb.models.adapter`, of a model that `finetune.adapt` made.
 
-    Raises UserError: unknown choices, or values that are out of range or do not go together.
+    Raises UserError: values of a wrong type or range, or that do not go together.
     """
 
     vocabulary: str | Path | Sequence[str] | None = None
@@ -138,9 +139,10 @@ class ModelOptions(Towers):
 
     def __post_init__(self):
         for name, hint in get_type_hints(ModelOptions).items():
-            choices, value = get_args(hint), getattr(self, name)
-            if get_origin(hint) is Literal and value not in choices:
-                remedy = f"Choose {', '.join(choices)}."
+            value, choices = getattr(self, name), get_args(hint) if get_origin(hint) is Literal else ()
+            if name not in ("pretrained", "vocabulary", "image_weights") and not _fits(value, hint):
+                kind = self.__dataclass_fields__[name].type
+                remedy = f"Choose {', '.join(choices)}." if choices else f"Its type is {kind}."
                 raise UserError(f"The model's {name} is {value!r}.{nearest(str(value), choices)}", remedy)
         low, high = self.log_var_range or (0, 1)
         point, token = not self.probabilistic, self.uncertainty != "branch"
@@ -233,6 +235,7 @@ class Augmentation:
         for name, wrong, remedy in (
             ("scale", not self.scale[0] <= self.scale[1] <= 1, "Give the smaller share first, and at most 1."),
             ("ratio", self.ratio[0] > self.ratio[1], "Give the smaller number first."),
+            ("color_jitter", (self.color_jitter or (0,))[-1] > 0.5, "Set the fourth number to at most 0.5: every hue."),
             ("color_jitter", half_jitter, "Set it and color_jitter_prob, or neither."),
         ):
             if wrong:
@@ -245,3 +248,20 @@ SAVED = (  # in config.json, beside "name", "architecture" and "preprocess"
     *("log_var_range", "uncertainty", "unit_features", "log_var_start", "uncertainty_bias", "pooling", "adapter"),
 )
 DEFAULTS = {field.name: field.default for field in fields(ModelOptions) if field.name in SAVED}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """True if a value is of a declared type; lists stand for tuples, as in JSON, and every number is finite."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
+    if hint is bool or isinstance(value, bool) or not issubclass(hint, int | float):
+        return type(value) is hint
+    try:
+        return isinstance(value, int if issubclass(hint, int) else int | float) and math.isfinite(hint(value))
+    except ValueError:  # out of the range of one of jsonargparse's types
+        return False

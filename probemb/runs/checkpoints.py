@@ -154,7 +154,10 @@ def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[
     """Delete all but the newest `keep` whole checkpoints, multiples of `keep_every` (0: none), and `also` these."""
     found = _finished(run_dir)
     for step in superfluous(found, complete_steps(run_dir), keep, keep_every, also):
-        shutil.rmtree(found[step], ignore_errors=True)  # what a file system still holds goes the next time
+        try:
+            shutil.rmtree(found[step])
+        except OSError as error:
+            print(f"warning: the old checkpoint {found[step]} could not be deleted: {error}.", flush=True)
 
 
 def superfluous(

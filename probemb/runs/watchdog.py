@@ -142,4 +142,5 @@ class Watchdog:
         for rank in sorted(states):
             ranks.setdefault(states[rank], []).append(str(rank))
         groups = [f"rank {', '.join(who[:8])}{', …' * (len(who) > 8)}: {state}" for state, who in ranks.items()]
-        return "; ".join(sorted(groups, key=lambda group: LOST not in group)[:SHOWN])
+        groups.sort(key=lambda group: LOST not in group)
+        return "; ".join([*groups[:SHOWN], *["…"] * (len(groups) > SHOWN)])

@@ -156,6 +156,8 @@ def load_index(folder: str | Path, memory_map: bool = True) -> Index:
     try:
         opened = pa.memory_map(str(folder / ITEMS)) if memory_map else pa.OSFile(str(folder / ITEMS))
         items = pa.ipc.open_file(opened).read_all()
+        if len(items) != count:
+            raise ValueError("another size")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / ITEMS} cannot be read ({error}).", _REBUILD) from error
     index = Index(

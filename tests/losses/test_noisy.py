@@ -170,6 +170,7 @@ def test_authors_parts(parity):
     e = evidence(raw)
     close(e, v["decl_evidence"])
     close(dirichlet_kl(e + 1), v["decl_KL"])
+    assert dirichlet_kl(e * torch.nan).isnan().all()  # which a trainer reports with its samples
     clean, uncertainty = decl_correspondence(raw)
     close(uncertainty, v["decl_uncertainty"])
     assert clean.tolist() == (v["decl_norm_e"].argmax(1) == range(len(raw))).tolist()

@@ -73,6 +73,16 @@ def test_nothing_found_is_no_match():
     assert positives.hits(torch.tensor([[-1, 2, 0], [-1, 2, 0]])).tolist() == [[False] * 3, [False, True, False]]
 
 
+def test_positives_of_classes():
+    r = torch.Generator().manual_seed(0)
+    queries, gallery = torch.randint(6, (9,), generator=r), torch.randint(1, 7, (20,), generator=r)
+    found = Positives.of_classes(queries, gallery)
+    expected = Positives.from_matrix(queries[:, None] == gallery[None, :])
+    assert torch.equal(found.keys, expected.keys)
+    assert torch.equal(found.counts, expected.counts)
+    assert 0 in found.counts
+
+
 def test_recalls_equal_pcme(parity):
     ref = {k: torch.from_numpy(v) for k, v in parity("04d_pcme_recall").items()}
     by_samples = match_probability_of_samples(ref["q_samples"], ref["g_samples"], ref["mp_scale"], ref["mp_shift"])

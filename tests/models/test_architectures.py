@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer
 from probemb.models.architectures import OWN, read_architecture, supported_names, tower_kind
 
@@ -62,3 +63,19 @@ def test_the_towers_of_coca_equal_open_clips(tmp_path):
     with torch.no_grad():
         assert_close(model.encode_image(images).mean, stock.encode_image(images, normalize=True))
         assert_close(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            {"name": "resnet152-gru", "image_weights": "tv_in1kk"},
+            r"Did you mean 'tv_in1k'\? Give a file, or one of: timm, a1",
+        ),
+        ({"name": "RN50", "image_size": 100, "head": "gpo"}, "Set image_size to a multiple of 32"),
+        ({"name": "ViT-Micro-32", "composer": "produkt"}, "no composer 'produkt'. Did you mean 'product'"),
+    ],
+)
+def test_a_wrong_tag_size_or_composer_is_answered_with_right_ones(options, why):
+    with pytest.raises(UserError, match=why):
+        create_model(**options)

@@ -77,3 +77,9 @@ def test_a_warm_up_must_fit_into_the_run():
     check_schedule(O, WARMUP)
     with pytest.raises(UserError, match=r"A warm-up of 100 and a cooldown of 0 samples do not fit"):
         check_schedule(O, 1)
+
+
+@pytest.mark.parametrize("name", ["cooldown_samples", "cooldown_power", "end_lr"])
+def test_an_end_that_a_schedule_does_not_have_is_refused(name):
+    with pytest.raises(UserError, match=f"The schedule constant does not use optimizer.{name}"):
+        check_schedule(Optimizer(schedule="constant", **{name: 2}))

@@ -155,6 +155,7 @@ def test_a_damaged_index_is_named(embeddings, tmp_path):
     about = (tmp_path / "index" / "index.json").read_text()
     for message, name, content in (
         (r"00000.faiss holds 400 vectors of 20 dimensions, not 399", "index.json", about.replace("400", "399")),
+        (r"items.arrow cannot be read \(another size", "index.json", about.replace('"count": 700', '"count": 701')),
         ("part-00001.faiss cannot be read", "part-00001.faiss", "x" * 1000),
         ("u.f32 cannot be read", "u.f32", "x" * 4 * 699),
     ):

@@ -51,4 +51,7 @@ def test_methods_and_sweeps_become_an_array_of_argument_lists(tmp_path, monkeypa
     with pytest.raises(UserError, match="has no --out of its own"):
         argument_lists([], sweep=str(sweep))
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "4")
+    with pytest.raises(UserError, match="The array counts from 1 to 1 in 4 tasks"):
+        arguments_here("tools.download", ["cc3m"])
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MAX", "4")
     assert arguments_here("tools.download", ["cc3m"]) == ["cc3m", "--processes=1", "--part=3/4"]

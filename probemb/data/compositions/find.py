@@ -39,6 +39,7 @@ CATEGORIES = "categories.json"
 SHARES = (4, 1, 1)  # of the images, in the order of SPLITS (MPC, supplementary A)
 MAX_CONCEPTS = 2_000  # of annotated images; COCO has 80, LVIS 1,203
 MAX_OBJECTS = 10_000  # of an image
+MAX_FEASIBLE = 5_000_000  # combinations; COCO has some ten thousand
 OBJECTS = "a file of objects in COCO's form, such as instances_train2017.json"
 
 
@@ -298,6 +299,8 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
         return (reading.as_inside(name), " ".join(words)) if words else None
 
     rows = [row for file in files for row in reading.parse_lines(file, "a list of PATH, score and description", label)]
+    if not rows:
+        raise UserError(f"The labels of {path} list no image in the split '{split}'.", "Fetch the labels again.")
     names, texts = map(list, zip(*rows))
     located = locate([(name,) for name in names], names, path, images, [path])
     number = {text: place for place, text in enumerate(sorted(set(texts)))}
@@ -357,7 +360,7 @@ def sample_tuples(
 def feasible_tuples(found: Compositions, k: int, minimum: tuple[int, int, int]) -> np.ndarray:
     """All combinations of k concepts that so many images of train, val and test have, (T, k), in ascending order.
 
-    Raises UserError: a split is missing.
+    Raises UserError: a split is missing, or there are more than MAX_FEASIBLE.
     """
     if missing := [name for name in SPLITS if name not in found.splits]:
         what = f"{found.source} has no images in the split {missing[0]}."
@@ -378,6 +381,9 @@ def feasible_tuples(found: Compositions, k: int, minimum: tuple[int, int, int]) 
                 extend(longer, images[part[:, column]])
             else:
                 rows.append(longer)
+        if len(rows) > MAX_FEASIBLE:
+            what = f"{found.source} has more than {MAX_FEASIBLE:,} combinations of {k} concepts."
+            raise UserError(what, "Ask for shorter combinations.")
 
     extend((), np.arange(len(found)))
     return np.array(rows, dtype=np.int64).reshape(-1, k)

@@ -12,11 +12,12 @@ from itertools import pairwise
 from open_clip.modified_resnet import ModifiedResNet
 from torch import Tensor, nn
 
+from probemb.errors import UserError
 from probemb.models.architectures import stock_image_tower
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.common import last_blocks, run_both
+from probemb.models.towers.branch import last_blocks, run_both
 
 STAGES = [f"layer{i}" for i in (1, 2, 3, 4)]  # of a ResNet
 
@@ -100,6 +101,9 @@ class ImageResNet(CNN, ModifiedResNet):
 def image_resnet(
     architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None
 ) -> ImageResNet:
+    if (size := architecture[part].get("image_size", 224)) % 32:
+        what = f"A ResNet of open_clip does not take images of {size} pixels."
+        raise UserError(what, "Set image_size to a multiple of 32.")
     names = last_blocks(STAGES, n_unc_layers)
     stock = stock or stock_image_tower(architecture)
     fresh = stock_image_tower(architecture) if names else None

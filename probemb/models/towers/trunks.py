@@ -21,12 +21,13 @@ from open_clip.hf_configs import arch_dict
 from open_clip.hf_model import HFTextEncoder
 from torch import Tensor, nn
 
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.common import Branch, last_blocks, run_with, used_columns
+from probemb.models.towers.branch import Branch, last_blocks, run_with
+from probemb.models.towers.parts import used_columns
 from probemb.models.weights import load_strictly, read_state_dict, refused
 
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
@@ -157,8 +158,13 @@ def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
         parts = tuple(f"{part}." for part in ([classifier] if isinstance(classifier, str) else classifier))
         load_strictly(trunk, {key: value for key, value in state.items() if not key.startswith(parts)}, source)
     else:
-        name = vision["timm_model_name"] + ("" if source == "timm" else f".{source}")
-        remedy = "Check the tag and the network, or download them elsewhere and name the file as model.image_weights."
+        name = vision["timm_model_name"]
+        tags = ["timm", *(tag.partition(".")[2] for tag in timm.list_pretrained(f"{name}.*"))]
+        if source not in tags:
+            what = f"'{source}' is neither a file nor a weight tag of timm's {name}.{nearest(source, tags)}"
+            raise UserError(what, f"Give a file, or one of: {', '.join(tags)}.")
+        name += "" if source == "timm" else f".{source}"
+        remedy = "Check the network, or download them elsewhere and name the file as model.image_weights."
         with refused(f"The weights of timm's {name} could not be downloaded", remedy):
             trunk = build_trunk({**vision, "timm_model_name": name}, pretrained=True)
     data = timm.data.resolve_model_data_config(trunk)

@@ -21,7 +21,8 @@ from probemb.data.words import split_words
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.common import last_blocks, run_both, used_columns
+from probemb.models.towers.branch import last_blocks, run_both
+from probemb.models.towers.parts import used_columns
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 VECTOR_STD = 0.3  # about that of GloVe's vectors

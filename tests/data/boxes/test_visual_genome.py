@@ -1,6 +1,8 @@
 """Visual Genome's region descriptions in their published layout, what is refused, and the triplets of crops."""
 
-from probemb.data.boxes import Phrase, PhraseDataset, crop_triplets, find_phrases
+import json
+
+from probemb.data.boxes import Phrase, PhraseDataset, crop_triplets, find_phrases, stream_list
 from probemb.data.image_loader import Images, Place
 from tests.world import picture, save
 
@@ -38,6 +40,16 @@ def test_regions_are_phrases_with_one_box(tmp_path):
         ]
         assert found.without_box == 1  # outside the image
         assert [found.images.open(i).size for i in (0, 1)] == [(60, 40)] * 2
+
+
+def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr("probemb.data.boxes._PIECE", 7)
+    file = tmp_path / "x.json"
+    rows = [{"id": i, "text": 'a ], } "quoted" é' * i} for i in range(9)]
+    file.write_text(" \n" + json.dumps(rows, indent=2, ensure_ascii=False))
+    assert list(stream_list(file)) == rows
+    file.write_text("[ ]")
+    assert list(stream_list(file)) == []
 
 
 def dataset(*regions):
