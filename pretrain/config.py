@@ -132,7 +132,11 @@ class Engine:
         precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 if the GPU has it.
         accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
-        compile: torch.compile the towers.
+        compile: torch.compile the towers, or of a whole step also the loss; texts are padded to four lengths.
+        tf32: float32 products of a bf16 model (heads, projections) in TF32: heads, all (also the loss'), or null.
+        gradient_dtype: of the gradients that ranks exchange: fp32, or bf16 for half of the traffic.
+        gc_every: steps between two collections of Python's garbage, on all ranks in the same step; 0 leaves the moment
+            to each process.
         deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
         timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
@@ -142,7 +146,10 @@ class Engine:
     precision: ranges.Precision = "auto"
     accumulation: PositiveInt = 1
     grad_checkpointing: bool = False
-    compile: bool = False
+    compile: Literal["towers", "step"] | None = None
+    tf32: Literal["heads", "all"] | None = "heads"
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    gc_every: NonNegativeInt = 1000
     deterministic: bool = False
     threads: ranges.Threads = 0
     timeout: ranges.Minutes = 30.0

@@ -12,6 +12,7 @@ A new number in the log: `loss_and_terms` (or `train_step`) names it, and `probe
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pretrain.engine.checkpoint import random_state, set_random_state
+from pretrain.engine.engine import tf32
 from pretrain.engine.state import Average, gradient_norm, optimizer_step
 from pretrain.masking import draw_masks
 from pretrain.objectives import Pairs
@@ -84,6 +86,11 @@ class Trainer:
         self.evaluators, self.stop, self.images_at_peak = evaluators, stop, images_at_peak
         self.progress = progress or Progress(self.step)
         self.stopping, self.skipped_in_a_row = False, 0  # agreed by all ranks
+        self.loss_and_terms, self.text_multiple = partial(loss_and_terms, config.loss), 1
+        if config.engine.compile:  # each length has a graph of its own
+            self.text_multiple = 8 * -(-engine.module.model.context_length // 32)
+        if config.engine.compile == "step":
+            self.loss_and_terms = torch.compile(self.loss_and_terms, dynamic=False)
         self.window, self.began = Window("images", lambda: stream.wait_seconds, engine.device), time.perf_counter()
 
     def fit(self) -> bool:
@@ -94,45 +101,47 @@ class Trainer:
             going = self.evaluate([one for one in self.evaluators if one.keys[0] not in self.folder.logged])
         self.window.restart()
         self.began = time.perf_counter()
-        while going and self.step < self.last:
-            with self.folder.traced(self.step + 1):
-                going = self.train_step()
+        try:
+            while going and self.step < self.last:
+                with self.folder.traced(self.step + 1):
+                    going = self.train_step()
+                self._collect_garbage()
+        finally:
+            gc.unfreeze()
+            gc.enable()
         if self.stopping and self.step > self.saved:
             self.save()
         return self.stopping and (self.step < self.last or not going)
 
     def train_step(self) -> bool:
         """Load, forward, loss, backward, step, log, save, evaluate; False if the run stops here. Collective."""
-        config, engine, parts = self.config, self.engine, self.config.engine.accumulation
+        config, engine, o, parts = self.config, self.engine, self.config.engine, self.config.engine.accumulation
         # ---- load: this rank's share of the batch, on all ranks or on none
         if (batch := self.load()) is None:
             return False
         self.progress.doing("computing")
         model, images = engine.module.model, batch.images.to(engine.device, non_blocking=True)
-        tokens = model.cut_padding(batch.tokens, engine.device)  # (B, L)
-        if config.engine.compile:  # compiled towers need one shape
-            tokens = batch.tokens.to(engine.device, non_blocking=True)
+        tokens = model.cut_padding(batch.tokens, engine.device, self.text_multiple)  # (B, L)
         masks = draw_masks(config, model, images, tokens, self.samples)
         # ---- forward, loss, backward
-        if parts == 1:
-            outputs = engine(images, tokens, *masks)  # means and log-variances (B, D), scalars (3,)
-            for output in (output for output in outputs if output.requires_grad):
-                output.retain_grad()  # to trace a NaN to its sample
-            loss, terms = loss_and_terms(config.loss, outputs)
-            engine.backward(loss)
-            gradients = [output.grad for output in outputs]
-        else:  # the gradient cache
-            chunks = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
-            with torch.no_grad():
-                states, cached = zip(*((random_state(), engine(*chunk)) for chunk in chunks))
-            *embeddings, scalars = zip(*cached)
-            outputs = [t.requires_grad_() for t in (*map(torch.cat, embeddings), scalars[0].clone())]
-            loss, terms = loss_and_terms(config.loss, outputs)
-            gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+        with tf32(engine.module.half and o.tf32 is not None):
+            if parts == 1:
+                inputs = [(images, tokens, *masks)]
+                cached = [engine(*inputs[0])]
+            else:  # the gradient cache
+                inputs = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
+                with torch.no_grad():
+                    states, cached = zip(*((random_state(), engine(*given)) for given in inputs))
+            *embeddings, scalars = zip(*cached)  # means and log-variances (B, D), scalars (3,)
+            outputs = [t.detach().requires_grad_() for t in (*map(torch.cat, embeddings), scalars[0])]
+            with tf32(engine.module.half and o.tf32 == "all"):
+                loss, terms = self.loss_and_terms(outputs)
+                gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
             after = random_state()  # the loss may draw, too
-            for part, (chunk, state) in enumerate(zip(chunks, states)):
-                set_random_state(state)
-                *embeddings, scalars = engine(*chunk)
+            for part, given in enumerate(inputs):
+                if parts > 1:
+                    set_random_state(states[part])
+                *embeddings, scalars = cached[0] if parts == 1 else engine(*given)
                 carried = sum((e * g.chunk(parts)[part]).sum() for e, g in zip(embeddings, gradients))
                 # The engine divides by the number of parts; every part has the scalars' whole gradient.
                 engine.backward(parts * carried + (scalars * gradients[-1]).sum())
@@ -207,6 +216,15 @@ class Trainer:
         if due:
             self.window.restart()
 
+    def _collect_garbage(self) -> None:
+        """Every `engine.gc_every` steps, on all ranks at once: collections that Python starts when it has made many
+        objects make all others wait for one rank. What is there after the first step is not looked through again."""
+        if (every := self.config.engine.gc_every) and (self.step == self.first or self.step % every == 0):
+            gc.disable()
+            gc.collect()
+            if self.step == self.first:
+                gc.freeze()
+
     def save(self) -> None:
         """Start to write a checkpoint of this moment; collective."""
         self.progress.doing("saving")
@@ -230,7 +248,9 @@ class Trainer:
         self.progress.doing("saving")
         self.folder.finish()  # evaluations fork data workers: no thread may be writing
         state, finished = random_state(), True
-        with self.average.in_place() if self.average else nullcontext():
+        # Other sizes and modes would be compiled, for minutes, to be used once.
+        eager = torch.compiler.set_stance("force_eager") if self.config.engine.compile else nullcontext()
+        with eager, self.average.in_place() if self.average else nullcontext():
             try:
                 for evaluate in evaluators:
                     self.progress.doing("evaluating")

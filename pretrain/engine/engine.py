@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,14 +86,27 @@ def make_engine(
             "stage3_param_persistence_threshold": persistent_elements,
             "memory_efficient_linear": False,  # its own backward pass ignores autocast
         },
-        "communication_data_type": "fp32",
+        "communication_data_type": options.gradient_dtype,
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=Towers(model, precision), optimizer=optimizer, config=settings)
     leave_norms(engine)
     if options.compile:
-        engine.compile()
+        torch._dynamo.config.recompile_limit = 64  # graphs of a tower: 4 lengths, masked or not, with gradients or not
+        for tower in (model.image_tower, model.text_tower):  # apart, as only texts have several shapes
+            tower.compile(dynamic=False)
     return engine
+
+
+@contextmanager
+def tf32(enabled: bool) -> Iterator[None]:
+    """Inside, float32 matrix products on a GPU are computed in TF32 (10 bits of mantissa), or exactly."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def start_deepspeed(timeout_minutes: float = 30, device: torch.device | None = None) -> None:

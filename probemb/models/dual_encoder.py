@@ -90,12 +90,11 @@ class DualEncoder(nn.Module):
         encode = partial(self.text.encode, tokens, token_mask, kept=kept)
         return self.adapter.adapt(self.adapter.text, self.text, encode) if self.adapter else encode().gaussian
 
-    def cut_padding(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
-        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time."""
-        cut = self.text.trim(tokens)
-        if device is None:
-            return cut
-        return tokens.to(device, non_blocking=True)[:, : cut.shape[1]].contiguous()
+    def cut_padding(self, tokens: Tensor, device: torch.device | None = None, multiple: int = 1) -> Tensor:
+        """(B, L) tokens without the columns behind the longest text, or behind the next `multiple` of columns: the same
+        embeddings in less time."""
+        length = -(-self.text.trim(tokens).shape[1] // multiple) * multiple
+        return tokens.to(device, non_blocking=True)[:, :length].contiguous()
 
     def normalized(self, images: Tensor) -> Tensor:
         """uint8 images as the floats that `encode_image` also takes, to change them: 0 is the mean colour."""

@@ -1,8 +1,9 @@
 """Heads: from a tower's features to the mean or the log-variance of an embedding, and the poolings they are made of.
 
 A head is a module from `Features` to (B, D), or to (B, K, D) for K embeddings an item. With `reads_tokens` it looks at
-the tokens, and has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32, also under autocast:
-bfloat16 resolves a log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty.
+the tokens, and has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32, also under autocast, as
+bfloat16 resolves a log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty. But maps of every token
+that end in a mean or in weights of tokens have the towers' precision: they are the large ones.
 
 Shapes: B items, T tokens, W their width, P width of the pooled features, D embedding, K embeddings an item.
 """
@@ -111,7 +112,7 @@ class GPOHead(nn.Module):
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
-        self.linear = FullPrecisionLinear(width, *_outputs(o, log_var))
+        self.linear = (FullPrecisionLinear if log_var else nn.Linear)(width, *_outputs(o, log_var))
         self.pool = GPO(**o.pooling or {})
         _start(self.linear, o, log_var)
 
@@ -264,7 +265,7 @@ class TokenAttention(nn.Module):
 
     def __init__(self, width: int, n_heads: int, hidden_dim: int):
         super().__init__()
-        self.hidden = FullPrecisionLinear(width, hidden_dim, bias=False)
+        self.hidden = nn.Linear(width, hidden_dim, bias=False)
         self.scores = FullPrecisionLinear(hidden_dim, n_heads, bias=False)
         start_mean(self.hidden)
         start_mean(self.scores)
@@ -278,8 +279,8 @@ class TokenAttention(nn.Module):
         return scores_BTK.masked_fill(hidden_BT1, lowest).softmax(1).masked_fill(hidden_BT1, 0)
 
     def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        weights_BTK = self.weights(tokens_BTW, mask_BT)
         with full_precision(tokens_BTW):
-            weights_BTK = self.weights(tokens_BTW, mask_BT)
             return weights_BTK.transpose(1, 2) @ tokens_BTW.to(weights_BTK.dtype)
 
 

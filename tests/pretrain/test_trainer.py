@@ -1,12 +1,14 @@
 """Training steps on real DeepSpeed engines equal the same steps in plain torch on the whole batch."""
 
+import gc
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from pretrain.config import Config, Engine, Model, Optimizer
 from pretrain.engine.state import EngineState
@@ -198,3 +200,101 @@ def test_ranks_load_in_step_however_slow_one_of_them_is(world, tmp_path):
     assert seen == [(60, 60 // world), (120, 60 // world)]
     assert len(rounds) > 3  # they waited for rank 1
     assert rounds[-2:] == [1, 2]  # and stopped without waiting again
+
+
+def compiled_steps(rank, world, compile, accumulation, backend):
+    """Two epochs of texts of every length: losses, and the graphs compiled in each."""
+    torch.compile = partial(torch.compile, backend=backend)
+    config = replace(CONFIG, log_every=1000, engine=Engine(compile=compile, accumulation=accumulation))
+    config = replace(config, optimizer=replace(CONFIG.optimizer, lr=1e-4))
+    trainer = trainer_of(config, tiny())
+    images, tokens = next(batches(trainer.engine.module.model))
+    mine, losses, graphs = slice(rank * BATCH // world, (rank + 1) * BATCH // world), [], []
+    for _ in range(2):
+        before = counters["stats"]["unique_graphs"]
+        for length in range(2, tokens.shape[1] + 1):
+            cut = torch.zeros_like(tokens).index_copy_(1, torch.arange(length), tokens[:, -length:])
+            losses.append(take_step(trainer, images[mine], cut[mine])["loss"])
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    return losses, graphs
+
+
+@pytest.mark.parametrize(
+    ("compile", "world", "parts", "backend"),
+    [
+        ("step", 1, 1, "eager"),
+        pytest.param("towers", 2, 2, "aot_eager", marks=pytest.mark.slow),
+        pytest.param("step", 2, 1, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_steps_equal_plain_ones_and_nothing_is_compiled_after_all_lengths(compile, world, parts, backend):
+    (plain, none), (losses, graphs) = (
+        run_ranks(world, compiled_steps, mode, parts, backend)[0] for mode in (None, compile)
+    )
+    assert none == [0, 0]
+    assert graphs[0] >= 3  # images, and texts of two lengths
+    assert graphs[1] == 0
+    np.testing.assert_allclose(losses, plain, rtol=1e-4)
+
+
+def seen_tf32(rank, world, tf32, half):
+    """Whether TF32 was allowed in a block's forward pass, in the loss, in the block's backward pass, and afterwards."""
+    seen = []
+
+    def note(*_):
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+
+    class Loss(PCMEPlusPlus):
+        def __call__(self, pairs):
+            note()
+            return super().__call__(pairs)
+
+    trainer = trainer_of(replace(CONFIG, loss=Loss(), engine=Engine(zero_stage=0, tf32=tf32)), tiny())
+    trainer.engine.module.half = half
+    block = trainer.engine.module.model.visual.transformer.resblocks[0]
+    block.register_forward_hook(note)
+    block.register_full_backward_hook(note)
+    take_step(trainer, *next(batches(trainer.engine.module.model)))
+    note()
+    return seen
+
+
+def test_tf32_is_for_the_products_of_a_bf16_model_and_for_the_loss_only_if_asked_for():
+    for tf32, expected in ((None, [False] * 4), ("heads", [True, False, True, False]), ("all", [True] * 3 + [False])):
+        assert run_ranks(1, seen_tf32, tf32, True) == [expected]
+    assert run_ranks(1, seen_tf32, "all", False) == [[False] * 4]  # fp32 is exact
+
+
+def norm_of_a_step(rank, world, stage, dtype):
+    trainer = trainer_of(replace(CONFIG, engine=Engine(zero_stage=stage, gradient_dtype=dtype)), tiny())
+    images, tokens = next(batches(trainer.engine.module.model))
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    return take_step(trainer, images[mine], tokens[mine])["gradient_norm"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_can_be_exchanged_in_bf16(stage):
+    exact, rounded = (run_ranks(2, norm_of_a_step, stage, dtype)[0] for dtype in ("fp32", "bf16"))
+    assert rounded == pytest.approx(exact, rel=2e-3)
+    assert rounded != exact
+
+
+def steps_of_collections(rank, world, every, last):
+    trainer, when = trainer_of(replace(CONFIG, engine=Engine(zero_stage=0, gc_every=every)), tiny()), []
+    trainer.last = last
+    images, tokens = next(batches(trainer.engine.module.model))
+
+    def load():
+        assert [[] for _ in range(10**5)]  # enough for a collection, if Python chose the moment
+        return SimpleNamespace(images=images, tokens=tokens, keys=[])
+
+    trainer.load = load
+    gc.callbacks.append(lambda phase, _: when.extend([trainer.step] if phase == "start" else []))
+    trainer.fit()
+    return [step for step in when if 1 < step < last], gc.isenabled()
+
+
+def test_after_the_first_step_garbage_is_collected_in_fixed_steps():
+    assert run_ranks(1, steps_of_collections, 3, 8) == [([3, 6], True)]
+    ((own, _),) = run_ranks(1, steps_of_collections, 0, 8)
+    assert len(own) > 2  # Python's own moments

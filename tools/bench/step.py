@@ -48,7 +48,7 @@ def compare(
     steps, extra, at_peak = {}, {}, {}
     for variant in (PEER, "CLIP", "PCME++"):
         objective = "pcmepp" if variant == "PCME++" else "clip"
-        config = configured(name, batch, objective, n_unc_layers, zero_stage=0, compile=compiled)
+        config = configured(name, batch, objective, n_unc_layers, zero_stage=0, compile="step" if compiled else None)
         data = random_batch(name, batch, device)
         speed = images_at_peak(config, "bf16", 1, torch.device(device))
         at_peak[variant] = speed and speed(data[1].shape[1])
