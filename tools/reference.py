@@ -5,7 +5,6 @@ python -m tools.reference           # tests/test_docs.py fails while the page di
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,6 +17,7 @@ from finetune.methods import GROUPS, METHODS
 from pretrain.config import Config as Pretraining
 from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import docstring_texts, read_file
+from probemb.cli.console import commands
 from probemb.data.reading import listed
 from zeroshot.imagenet import ImagenetConfig
 from zeroshot.retrieval import RetrievalConfig
@@ -59,15 +59,9 @@ def page() -> str:
 
 
 def _commands() -> Iterator[tuple[str, str]]:
-    """Modules that users run, and the first line of their docstrings; of packages, that of command.py."""
-    for stage in ("pretrain", "finetune", "zeroshot", "slurm", "tools"):
-        for file in sorted({*(ROOT / stage).glob("*.py"), *(ROOT / stage).glob("*/__main__.py")}):
-            package = file.with_name("command.py") if file.name == "__main__.py" else file
-            if "__main__" in file.name + file.read_text(encoding="utf-8").rpartition("\nif ")[2]:
-                text = (package if package.exists() else file).read_text(encoding="utf-8")
-                about = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-                name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
-                yield name, re.split(r"[:;] |, (?=as |with |for )", about)[0].rstrip(".")
+    """Modules that users run, and the first line of their docstrings."""
+    for command in commands().values():
+        yield command.module, re.split(r"[:;] |, (?=as |with |for )", command.about)[0].rstrip(".")
 
 
 def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str]:

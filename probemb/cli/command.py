@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from probemb.cli.ranges import plain, wrong_value
 from probemb.errors import UserError, ended_worker, nearest, report
+from probemb.extras import not_installed
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,8 +82,10 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     make_output_unfailing()
     try:
         code = main() or 0
-    except (UserError, RuntimeError) as error:
-        told = error if isinstance(error, UserError) else ended_worker(error)
+    except (UserError, RuntimeError, ModuleNotFoundError) as error:
+        told = error
+        if not isinstance(error, UserError):
+            told = not_installed(error) if isinstance(error, ModuleNotFoundError) else ended_worker(error)
         if told is None:
             raise
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch would report ended workers once more

@@ -11,6 +11,8 @@ FAISS does not check its files: load only your own. An opened index keeps all of
 replacing or removing the folder changes nothing for it.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +20,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-import faiss
 import numpy as np
 import pyarrow as pa
 import torch
 
 from probemb.errors import UserError
+from probemb.extras import Extra
 from probemb.files import flush, replace_text
 from probemb.progress import silent
 from probemb.search import index as indexes
 from probemb.search.embeddings import Embeddings, item_schema, read_json
 from probemb.search.index import Choice, Index
 
+faiss = Extra("faiss")
 FORMAT = 4
 NAME, UNCERTAINTY, SAMPLE, ITEMS = "index.json", "u.f32", "sample.f32", "items.arrow"
 TOLD = ("identity", "model", "weights", "resize", "dim", "width", "kind", "form", "weight", "origin", "factory")

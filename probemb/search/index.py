@@ -11,20 +11,23 @@ do not find.
 Q queries, N gallery items, D dimensions.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import faiss
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
 from probemb.errors import UserError
+from probemb.extras import Extra
 from probemb.gaussian import Gaussian
 
+faiss = Extra("faiss")
 # Nodes examined for each one added. With FAISS' 40, recall stays below 1 at any effort, because queries lie outside of
 # the gallery (their last dimension is 0); 100 takes twice the time to build.
 EF_CONSTRUCTION = 100

@@ -1,6 +1,7 @@
 """Every command: reading its configuration, and ending on an error."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from probemb.cli.command import run_command
+from probemb.cli.console import commands
 from probemb.errors import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,3 +78,43 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+def test_missing_package_of_an_extra(monkeypatch, capsys):
+    """The command names the extra; another missing module is a defect, and keeps its traceback."""
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: __import__("submitit"))
+    assert ended.value.code == 2
+    assert "pip install 'probemb[slurm]'" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        run_command(lambda: __import__("no_such_module"))
+
+
+@pytest.mark.slow
+def test_installed_package(tmp_path):
+    """A wheel has every command and its files, but only one name in site-packages."""
+    tree, site = tmp_path / "tree", tmp_path / "site"
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in files.stdout.splitlines():
+        if not name.startswith(("tests/", "docs/")) and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    subprocess.run([*pip, str(tree)], check=True)
+    assert sorted(path.name for path in site.iterdir() if "dist-info" not in path.name) == ["bin", "probemb"]
+
+    def run(*words: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        command = [sys.executable, str(site / "bin" / "probemb"), *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        return f"{done.returncode} {done.stdout}{done.stderr}"
+
+    listed = run("--help")
+    assert all(f"  {name}  " in listed for name in commands())
+    assert run("zeroshot", "imagent").startswith(
+        "2 error: There is no command 'zeroshot imagent'. Did you mean 'zeroshot imagenet'?"
+    )
+    assert "--loss.pseudo-positive" in run("finetune", "--help-all")  # with the file of its method
+    assert run("make_scenes", "scenes", "--train", "4", "--val", "2", "--classes-images", "4").startswith("0")
+    assert (tmp_path / "scenes" / "train" / "index.json").exists()
