@@ -1,10 +1,10 @@
 """The stages are installed inside probemb, as `probemb/stages`: an environment gets no module called `tools`."""
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 STAGES = ("pretrain", "finetune", "zeroshot", "slurm", "tools")
-inner = [f"probemb.stages.{name}" for name in find_packages() if name.partition(".")[0] in STAGES]
+found = find_namespace_packages(include=[f"{name}{more}" for name in ("probemb", *STAGES) for more in ("", ".*")])
 setup(
-    packages=[*find_packages(include=["probemb*"]), *inner],
+    packages=[name if name.startswith("probemb") else f"probemb.stages.{name}" for name in found],
     package_dir={f"probemb.stages.{stage}": stage for stage in STAGES},
 )
