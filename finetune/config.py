@@ -43,11 +43,13 @@ class Data:
     """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
-        path: Karpathy's json, a folder of precomp caption files (with regions or without), CUB's, or webdataset shards.
+        path: a CSV, TSV or JSON lines, images with a .txt beside each, Karpathy's json, a folder of precomp caption
+            files (with regions or without), CUB's, or webdataset shards.
         images: folder of the images that these name.
         format: of the captions; empty to detect it.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
-        validation: split that selects the model; empty for none.
+        validation: split that selects the model; empty for none. Of data without splits, a tenth of the images is drawn
+            as val, and train is the others.
         positives: image (captions match their own image) or class (all images of it), in training and validation.
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
@@ -188,6 +190,20 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Evaluate:
+    """Zero-shot classification after every epoch, beside the validation, which selects the model.
+
+    Args:
+        classes: labelled images (class folders or shards); empty switches it off. One set, or several as PATH or
+            NAME=PATH, logged as NAME/zeroshot_top1, …
+        templates: single ("a photo of a {}.") or all (CLIP's 80).
+    """
+
+    classes: list[str] | str | None = None
+    templates: Literal["single", "all"] = "single"
+
+
+@dataclass(frozen=True)
 class Engine:
     """Computation of a step.
 
@@ -233,12 +249,13 @@ class Config:
     COMMON: ClassVar = (
         *("method", "loss", "out", "resume", "data.path", "data.images", "batch_size", "epochs", "seed"),
         *("model.name", "model.pretrained", "model.head", "model.lock_image"),
-        *("optimizer.lr", "engine.precision", "data.workers", "wandb"),
+        *("optimizer.lr", "engine.precision", "data.workers", "evaluate.classes", "wandb"),
     )
     PATHS: ClassVar = (
         *("out", "data.path", "data.images", "data.cache_features", "data.unpaired", "data.unpaired_images"),
-        *("model.pretrained", "model.vocabulary", "model.word_vectors"),
+        *("model.name", "model.pretrained", "model.vocabulary", "model.word_vectors", "evaluate.classes"),
     )
+    NAMED_PATHS: ClassVar = ("evaluate.classes",)  # those of PATHS that may be NAME=PATH
 
     method: str = "pcmepp"
     out: Folder = "runs/finetune"
@@ -262,6 +279,7 @@ class Config:
     augment: Augment = field(default_factory=Augment)
     compose: Compose = field(default_factory=Compose)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    evaluate: Evaluate = field(default_factory=Evaluate)
     engine: Engine = field(default_factory=Engine)
 
 
@@ -297,7 +315,7 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
     if config.data.path is None:
         yield UserError(
             "--data.path is missing.",
-            "Name Karpathy's json, a folder of precomp captions or of CUB, or shards; the synthetic data are made by "
+            "Name images with captions: a CSV, a folder, Karpathy's json, shards, …; the synthetic data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
     if method.trained and config.epochs < 1:

@@ -22,15 +22,17 @@ from probemb.models import DualEncoder, save_model
 from probemb.options import resolved
 from probemb.runs.checkpoints import OPTIMIZER, WEIGHTS, Snapshot
 from probemb.runs.folder import RunOutput, take_lock
-from probemb.runs.log import composed_words, rsum_words, step_of
+from probemb.runs.log import composed_words, rsum_words, step_of, zeroshot_words
 
 FREE_TO_CHANGE = (
-    *("out", "resume", "stop_after_epochs", "save_every", "keep_checkpoints", "log_every", "wandb", "engine"),
+    *("out", "resume", "stop_after_epochs", "save_every", "keep_checkpoints", "log_every", "wandb"),
+    *("engine", "evaluate"),
     # The pairs themselves are compared.
     *("data.path", "data.images", "data.format", "data.train", "data.unpaired", "data.unpaired_images"),
     *("data.workers", "data.failure_share"),
 )
-VALIDATED = {"rsum": rsum_words, "r_precision": composed_words}  # what a validation's values have
+# What a validation's values have.
+VALIDATED = {"rsum": rsum_words, "r_precision": composed_words, "zeroshot_top1": zeroshot_words}
 
 
 class RunFolder(RunOutput):
@@ -47,8 +49,10 @@ class RunFolder(RunOutput):
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
-        words = next((told(values) for key, told in VALIDATED.items() if key in values), None)
-        return super().line(step, values) if words is None else f"{step_of(step, self.steps)} | validation {words}"
+        name = next((f"{key.partition('/')[0]}:" for key in values if "/" in key), "validation")
+        own = {key.rpartition("/")[2]: value for key, value in values.items()}
+        words = next((told(own) for key, told in VALIDATED.items() if key in own), None)
+        return super().line(step, values) if words is None else f"{step_of(step, self.steps)} | {name} {words}"
 
     def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
         """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""

@@ -20,8 +20,10 @@ from finetune.feature_cache import cache_features, unchanged
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from probemb import distributed
-from probemb.data.captions.find import find_captions
+from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
 from probemb.data.compositions.find import find_compositions
+from probemb.data.labelled import prompt_texts, zero_shot_set
+from probemb.evaluation.classification import accuracy, class_vectors, true_ranks
 from probemb.evaluation.composed import KS as COMPOSED_KS
 from probemb.evaluation.composed import embed_queries, measure_composed
 from probemb.evaluation.embedding import Embedder
@@ -36,11 +38,13 @@ from probemb.models import (
     Encoded,
     Transforms,
     check_images,
+    check_single_embeddings,
     check_words,
     create_tokenizer,
     create_transforms,
 )
 from probemb.models.heads import size_augment_mask
+from probemb.options import named_paths
 
 Embedded = tuple[dict[str, Tensor], dict[str, Tensor]]  # the tensors of both towers' `Encoded`
 
@@ -65,12 +69,16 @@ class Task:
         self.config, self.method = config, METHODS[config.method]
         self.validation = self.find(config.data.validation) if config.data.validation else None
         self.train = self.find(config.data.train) if self.method.trained else None
+        named, templates = named_paths(config.evaluate.classes, "evaluate.classes"), config.evaluate.templates
+        self.labelled = [(of.name, zero_shot_set(of.path, templates, config.data.exif)) for of in named]
 
     def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
         """Fit the data to the models. Raises UserError: they do not fit, or too much of a split is unusable."""
         for split in filter(None, (self.train, self.validation, self.unpaired)):
             refuse_unusable(split, self.config.data.failure_share)
             check_images(networks[0], split.images)
+        if self.labelled:
+            check_single_embeddings(networks[0], self.config.method)
         augmentation = Augmentation(self.config.augment.scale, hflip=self.config.augment.hflip)
         self.transforms = create_transforms(networks[0], augmentation, self.config.data.resize)
         self.tokenizer = create_tokenizer(networks[0])
@@ -86,6 +94,22 @@ class Task:
         data, batch_size = self.config.data, self.config.engine.eval_batch_size
         more = {"workers": data.workers, "max_bad": data.failure_share}
         return Embedder(model, self.tokenizer, self.transforms.evaluate, self.evaluated_by, batch_size, **more)
+
+    def validate(self, model) -> dict[str, float]:
+        """`measure`, nothing without a validation split."""
+        return {} if self.validation is None else self.measure(model)
+
+    def classify(self, model: DualEncoder) -> list[dict[str, float]]:
+        """Zero-shot accuracy, in [0, 1], of a model in evaluation mode on each set of `evaluate.classes`."""
+        found = []
+        for name, (images, labels, classes, templates) in self.labelled:
+            embedder, prefix = self.embedder(model), f"{name}/" if name else ""
+            prompts = embedder.texts(prompt_texts(classes.names, templates)).mean.unflatten(0, (len(classes), -1))
+            gaussian, kept, _ = embedder.images(images)
+            vectors = class_vectors(prompts, torch.ones(prompts.shape[:2]))
+            ranks = true_ranks(gaussian.mean, vectors, torch.tensor(labels)[kept])
+            found.append({f"{prefix}zeroshot_top{k}": float(accuracy(ranks, k)) for k in (1, 5)})
+        return found
 
 
 def of_all_ranks(embedded: Embedded) -> tuple[Encoded, Encoded]:
@@ -108,11 +132,13 @@ class PairTask(Task):
         if self.train is not None and config.noise_ratio:
             self.train = shuffle_captions(self.train, config.noise_ratio, config.seed)
         if data.unpaired is not None:
-            self.unpaired = find_captions(data.unpaired, "train", images=data.unpaired_images, exif=data.exif)
+            where = {"images": data.unpaired_images, "exif": data.exif, "held_out": 0.0}
+            self.unpaired = find_captions(data.unpaired, "train", **where)
 
     def find(self, split):
         data = self.config.data
-        return find_captions(data.path, split, images=data.images, format=data.format, exif=data.exif)
+        held_out = HELD_OUT if data.validation else 0.0
+        return find_captions(data.path, split, data.images, data.format, data.exif, held_out=held_out)
 
     @property
     def texts(self) -> list[str]:
@@ -130,6 +156,9 @@ class PairTask(Task):
                 where = o.cache_features, o.resize, device, batch_size, o.workers, o.failure_share
                 setattr(self, name, cache_features(networks, split, *where))
                 self.transforms = Transforms(unchanged, unchanged)
+        for row, (name, one) in enumerate(self.labelled if self.transforms.evaluate is unchanged else ()):
+            cached = cache_features(networks, CaptionDataset([], [], located=one.images), *where)
+            self.labelled[row] = name, one._replace(images=cached.images)
 
     def rows(self) -> Pairs:
         config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None

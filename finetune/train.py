@@ -168,9 +168,9 @@ def measure_only(config: Config, model, task: Task, accelerator: Accelerator, sa
     """Validate and save the model as pretrained (clip-zs)."""
     refuse_full_disk(config.out, model)
     model.to(accelerator.device).eval()
-    values = task.measure(model) if task.validation is not None and accelerator.is_main_process else None
+    found = [task.validate(model), *task.classify(model)] if accelerator.is_main_process else []
     folder = RunFolder(config, {})
-    if values:
+    for values in filter(None, found):
         folder.report(0, values)
     place = folder.path / "model"
     on_main(lambda: save_model(model, place), place, REMEDY)
@@ -184,6 +184,9 @@ def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps
     gpu, world, two = gpu_capability(), accelerator.num_processes, joint.second is not None
     precision, noise = training_precision(config.engine.precision, gpu), config.noise_ratio
     distance = getattr(config.loss, "distance", None)
+    split = config.data.train or "all"
+    if getattr(rows.data, "drawn", False) and config.data.validation:
+        split += ", but for a tenth of the images, drawn as val"
     millions = sum(parameter.numel() for parameter in joint.parameters()) / 1e6
     return headline(
         config.out,
@@ -193,7 +196,7 @@ def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps
         method=config.method + (f" ({distance})" if distance else ""),
         model=f"{config.model.name}, {'2 networks of together ' if two else ''}{millions:.1f} M parameters, "
         f"head {config.model.head}, from {config.model.image_weights or config.model.pretrained or 'random weights'}",
-        data=f"{rows.number:,} {rows.what} of {config.data.path} ({config.data.train or 'all'}), {rows.steps} steps an "
+        data=f"{rows.number:,} {rows.what} of {config.data.path} ({split}), {rows.steps} steps an "
         f"epoch{' of each network' if two else ''}{f', {noise:.0%} of the captions at wrong images' if noise else ''}",
         engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
         f"{len(rows.share)}",

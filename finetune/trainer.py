@@ -215,27 +215,30 @@ class Trainer:
         return self.preemption.asked() or self.folder.failed
 
     def end_epoch(self, epoch: int, average: AveragedModel | None) -> bool:
-        """Validate on the first process while the others wait; save the model of the best epoch, without validation the
-        newest one, and at the end the averaged one. Collective. Returns whether a signal has ended the validation, and
-        nothing is saved."""
+        """Validate and classify on the first process while the others wait; save the model of the best epoch, without
+        validation the newest one, and at the end the averaged one. Collective. Returns whether a signal has ended the
+        validation, and nothing is saved."""
         config, folder, position, task = self.config, self.folder, self.position, self.task
         folder.finish()  # validation forks workers: no thread may be writing
         averaged = list(average.module) if average is not None and epoch == config.epochs else None
 
-        def measure() -> tuple[dict, dict] | None:
+        def measure() -> tuple[dict, dict, list] | None:
             if self.preemption.asked():  # since the last step
                 return None
             self.preemption.interrupting = (*SIGNALS, signal.SIGINT)
             evaluated = as_one(self.networks).eval()
             try:
-                return task.measure(evaluated), task.measure(as_one(averaged)) if averaged else {}
+                of_average = task.validate(as_one(averaged)) if averaged else {}
+                return task.validate(evaluated), of_average, task.classify(self.networks[0])
             except KeyboardInterrupt:
                 return None
             finally:
                 evaluated.train()
                 self.preemption.interrupting = ()
 
-        def save(values: dict, of_average: dict) -> None:
+        def save(values: dict, of_average: dict, classified: list[dict]) -> None:
+            for accuracies in classified:
+                folder.report(self.step, {"samples": position.samples, **accuracies})
             best = not values or position.best is None or values[task.metric] > position.best
             if values:
                 folder.report(self.step, {"samples": position.samples, **values, "is_best": best})
@@ -250,7 +253,7 @@ class Trainer:
             if averaged:
                 folder.save_models(averaged, "model-swa")
 
-        measured = distributed.on_main(measure, folder.path, REMEDY) if task.validation is not None else ({}, {})
+        measured = distributed.on_main(measure, folder.path, REMEDY)
         if distributed.all_of(measured is None)[0]:
             return True
         distributed.on_main(lambda: save(*measured), folder.path, REMEDY)

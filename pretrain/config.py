@@ -230,7 +230,7 @@ class Config:
     )
     PATHS: ClassVar = (
         *("out", "data.train", "data.cache", "data.filter.columns", "data.filter.drop", "data.filter.keep"),
-        *("evaluate.classes", "evaluate.pairs", "model.pretrained", "model.vocabulary", "remote_copy"),
+        *("evaluate.classes", "evaluate.pairs", "model.name", "model.pretrained", "model.vocabulary", "remote_copy"),
     )
     NAMED_PATHS: ClassVar = ("evaluate.classes", "evaluate.pairs")  # those of PATHS that may be NAME=PATH
 

@@ -113,17 +113,12 @@ class ZeroShot(Evaluator):
     metrics = ("zeroshot_top1", "zeroshot_top5")
 
     def __init__(self, of: NamedPath, config: Config, transform: Callable, tokenizer: Callable, rank: int, world: int):
-        try:
-            images = labelled.find_images(of.path, exif=config.data.exif)
-            classes, labels = labelled.resolve_classes(images, None)
-        except UserError as error:  # whose remedy may name options of zeroshot.imagenet
-            remedy = "Name images in class folders, or shards with KEY.cls; docs/data.md says how to sort ImageNet's."
-            raise UserError(error.what, remedy) from error
+        images, labels, classes, templates = labelled.zero_shot_set(
+            of.path, config.evaluate.templates, config.data.exif
+        )
         super().__init__(of, images, config, transform, rank, world)
         for line in labelled.remarks(labels, classes) if rank == 0 else ():
             print(f"classes {line}", flush=True)
-        single = config.evaluate.templates == "single"
-        templates = [labelled.SINGLE_TEMPLATE] if single else labelled.imagenet_templates()
         self.shape = (len(classes.names), len(templates))  # C, P
         self.tokens = tokenizer(labelled.prompt_texts(classes.names, templates))  # (C P, L)
         self.labels = torch.tensor([labels[i] for i in self.own])

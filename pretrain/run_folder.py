@@ -34,7 +34,16 @@ from probemb.runs.checkpoints import Best, Snapshot, best_until, prune
 from probemb.runs.copy import Copier, Copy
 from probemb.runs.folder import RunOutput
 from probemb.runs.lock import RunLock
-from probemb.runs.log import append_line, drop_lines_after, logged_lines, or_tell, rsum_words, step_of, train_line
+from probemb.runs.log import (
+    append_line,
+    drop_lines_after,
+    logged_lines,
+    or_tell,
+    rsum_words,
+    step_of,
+    train_line,
+    zeroshot_words,
+)
 
 if TYPE_CHECKING:
     from pretrain.trainer import Position
@@ -98,8 +107,7 @@ class RunFolder(RunOutput):
         if "rsum" in own:
             text = f"validation loss {own['validation_loss']:.3f}, {rsum_words(own | {'is_best': False})}"
         elif "zeroshot_top1" in own:
-            top1, top5 = 100 * own["zeroshot_top1"], 100 * own["zeroshot_top5"]
-            text = f"zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
+            text = zeroshot_words(own)
         else:
             return train_line(step, self.steps, values)
         best = f" | best {self.best.metric} so far" if "is_best" in values else ""

@@ -51,6 +51,7 @@ def _absolute(key: str, value: str, named: bool) -> str:
     if named and (of := split_name(value)).name:
         return f"{of.name}={_absolute(key, of.path, named=False)}"
     may_be_a_name = key.startswith("model.") and not os.path.exists(value)
+    may_be_a_name |= key == "model.name" and not value.endswith(".json")
     return value if may_be_a_name or re.match(r"[A-Za-z][\w+.-]+:", value) else os.path.abspath(value)
 
 

@@ -3,7 +3,7 @@
     python -m tools.build_vocabulary data/scenes/train --out data/scenes/vocabulary.txt
     python -m tools.build_vocabulary dataset_coco.json --split train --out coco.txt --min-count 4
 
-DATA are webdataset shards (a folder, a pattern or one tar), a Karpathy json, a caption file, a folder of them, or CUB.
+DATA are images with captions in any form (docs/data.md): shards, a Karpathy json, a CSV, …
 OUT has one word and its count per line, the most frequent first. A run uses the file that `model.vocabulary` names, or
 else vocabulary.txt in the folder of its training data or the folder above.
 """
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count
 from probemb.data.captions.find import find_captions
-from probemb.data.failures import BadSample, BadShard
-from probemb.data.image_loader import find_tars
-from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sample, read_sample, walk_tar
+from probemb.data.image_loader import find_tars, read_samples
 from probemb.data.words import count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.progress import progress
@@ -63,28 +60,13 @@ def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
     total = 0
     with progress("Shards", len(shards)) as advance:
         for shard in shards:  # one at a time: a large corpus does not fit into memory
-            captions = read_captions(shard)
-            counts.update(count_words(captions))
-            total += len(captions)
+            for captions in read_samples([shard], ("txt", "json"), lambda sample: sample.captions, None)[1]:
+                counts.update(count_words(captions))
+                total += len(captions)
             advance(1)
     if not total:
         raise UserError(f"{data} holds no captions.", "Name shards with KEY.txt or KEY.json beside each image.")
     return total
-
-
-def read_captions(shard: Path) -> list[str]:
-    """All readable captions of a tar. Raises UserError: the tar itself is unreadable."""
-    captions: list[str] = []
-    try:
-        with open(shard, "rb") as file:
-            for span in group_members(walk_tar(shard)):
-                parts = {name: part for name, part in span.parts.items() if name in TEXT_EXTENSIONS}
-                with suppress(BadSample):  # training replaces it too
-                    texts = read_sample(file.fileno(), span._replace(parts=parts))
-                    captions += parse_sample({"jpg": b"-", **texts}, need_caption=None).captions
-    except (BadShard, OSError) as error:
-        raise UserError(f"{shard} cannot be read: {error}.", "Fetch it again, or leave it out.") from error
-    return captions
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Embed images and captions: shards, an annotation file, or a CSV.
+"""Embed images and captions: shards, an annotation file, a CSV, or a folder of images.
 
     python -m tools.embed --model runs/x --data data/cc3m data/cc12m --out embeddings/x
     python -m tools.embed --model ViT-B-16 --pretrained weights.pt --data captions.csv --out embeddings/x
+    python -m tools.embed --model runs/x --data photos --items image --out embeddings/photos
     python -m tools.embed --model runs/x --data dataset_coco.json --split train --images coco --out embeddings/x
     torchrun --nproc-per-node 8 -m tools.embed --model runs/x --data data/cc3m --out embeddings/x     # eight GPUs
     python -m tools.embed --part 3/16 …                                       # one of sixteen jobs; see docs/search.md
@@ -40,9 +41,9 @@ from torch import Tensor
 from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
-from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
 from probemb.data.failures import BadSample, BadShard
-from probemb.data.image_loader import Place, find_tars
+from probemb.data.image_loader import Place, describe_bad, find_tars, refuse_too_many
 from probemb.data.images import decode_image
 from probemb.data.pixels import stack
 from probemb.data.remote import Remote, fetch, in_background, is_remote
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = KINDS if options.items == "both" else (options.items,)
     first, step = share(options.part)
     data = [(str(Remote(d)) if is_remote(d) else os.path.abspath(d), d) for d in options.data]
-    corpora = {name: find_shards(d, options.split, options.images) for name, d in data}
+    corpora = {name: find_shards(d, options) for name, d in data}
     names = {shard: partition_name(shard) for shards in corpora.values() for shard in shards}
     device = choose_device(local_device(options.device), options.precision)
     if device.name.startswith("cuda"):
@@ -121,7 +122,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     model = "run folder, model folder, .safetensors file, hub name, or an architecture of open_clip's with --pretrained"
     add("--model", required=True, help=model)
     add("--pretrained", help="open_clip's weights of the architecture --model: a tag such as openai, or a file")
-    data = "folders, patterns or addresses of webdataset shards; or any captions (docs/data.md), such as a CSV"
+    data = "folders, patterns or addresses of webdataset shards, any captions (docs/data.md), or folders of images"
     add("--data", required=True, nargs="+", action="extend", help=data)
     add("--split", help="of captions with splits: train, val, test; by default all")
     add("--images", type=Path, help="folder of the images of an annotation file; by default searched beside it")
@@ -172,18 +173,24 @@ class AnnotatedPart(Shard):
     captions: CaptionDataset | None = field(default=None, compare=False)
 
 
-def find_shards(data: str, split: str | None = None, images: Path | None = None) -> list[Shard]:
+def find_shards(data: str, options: Namespace) -> list[Shard]:
     """The shards of a corpus. Remote ones are listed in an index.json, as in pretraining. Raises UserError.
 
-    Local tars need no index; without one their samples and bytes are unknown (0). Captions in other forms are cut into
-    parts; split, images: as of `find_captions`.
+    Local tars need no index; without one their samples and bytes are unknown (0). Other images, with their captions, if
+    they have some, are cut into parts.
     """
     if is_remote(data):
         return read_index(data)
     paths = [Path(os.path.abspath(tar)) for tar in find_tars(data) if tar.suffix == ".tar"]  # a link keeps its own name
     if not paths:
-        return annotated_parts(find_captions(data, split, images, exif=True))
-    if split or images:
+        more = {"exif": True, "need_caption": False, "held_out": HELD_OUT}
+        captions = find_captions(data, options.split, options.images, **more)
+        bad = captions.images.bad
+        refuse_too_many(bad, len(captions) + len(bad), data, options.max_bad, "--max-bad")
+        if bad:
+            print(describe_bad(bad), flush=True)
+        return annotated_parts(captions)
+    if options.split or options.images:
         raise UserError(f"{data} has shards, which --split and --images do not select.", "Name those shards as --data.")
     listed = {}
     for folder in {path.parent for path in paths}:

@@ -1,30 +1,49 @@
-"""Export the deterministic part of a model to open_clip.
+"""Export the deterministic part of a model to open_clip, or interpolate the weights of two models.
 
     python -m tools.export --model runs/x --out exported/x
+    python -m tools.export --interpolate runs/pretrained runs/finetuned --weight 0.5 --out models/between
 
-The folder holds open_clip_config.json and open_clip_model.safetensors: a CLIP without the uncertainty branch, which
-`open_clip.create_model_and_transforms("local-dir:exported/x")` and programs built on open_clip load.
+The first folder holds open_clip_config.json and open_clip_model.safetensors: a CLIP without the uncertainty branch,
+which `open_clip.create_model_and_transforms("local-dir:exported/x")` and programs built on open_clip load. The second
+is a model of this project, (1 - weight) RUN_A + weight RUN_B in every weight and scalar, variances included. Source:
+WiSE-FT (Wortsman et al. 2022), which keeps accuracy on other distributions that finetuning loses.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from jsonargparse.typing import ClosedUnitInterval
+
 from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
+
+# In a model's configuration, what its training was and does not change what its weights mean.
+OF_TRAINING = ("name", "objective", "ranking", "composed_ranking", "max_logit_scale", "temperature_trained")
+OF_TRAINING += ("log_var_start",)
 
 
 def main() -> int:
     parser = Parser(prog="python -m tools.export", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="a run, a model folder, a .safetensors file or a hub name")
+    models = parser.add_mutually_exclusive_group(required=True)
+    models.add_argument("--model", help="a run, a model folder, a .safetensors file or a hub name")
+    models.add_argument("--interpolate", nargs=2, metavar=("RUN_A", "RUN_B"), help="two models of one architecture")
+    parser.add_argument("--weight", type=ClosedUnitInterval, default=0.5, help="of RUN_B (default: %(default)s)")
     parser.add_argument("--out", required=True, type=Path, help="an empty or new folder")
     options = parser.parse_args()
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out} exists and is not an empty folder.", "Choose another --out.")
 
-    from probemb.models import load_model
+    from probemb.models import load_model, save_model
     from probemb.models.formats import WITHOUT_BIAS, export_open_clip
 
+    if options.interpolate:
+        first, second = (load_model(name).model for name in options.interpolate)
+        interpolate(first, second, options.weight, options.interpolate)
+        save_model(second, options.out)
+        a, b = options.interpolate
+        print(f"{options.out}: {1 - options.weight:g} {a} + {options.weight:g} {b}; every command takes it as --model")
+        return 0
     model = load_model(options.model).model
     export_open_clip(model, options.out)
     print(f'{options.out}: open_clip.create_model_and_transforms("local-dir:{options.out}") loads it')
@@ -37,6 +56,22 @@ def main() -> int:
             f"the centre {size} of {int(size / crop_pct)}; probemb.load_model({str(options.out)!r}) does that too"
         )
     return 0
+
+
+def interpolate(first, second, weight: float, names: tuple[str, str]) -> None:
+    """Set the weights of `second` to (1 - weight) first + weight second; batch norms' statistics too, counters stay.
+
+    Raises UserError: the two are not of one architecture, or read pixels or texts differently.
+    """
+    a, b = ({key: value for key, value in model.config.items() if key not in OF_TRAINING} for model in (first, second))
+    if different := [key for key in {**a, **b} if a.get(key) != b.get(key)]:
+        shown = "; ".join(f"{key}: {str(a.get(key))[:60]} and {str(b.get(key))[:60]}" for key in different[:3])
+        what = f"{names[0]} and {names[1]} are not of one architecture ({shown})."
+        raise UserError(what, "Name a run and one that started from it with the same head, D and uncertainty branch.")
+    theirs = first.state_dict()
+    for name, tensor in second.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(theirs[name].lerp(tensor, weight))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Index, verify, repair and measure a folder of webdataset shards.
+"""Make, index, verify, repair and measure a folder of webdataset shards.
 
+    python -m tools.shards make captions.csv --out data/mine      # images with captions in any form (docs/data.md)
     python -m tools.shards index data/cc3m                        # write index.json, which training needs
     python -m tools.shards verify data/cc3m --report damage.json  # decode everything; exit code 1 if it finds damage
     python -m tools.shards repair data/cc3m data/repaired         # new shards of what can be read in damaged ones
     python -m tools.shards measure data/cc3m --score similarity   # columns.npz, by which data.filter selects samples
 
-A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other. The index has each shard's
+A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other. `make` decodes every image,
+keeps its bytes, and names what it leaves out; its folder appears when it is complete. The index has each shard's
 samples, bytes and SHA-256; `verify` compares the shards with it and decodes them as training does. `measure` notes the
 sizes of images, the lengths of captions, and scores from the parquet files beside the tars.
 """
@@ -17,7 +19,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,11 +28,14 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jsonargparse.typing import ClosedUnitInterval
 from PIL import Image
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.ranges import Processes
+from probemb.cli.ranges import Count, Processes
+from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
 from probemb.data.failures import BadSample, BadShard
+from probemb.data.image_loader import Place, describe_bad, read_place, refuse_too_many
 from probemb.data.images import decode_image
 from probemb.data.shards.index import (
     INDEX_NAME,
@@ -46,12 +51,12 @@ from probemb.data.shards.index import (
 )
 from probemb.data.shards.samples import (
     SampleSpan,
-    copy_samples,
     list_samples,
     parse_sample,
     read_sample,
     sort_groups,
 )
+from probemb.data.shards.write import copy_samples, encode_captions, write_corpus
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.machine import cores
@@ -63,12 +68,19 @@ SHOWN = 20  # damaged shards on the screen
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.shards", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True, metavar="index|verify|repair|measure")
-    for command in (index, verify, repair, measure):
+    commands = parser.add_subparsers(dest="command", required=True, metavar="make|index|verify|repair|measure")
+    for command in (make, index, verify, repair, measure):
         sub = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
         sub.set_defaults(run=command)
-        sub.add_argument("folder", type=Path, metavar="FOLDER", help="folder that holds the .tar files")
+        what = "images with captions: a CSV, a folder, …" if command is make else "folder that holds the .tar files"
+        sub.add_argument("folder", type=Path, metavar="DATA" if command is make else "FOLDER", help=what)
         sub.add_argument("--workers", type=Processes, default=min(16, cores()), help="processes (default: %(default)s)")
+        if command is make:
+            sub.add_argument("--out", type=Path, required=True, help="folder of the shards; of each split with --split")
+            sub.add_argument("--images", type=Path, help="folder of the images, if they are not beside the table")
+            sub.add_argument("--split", nargs="+", help="train, val, test, each into a folder of its own")
+            sub.add_argument("--samples", type=Count, default=1000, help="in a shard (default: %(default)s)")
+            sub.add_argument("--max-bad", type=ClosedUnitInterval, default=0.05, help="share that may be left out")
         if command is index:
             sub.add_argument("--skip-damaged", action="store_true", help="leave unreadable tars out of the index")
         if command in (verify, repair):
@@ -128,6 +140,65 @@ class Report:
         kinds = dict(sorted(kinds.items(), key=lambda item: -len(item[1])))
         of_samples = (f"{len(keys)} x {reason} ({_some(keys)})" for reason, keys in kinds.items())
         return "; ".join([*self.damage, *of_samples])
+
+
+# --------------------------------------------------------------------------------------------------------------- make
+
+
+def make(options: Namespace) -> int:
+    """Write images with captions, in any form of docs/data.md, as shards with an index."""
+    for split in options.split or ["auto"]:
+        captions = find_captions(options.folder, split, options.images, held_out=HELD_OUT)
+        if captions.split and not options.split:
+            raise UserError(f"{options.folder} has splits.", "Name those to write, as in --split train val test.")
+        make_shards(options, captions, options.out / split if options.split else options.out)
+    return 0
+
+
+def make_shards(options: Namespace, captions: CaptionDataset, out: Path) -> None:
+    """Write a folder of shards and its index. Raises UserError: it exists, or too many images are unusable."""
+    if out.exists():
+        raise UserError(f"{out} exists.", "Remove it, or choose another --out.")
+    images, bad = captions.images, list(captions.images.bad)
+
+    def samples() -> Iterator[dict[str, bytes]]:
+        with progress("Writing samples", len(images)) as advance, process_pool(options.workers, "--workers") as pool:
+            for first in range(0, len(images), options.samples):  # a bounded number in memory
+                places = images.places[first : first + options.samples]
+                for row, (ending, data) in enumerate(pool.map(read_checked, places, chunksize=8), first):
+                    advance(1)
+                    if ending:
+                        yield {ending: data, **texts_of(captions, row)}
+                    else:
+                        bad.append((_printable(images.places[row].name), data))
+                total = len(images) + len(images.bad)
+                refuse_too_many(bad, total, captions.source, options.max_bad, "--max-bad")
+
+    count = write_corpus(out, samples(), options.samples)
+    if bad:
+        print(describe_bad(bad, SHOWN))
+    print(f"wrote {out}: {count:,} samples in {-(-count // options.samples):,} shards, and {INDEX_NAME}")
+
+
+def read_checked(place: Place) -> tuple[str, bytes | str]:
+    """The ending and the bytes of an image that can be decoded; else "" and the reason."""
+    try:
+        data = read_place(place)
+        decode_image(data)
+    except (BadSample, OSError) as error:
+        return "", str(error)
+    return {b"\xff\xd8": "jpg", b"\x89P": "png"}.get(data[:2], "webp"), data
+
+
+def texts_of(captions: CaptionDataset, row: int) -> dict[str, bytes]:
+    """KEY.txt, and KEY.json with the image's name, and its ids and class if known."""
+    texts, meta = captions.captions[row], {"name": captions.images.places[row].name}
+    if captions.caption_ids:
+        rows = [{"id": number, "caption": text} for number, text in zip(captions.caption_ids[row], texts)]
+        meta |= {"image_id": captions.image_ids[row], "captions": rows}
+    if captions.classes:
+        meta["class"] = captions.classes[row]
+    return {"txt": encode_captions(texts), "json": json.dumps(meta).encode()}
 
 
 # -------------------------------------------------------------------------------------------------------------- index

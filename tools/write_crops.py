@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -26,7 +24,7 @@ from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Share
 from probemb.data.boxes import PhraseDataset, enclosing, find_phrases
 from probemb.data.failures import BadSample
-from probemb.data.shards.samples import encode_captions, tar_writer
+from probemb.data.shards.write import encode_captions, write_corpus
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop, phrase_overlaps, scale_of
 from probemb.progress import progress
@@ -68,32 +66,16 @@ def write_split(options: Namespace, data: PhraseDataset, folder: Path) -> str:
         boxes = [list({enclosing(data.phrases[row].boxes): None for row in rows}) for rows in data.by_image()]
     else:
         boxes = find_proposals(options, data).boxes
-    counts = {"crops": 0, "captions": 0, "missed": 0}
-    samples = crops(data, boxes, options.iou, counts)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
-        written = Path(aside) / folder.name
-        written.mkdir()
-        while block := list(islice(samples, SHARD)):
-            path = written / f"{counts['crops'] // SHARD:05d}.tar"
-            with open(path, "wb") as file, tar_writer(file) as tar:
-                for sample in block:
-                    tar.write({"__key__": f"{counts['crops']:08d}", **sample})
-                    counts["crops"] += 1
-        if not counts["crops"]:
-            raise UserError(
-                f"No box has an IoU of {options.iou:g} with that of any phrase.",
-                "Give more proposals, or a lower --iou.",
-            )
-        written.rename(folder)
+    counts = {"captions": 0, "missed": 0}
+    count = write_corpus(folder, crops(data, boxes, options.iou, counts), SHARD)
     return (
-        f"{counts['crops']:,} crops with {counts['captions']:,} captions; {counts['missed']:,} of "
+        f"{count:,} crops with {counts['captions']:,} captions; {counts['missed']:,} of "
         f"{len(data.phrases):,} phrases have no box with an IoU of {options.iou:g}"
     )
 
 
 def crops(data: PhraseDataset, boxes, least: float, counts: dict[str, int]) -> Iterator[dict[str, bytes]]:
-    """Yield samples by extension, and update the counts. Raises UserError: an image that cannot be read."""
+    """Yield samples by extension, and update the counts. Raises UserError: an image that cannot be read, no crop."""
     with progress("images", len(data)) as advance:
         for image, rows in enumerate(data.by_image()):
             advance(1)
@@ -121,6 +103,10 @@ def crops(data: PhraseDataset, boxes, least: float, counts: dict[str, int]) -> I
                 about = {"image": data.image_ids[image], "box": boxes[image][i]}
                 about["class"] = f"{data.image_ids[image]}/{int(group[i])}"
                 yield {"jpg": encoded.getvalue(), "txt": encode_captions(texts), "json": json.dumps(about).encode()}
+    if not counts["captions"]:
+        raise UserError(
+            f"No box has an IoU of {least:g} with that of any phrase.", "Give more proposals, or a lower --iou."
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Options that every evaluation takes, and `main` of its command; without heavy imports, for --help."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
@@ -17,7 +17,9 @@ class EvaluationConfig:
     """Options of every evaluation.
 
     Args:
-        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        model: a run folder, a model folder, a .safetensors file, a published hub name, or one of open_clip's
+            architectures with `pretrained`.
+        pretrained: open_clip's weights of the architecture `model`: a tag such as openai, or a file.
         data: what the command reads.
         out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
         resize: backend for resizing: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
@@ -31,6 +33,7 @@ class EvaluationConfig:
     """
 
     model: str = ""
+    pretrained: str | None = None
     data: str = ""
     out: Folder | None = None
     resize: Resize = "pil"
@@ -71,6 +74,8 @@ def evaluation(name: str, config_class: type[EvaluationConfig], about: str) -> C
         config = parse_config(config_class, prog, about.partition("\n")[0], argv)
         if not (config.model and config.data):
             raise UserError("--model or --data is missing.", f"Name both: `{prog} --model runs/x --data PATH`.")
+        if config.pretrained:
+            config = replace(config, model=f"{config.model}:{config.pretrained}")
         work = import_module(f"zeroshot.evaluations.{module}")  # now, so that --help is quick
         getattr(work, analysis.replace("-", "_") or "evaluate")(config)
         return 0

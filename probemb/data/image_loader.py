@@ -33,6 +33,7 @@ T = TypeVar("T")
 REGIONS = "_ims.npy"  # end of the name of a file of regions
 CLASS_FILES = ("classes.json", "classes.txt")  # beside labelled images
 _IMAGE_FOLDERS = ("images", "flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "")
+_OTHER_PICTURES = ("gif", "bmp", "tif", "tiff", "heic", "heif", "avif", "jfif")  # which are not decoded
 
 
 class Place(NamedTuple):
@@ -159,26 +160,52 @@ def read_samples(
     return images, parsed
 
 
-def locate(
-    candidates: Sequence[Sequence[str]], names: Sequence[str], source: Path, images: Path | None, beside: Sequence[Path]
-) -> Images:
-    """The location of each image of an annotation file: the first existing one of its candidates below the folder
-    `images`, or beside the annotations. Raises UserError: images are missing.
+def is_image(name: str, endings: Sequence[str] = samples.IMAGE_EXTENSIONS) -> bool:
+    base = name.rsplit("/", 1)[-1]
+    return not base.startswith(".") and base.rpartition(".")[2].lower() in endings
+
+
+def walk_pictures(folder: Path) -> Iterator[str]:
+    """Paths of the images in a folder and those inside it, below the folder, in order; also those not decoded."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        below = os.path.relpath(root, folder)
+        for name in sorted(names):
+            if is_image(name, (*samples.IMAGE_EXTENSIONS, *_OTHER_PICTURES)):
+                yield os.path.normpath(os.path.join(below, name))
+
+
+def find_files(candidates: Sequence[Sequence[str]], images: Path | None, beside: Sequence[Path]) -> list[str | None]:
+    """For each image the first existing one of its candidates below the folder `images`, or beside the annotations; in
+    upper or lower case, if no file has just this name.
     """
     roots = [images] if images is not None else [folder / name for folder in beside for name in _IMAGE_FOLDERS]
 
     @cache
-    def names_in(folder: str) -> frozenset[str]:  # one listing per folder, not one `stat` for each of 100,000 images
-        return frozenset(os.listdir(folder)) if os.path.isdir(folder) else frozenset()
+    def names_in(folder: str) -> dict[str, str]:  # one listing per folder, not one `stat` for each of 100,000 images
+        names = os.listdir(folder) if os.path.isdir(folder) else ()
+        return {name.lower(): name for name in sorted(names)} | {name: name for name in names}
 
     def find(group: Sequence[str]) -> str | None:
-        paths = (os.path.join(root, path) for root in roots for path in group)
-        return next((path for path in paths if os.path.basename(path) in names_in(os.path.dirname(path))), None)
+        for path in (os.path.join(root, path) for root in roots for path in group):
+            folder, name = os.path.split(path)
+            if found := names_in(folder).get(name, names_in(folder).get(name.lower())):
+                return os.path.join(folder, found)
+        return None
 
-    found = [find(group) for group in candidates]
+    return list(map(find, candidates))
+
+
+def locate(
+    candidates: Sequence[Sequence[str]], names: Sequence[str], source: Path, images: Path | None, beside: Sequence[Path]
+) -> Images:
+    """The location of each image of an annotation file, as `find_files`. Raises UserError: images are missing."""
+    found = find_files(candidates, images, beside)
     if missing := [name for name, file in zip(names, found) if file is None]:
-        what = f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}."
-        raise UserError(what, "Name the folder that holds them (COCO's has train2014 in it), or fetch them.")
+        where = images or f"{beside[0]} and {beside[0] / _IMAGE_FOLDERS[0]}"
+        what = f"{len(missing):,} of the {len(names):,} images of {source} are missing in {where}: {missing[0]} is one."
+        remedy = "Name the folder that holds them with --images (--data.images in finetuning), or fetch them."
+        raise UserError(what, remedy)
     return Images(places=[Place(name, file) for name, file in zip(names, found)], source=str(source))
 
 

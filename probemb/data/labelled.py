@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from probemb.data import reading
-from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, list_members, read_samples
-from probemb.data.shards.samples import IMAGE_EXTENSIONS
+from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, is_image, list_members, read_samples
 from probemb.errors import UserError, nearest
 
 WNID = re.compile(r"n\d{8}")
@@ -82,11 +82,6 @@ def find_unlabelled(data: str | Path, exif: bool = False) -> Images:
 # -------------------------------------------------------------------------------------- class folders and label files
 
 
-def _is_image(name: str) -> bool:
-    base = name.rsplit("/", 1)[-1]
-    return not base.startswith(".") and base.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
-
-
 def _folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
 
@@ -95,11 +90,11 @@ def _images_under(path: Path) -> list[Place]:
     """The images of tars, or of a folder and the folders in it, named by their paths inside."""
     if tars := find_tars(path):
         prefix = "{}:" if len(tars) > 1 else ""
-        members = ((tar, member) for tar in tars for member in list_members(tar) if _is_image(member.name))
+        members = ((tar, member) for tar in tars for member in list_members(tar) if is_image(member.name))
         return [Place(prefix.format(tar.name) + one.name, str(tar), one.offset, one.size) for tar, one in members]
     places = []
     for folder in ("", *_folders(path)):
-        names = sorted(filter(_is_image, os.listdir(path / folder)))
+        names = sorted(filter(is_image, os.listdir(path / folder)))
         places += [Place(os.path.join(folder, name), str(path / folder / name)) for name in names]
     return places
 
@@ -147,7 +142,7 @@ def _read_labels(path: Path) -> dict[str, int | str]:
 
 def _stem(name: str) -> str:
     base = name.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
-    return base.rpartition(".")[0] if _is_image(base) else base
+    return base.rpartition(".")[0] if is_image(base) else base
 
 
 def _read_shards(path: Path, tars: Sequence[Path] = ()) -> LabelledImages | None:
@@ -296,6 +291,26 @@ def remarks(labels: Sequence[int], classes: Classes) -> list[str]:
 def imagenet_templates() -> list[str]:
     """CLIP's 80 ImageNet templates, each with one `{}` for the class name."""
     return [template("{}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+class ZeroShotSet(NamedTuple):
+    """The images and the classes of a zero-shot check while training."""
+
+    images: LabelledImages
+    labels: list[int]
+    classes: Classes
+    templates: list[str]
+
+
+def zero_shot_set(data: str, templates: Literal["single", "all"], exif: bool = False) -> ZeroShotSet:
+    """Labelled images with "a photo of a {}." or CLIP's 80 templates. Raises UserError."""
+    try:
+        images = find_images(data, exif=exif)
+        classes, labels = resolve_classes(images, None)
+    except UserError as error:  # whose remedy may name options of zeroshot.imagenet
+        remedy = "Name images in class folders, or shards with KEY.cls; docs/data.md says how to sort ImageNet's."
+        raise UserError(error.what, remedy) from error
+    return ZeroShotSet(images, labels, classes, [SINGLE_TEMPLATE] if templates == "single" else imagenet_templates())
 
 
 def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:

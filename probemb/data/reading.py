@@ -93,9 +93,15 @@ def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_FILE) -> str:
-    """The content of a file in UTF-8, also gzipped."""
-    with checked(path, "a text in UTF-8"):
-        return read_bytes(path, limit).decode("utf-8-sig")
+    """The content of a file in UTF-8, also gzipped. Raises UserError, which says how to convert another text."""
+    content = read_bytes(path, limit)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, wide = content.count(b"\n", 0, error.start) + 1, content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        convert = f"iconv -f {'UTF-16' if wide else 'WINDOWS-1252'} -t UTF-8 '{path}' > converted{path.suffix}"
+        why, remedy = f"byte {error.start} is of another encoding", f"Convert it: {convert}."
+        raise malformed(path, "a text in UTF-8", why, f"line {line}", remedy) from None
 
 
 def read_lines(path: Path) -> list[str]:
@@ -187,6 +193,10 @@ def only_file(files: Sequence[Path], folder: Path, what: str) -> Path:
 def listed(names: Sequence[str], last: str = "and") -> str:
     """The names as "a, b and c"."""
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def is_split(name: str) -> bool:
+    return split_name(name) in USUAL_SPLITS
 
 
 def split_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Architectures by name: open_clip's configurations, and the project's own in `configs/`, in the same form.
+"""Architectures by name: open_clip's configurations, and the project's own in `configs/` or in a file, of one form.
 
 {"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu", "init_logit_scale", "init_logit_bias"}. A tower of ours has
 a "tower" key in its part, a kind of `towers`; the other keys are its arguments.
@@ -31,7 +31,8 @@ def architecture(name: str, image_size: int | None = None) -> dict:
         what = f"'{name}' cannot become probabilistic: {why}." if config else f"There is no model '{name}'."
         raise UserError(
             f"{what}{nearest(name, supported_names())}",
-            f"Name one of open_clip's models (open_clip.list_models() prints them) or {', '.join(OWN)}.",
+            f"Name one of open_clip's models (open_clip.list_models() prints them), the path of a JSON such as "
+            f"probemb/models/configs/*.json, or {', '.join(OWN)}.",
         )
     if image_size is not None:
         config["vision_cfg"]["image_size"] = image_size
@@ -39,9 +40,16 @@ def architecture(name: str, image_size: int | None = None) -> dict:
 
 
 def read_architecture(name: str) -> dict | None:
-    """The configuration of a name, supported or not; None for an unknown one."""
+    """The configuration of a name or in a .json file, supported or not; None for an unknown name. Raises UserError."""
     if name in OWN:
         return json.loads(OWN[name].read_text(encoding="utf-8"))
+    if name.endswith(".json"):
+        remedy = f"Write it as one of the project's, such as {next(iter(OWN.values()))}."
+        with refused(f"{name} is no architecture", remedy):
+            config = json.loads(Path(name).read_text(encoding="utf-8"))
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                Stock(complete(config))
+            return config
     config = open_clip.get_model_config(name) if ":" not in name else None
     return config and complete(config)
 

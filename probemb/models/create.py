@@ -79,7 +79,7 @@ def create_model(name: str, **options) -> DualEncoder:
     own_dim = GPO_EMBED_DIM if o.head in ("gpo", "pie") else config["embed_dim"]
     model = DualEncoder(
         {
-            "name": name,
+            "name": Path(name).stem if name.endswith(".json") else name,
             **{key: plain(getattr(o, key)) for key in SAVED},
             "embed_dim": o.embed_dim or own_dim,
             "n_unc_layers": plain(o.layers[0] if o.n_unc_layers is None else o.n_unc_layers),

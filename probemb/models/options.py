@@ -49,7 +49,7 @@ class Towers:
     """The towers (see probemb.models.create_model).
 
     Args:
-        name: one of open_clip's models, or one of the project's own (probemb/models/configs).
+        name: one of open_clip's models, one of the project's own (probemb/models/configs), or a JSON file like these.
         pretrained: an open_clip tag, a file or folder of open_clip weights, or a run of `pretrain`; empty for random
             weights.
         head: clip (the tower's own pooling), gpo (pooling over tokens), pie (and attention), mlp or average.

@@ -191,7 +191,11 @@ def train_line(step: int, steps: int, values: dict[str, float]) -> str:
     return " | ".join([step_of(step, steps), *fields.values()])
 
 
-# Validations in percent, for a progress line: of composed queries, and of pairs.
+# Validations, for a progress line: of classes (shares), of composed queries, and of pairs (in percent).
+def zeroshot_words(values: dict[str, float]) -> str:
+    return f"zero-shot top-1 {100 * values['zeroshot_top1']:.2f} %, top-5 {100 * values['zeroshot_top5']:.2f} %"
+
+
 def composed_words(values: dict[str, float]) -> str:
     marked = " (best)" if values.get("is_best") else ""
     return f"R-Precision {values['r_precision']:.1f}{marked} (R@5, 10: {values['r5']:.1f} {values['r10']:.1f})"

@@ -238,6 +238,7 @@ def rsum_of(scores: torch.Tensor, data) -> float:
 def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys):
     out = tmp_path / "run"
     options = {"data.path": scenes, "out": out, "data.workers": 1, "optimizer.scalars": 30}
+    options["evaluate.classes"] = scenes / "classes"
     assert run_here(options) == 0
     names = {p.name for p in out.iterdir()}
     assert names >= {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "model", "model-swa"}
@@ -248,6 +249,7 @@ def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys
         "engine  1 x cpu, fp32, batch 16 = 1 ranks x 16",
         "step 1/6 | epoch 0.33 | loss",
         "step 3/6 | validation RSUM",
+        "step 3/6 | validation zero-shot top-1",
         "(best)",
         "model-swa: mean of 1 epoch, validation RSUM",
     ):

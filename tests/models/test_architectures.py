@@ -65,6 +65,17 @@ def test_the_towers_of_coca_equal_open_clips(tmp_path):
         assert_close(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))
 
 
+def test_an_architecture_is_read_from_a_file_of_ones_own(tmp_path):
+    own = tmp_path / "mine.json"
+    own.write_text(OWN["ViT-Micro-32"].read_text())
+    model, known = create_model(str(own)), create_model("ViT-Micro-32")
+    assert model.config == {**known.config, "name": "mine"}
+    for text in ("{", "[]", '{"embed_dim": 16, "vision_cfg": {"width": 1}}', '{"embed_dim": {}}'):
+        own.write_text(text)
+        with pytest.raises(UserError, match=r"mine.json is no architecture .* Write it as one of the project's"):
+            create_model(str(own))
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

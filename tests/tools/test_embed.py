@@ -20,7 +20,7 @@ from tests.jobs import Job
 from tests.searching import open_searcher
 from tests.shards import iterate_samples
 from tests.webserver import serve
-from tests.world import jpeg, write_tar
+from tests.world import jpeg, save, shade, write_tar
 from tools.build_index import main as build
 from tools.embed import main, partition_name
 from tools.make_scenes.world import scene
@@ -105,6 +105,18 @@ def test_embeddings_are_those_of_a_plain_loop(whole, corpus, run_folder):
 def test_texts_alone_are_the_same(whole, corpus, run_folder, tmp_path):
     assert main(options(run_folder, corpus, tmp_path / "out", "--items", "text")) == 0
     assert contents(tmp_path / "out") == {name: data for name, data in contents(whole).items() if name[0] == "text"}
+
+
+def test_a_folder_of_pictures_without_captions(run_folder, tmp_path, capsys):
+    pictures = tmp_path / "photos"
+    for i in range(7):
+        save(pictures / "2024" / f"{i}.PNG", shade(i))
+    save(pictures / "notes.gif", b"")
+    with pytest.raises(UserError, match=r"1 of 8 images of .*photos cannot be used \(notes.gif: it is no JPEG"):
+        main(options(run_folder, pictures, tmp_path / "out", "--items", "image"))
+    assert main(options(run_folder, pictures, tmp_path / "out", "--items", "image", "--max-bad", "0.2")) == 0
+    assert "1 image left out: notes.gif" in capsys.readouterr().out
+    assert items(tmp_path / "out") == {"image": 7}
 
 
 def test_several_commands_share_the_shards(whole, corpus, run_folder, tmp_path, monkeypatch):

@@ -1,13 +1,14 @@
-"""The index, what training would stumble over, and new shards of what can be read in damaged ones."""
+"""The index, what training would stumble over, new shards of what can be read in damaged ones, and of own pictures."""
 
 import json
 
 import pytest
 
+from probemb.data.captions.find import find_captions
 from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.pretrain.stream.test_stream import make, take, write_corpus, write_shard
-from tests.world import jpeg, write_tar
+from tests.world import jpeg, picture, save, shade, which, write_tar
 from tools.make_scenes.world import class_scene
 from tools.shards import main
 
@@ -106,3 +107,51 @@ def test_what_can_be_read_is_written_to_new_shards(sound, tmp_path, capsys):
     assert 4 <= counts.pop("00000.tar") < 8
     assert counts == {"00001.tar": 7, "00002.tar": 16, "apart.tar": 2}
     assert verify(tmp_path / "new", tmp_path)[0] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- make
+
+
+@pytest.fixture
+def pictures_with_captions(tmp_path):
+    """Twenty pictures and a CSV, with one that is no image and one of too many pixels."""
+    for i in range(20):
+        save(tmp_path / "mine" / f"{i}.png", shade(i))
+    save(tmp_path / "mine" / "html.jpg", b"<html>404</html>")
+    save(tmp_path / "mine" / "bomb.png", picture((0, 0, 0), (1, 200)))
+    rows = [f"{name},caption of {name}" for name in ["html.jpg", "bomb.png", *(f"{i}.png" for i in range(20))]]
+    return save(tmp_path / "mine" / "captions.csv", "\n".join(["image,caption", *rows]))
+
+
+def make_words(table, out, *more):
+    return ["make", str(table), "--out", str(out), "--samples", "8", "--workers", "1", *more]
+
+
+def test_own_pictures_become_shards_or_nothing(pictures_with_captions, tmp_path, capsys):
+    out = tmp_path / "made" / "mine"
+    with pytest.raises(UserError, match=r"2 of 22 images .* cannot be used \(html.jpg: .*; bomb.png: .* 1 x 200"):
+        main(make_words(pictures_with_captions, out))
+    assert not any(out.parent.iterdir())
+    assert main(make_words(pictures_with_captions, out, "--max-bad", "0.1")) == 0
+    assert "2 images left out: html.jpg (" in capsys.readouterr().out
+    assert [shard.samples for shard in read_index(out)] == [8, 8, 4]
+    table, made = find_captions(pictures_with_captions), find_captions(out)
+    assert made.captions == table.captions[2:]
+    assert [which(made.images.open(i)) for i in range(20)] == list(range(20))
+    assert verify(out, tmp_path)[0] == 0
+    with pytest.raises(UserError, match="mine exists"):
+        main(make_words(pictures_with_captions, out))
+    assert main(make_words(pictures_with_captions, tmp_path / "again", "--max-bad", "0.1")) == 0
+    for file in out.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_splits_become_folders(tmp_path):
+    rows = [f"{i}.png,text {i},{('train', 'val')[i % 2]}" for i in range(6)]
+    for i in range(6):
+        save(tmp_path / f"{i}.png", shade(i))
+    table = save(tmp_path / "x.csv", "\n".join(["image,text,split", *rows]))
+    with pytest.raises(UserError, match="Name one of these splits"):
+        main(make_words(table, tmp_path / "mine"))
+    assert main(make_words(table, tmp_path / "mine", "--split", "train", "val")) == 0
+    assert find_captions(tmp_path / "mine", "val").flat() == ["text 1", "text 3", "text 5"]

@@ -1,5 +1,6 @@
 """`python -m zeroshot.retrieval`: the numbers, weights of the tolerance, human judgements, and the page."""
 
+import open_clip
 import pytest
 import torch
 
@@ -97,6 +98,12 @@ def test_judgements_are_scikit_learns(measured, run_folder, captioned, judged_pa
 def test_a_point_model_has_no_uncertainty(run, point_model, captioned, judged_pairs):
     result = run(main, point_model, captioned, *FAST, "csd,mean", "--judgements", judged_pairs)
     assert (result.json["uncertainty"], result.json["judgements"]["calibration"]) == ({}, None)
+
+
+def test_open_clips_weights_under_the_name_of_their_architecture(run, captioned, tmp_path):
+    torch.save(open_clip.create_model("ViT-Micro-32").state_dict(), file := tmp_path / "epoch_1.pt")
+    found = run(main, "ViT-Micro-32", captioned, "--pretrained", file, "--rankings", "mean", "--erased", 0)
+    assert found.json["models"] == [f"ViT-Micro-32:{file}"]
 
 
 def test_markup_in_captions_and_unreadable_images(run, run_folder, tmp_path):

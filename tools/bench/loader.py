@@ -27,8 +27,8 @@ from pretrain.stream.stream import Stream
 from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Workers
-from probemb.data.shards.index import Shard, read_index, write_index
-from probemb.data.shards.samples import encode_captions, tar_writer
+from probemb.data.shards.index import read_index
+from probemb.data.shards.write import encode_captions, write_corpus
 from tools.bench.timing import in_turn, report, timer
 
 IMAGE_SIZE = 224
@@ -80,15 +80,9 @@ def read(batches: Iterator, count: int) -> None:
 
 def draw_shards(folder: Path, size: int, images: int) -> None:
     """Write JPEGs and their index."""
-    rows, numbers = [], np.array_split(np.arange(images), SHARDS)
-    for s, part in enumerate(numbers):
-        path = folder / f"{s:05d}.tar"
-        with open(path, "wb") as shard, tar_writer(shard) as tar:
-            for i in part:
-                caption = encode_captions(["a photo of some noise, " * 3])
-                tar.write({"__key__": f"{i:06d}", "jpg": photograph(size, seed=i), "txt": caption})
-        rows.append(Shard(path.name, path, len(part), path.stat().st_size))
-    write_index(folder, rows)
+    text = encode_captions(["a photo of some noise, " * 3])
+    samples = ({"jpg": photograph(size, seed=i), "txt": text} for i in range(images))
+    write_corpus(folder, samples, -(-images // SHARDS))
 
 
 def photograph(size: int, seed: int) -> bytes:

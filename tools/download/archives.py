@@ -25,7 +25,8 @@ from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.reading import as_id, check_unique, checked, split_name
 from probemb.data.remote import FetchPolicy, Remote, fetch, is_remote
-from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, encode_captions, tar_writer
+from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
+from probemb.data.shards.write import encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.progress import progress

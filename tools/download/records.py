@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from probemb.data.shards.samples import copy_samples, list_samples
+from probemb.data.shards.samples import list_samples
+from probemb.data.shards.write import copy_samples
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from tools.shards import index_folder

@@ -37,7 +37,7 @@ from probemb.cli.command import Parser
 from probemb.cli.ranges import Processes
 from probemb.data.captions.find import TRUTH
 from probemb.data.shards.index import Shard, file_sha256, write_index
-from probemb.data.shards.samples import encode_captions, tar_writer
+from probemb.data.shards.write import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.progress import progress

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from probemb.data.boxes import Box
 from probemb.data.compositions.find import CATEGORIES, COMBINATIONS, read_concept_shards, sample_tuples
-from probemb.data.shards.samples import encode_captions
+from probemb.data.shards.write import encode_captions
 from tools.make_scenes.drawing import boxes, jpeg
 from tools.make_scenes.world import (
     CAMERA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
 from probemb.data.image_loader import Images, describe_bad
 from probemb.data.look_alikes import leave_out
 from probemb.errors import UserError
@@ -40,7 +40,9 @@ def claim(config: EvaluationConfig, name: str) -> Path:
 
 def open_captions(config: CaptionConfig) -> CaptionDataset:
     """The images with captions of --data. Raises UserError: images are missing."""
-    captions = find_captions(config.data, config.split, config.images, exif=config.exif)
+    captions = find_captions(config.data, config.split, config.images, exif=config.exif, held_out=HELD_OUT)
+    if captions.drawn:
+        print(f"{captions.source} has no splits: {captions.split} is drawn, {len(captions):,} images", flush=True)
     _ = captions.images  # refuses data with missing images
     return captions
 

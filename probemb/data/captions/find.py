@@ -1,11 +1,13 @@
-"""Images with their captions, from any of the FORMATS: shards, and published annotation files."""
+"""Images with their captions, from any of the FORMATS: shards, published annotation files, tables and folders."""
 
 import csv
+import hashlib
 import importlib.util
 import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,13 +18,26 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from probemb.data import reading
-from probemb.data.image_loader import CLASS_FILES, REGIONS, Images, find_tars, locate, read_regions, read_samples
-from probemb.data.shards.samples import MAX_CAPTION_CHARS, Sample
+from probemb.data.image_loader import (
+    CLASS_FILES,
+    REGIONS,
+    Images,
+    Place,
+    find_files,
+    find_tars,
+    is_image,
+    locate,
+    read_regions,
+    read_samples,
+    walk_pictures,
+)
+from probemb.data.shards.samples import IMAGE_EXTENSIONS, MAX_CAPTION_CHARS, MAX_TEXT_BYTES, Sample
 from probemb.errors import UserError
 
 TRUTH = "truth.npz"  # beside shards
 MAKE_SCENES = "make the synthetic data with `python -m tools.make_scenes data/scenes`"
-KARPATHY, HIERARCAPS = "a Karpathy json", "HierarCaps' table"
+KARPATHY, TABLE = "a Karpathy json", "a table of images and captions"
+DRAWN, HELD_OUT = ("train", "val"), 0.1  # splits that data without any can be given by draw, and the share of val
 PER_IMAGE = 5  # captions of an image in a precomp file
 _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
 
@@ -40,12 +55,13 @@ class Truth(NamedTuple):
 class CaptionDataset:
     """N images and their captions."""
 
-    captions: list[list[str]]  # of each image, at least one
+    captions: list[list[str]]  # of each image, at least one, but for images that were asked for without
     image_ids: list[int | str]  # COCO's ids if known, else names; unique
     caption_ids: list[list[int]] | None = None  # COCO's annotation ids, in the shape of `captions`, if known
     truth: Truth | None = None  # of all images and captions, perhaps of more, if known
     classes: list[str] | None = None  # of each image, where images and captions of a class match each other
     split: str | None = None  # the one that was asked for; None: everything
+    drawn: bool = False  # the split, as the data has none
     source: str = ""  # for messages
     located: Images | UserError | None = None  # or the error to raise where the images are needed
 
@@ -66,7 +82,8 @@ class CaptionDataset:
     def only(self, rows: Sequence[int]) -> "CaptionDataset":
         lists = {name: getattr(self, name) for name in ("captions", "image_ids", "caption_ids", "classes")}
         chosen = {name: values and [values[i] for i in rows] for name, values in lists.items()}
-        located = replace(self.images, places=[self.images.places[i] for i in rows])
+        if isinstance(located := self.located, Images):
+            located = replace(located, places=[located.places[i] for i in rows])
         return replace(self, located=located, **chosen)
 
     def class_numbers(self) -> list[int]:
@@ -129,7 +146,10 @@ def _find_shards(path: Path, split: str | None) -> tuple[list[Path], str | None]
         split = None
     if tars and path.is_dir() and split and reading.split_name(path.resolve().name) == reading.split_name(split):
         return tars, reading.split_name(split)
-    split, parts = reading.choose_split(split, filter(None, (name for name, _ in named)), path)
+    known = [name for name, _ in named if name]
+    if split in DRAWN and not set(known) & set(reading.USUAL_SPLITS):
+        known = []  # but for names of corpora
+    split, parts = _choose(split, known, path)
     if split is None and not tars and len(parts) > 1:
         raise UserError(f"{path} holds the splits {', '.join(parts)}.", "Name one of them.")
     return [tar for name, tar in named if split is None or name in parts], split
@@ -143,6 +163,12 @@ def _entry(sample: Sample) -> Entry:
     return Entry(name, sample.captions, ids if len(ids) == len(sample.captions) else None, sample.meta.get("class"))
 
 
+def _choose(split: str | None, known: Sequence[str], path: Path) -> tuple[str | None, Sequence[str]]:
+    """`reading.choose_split`, but (None, ()), all of it, for one of DRAWN of data without splits."""
+    drawn = not known and split is not None and reading.split_name(split) in DRAWN
+    return (None, ()) if drawn else reading.choose_split(split, known, path)
+
+
 def _locate(candidates: Sequence[Sequence[str]], names: Sequence[str], *where) -> Images | UserError:
     """`locate`, or its error."""
     try:
@@ -154,11 +180,16 @@ def _locate(candidates: Sequence[Sequence[str]], names: Sequence[str], *where) -
 def read_karpathy(path: Path, split: str | None, images: Path | None) -> Listing:
     """`{"images": [{"filename", "filepath", "split", "cocoid", "sentences": [{"raw", "sentid"}]}]}`.
 
-    COCO's ids are used if "cocoid" is present; else an image is named by its file.
+    COCO's ids are used if "cocoid" is present; else an image is named by its file. Another JSON may be a list of rows,
+    or COCO's own captions, {"images": [{"id", "file_name"}], "annotations": [{"id", "image_id", "caption"}]}.
     """
     if path.is_dir():
         path = reading.only_file(sorted(path.glob("dataset*.json*")), path, KARPATHY)
     content = reading.read_json(path)
+    if isinstance(content, list):
+        return read_table(path, split, images)
+    if isinstance(content, dict) and "annotations" in content:
+        return _read_coco(path, content, split, images)
     with reading.checked(path, KARPATHY, "Name dataset_coco.json, dataset_flickr30k.json or one like them."):
         rows = content["images"]
     parsed = reading.parse_all(path, KARPATHY, rows, _karpathy_image, "image")
@@ -181,62 +212,144 @@ def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
     return split, name, Entry(reading.as_id(row["cocoid"], "the cocoid"), texts, ids)
 
 
-def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> Listing:
-    """`id,captions,image_url`, the captions of an image from general to specific, separated by " => ".
+def _read_coco(path: Path, content: dict, split: str | None, images: Path | None) -> Listing:
+    what, entries = "COCO's captions", {}
 
-    Images are named, and looked for, by the file name in their URL.
+    def add(row: dict) -> None:
+        image = reading.as_id(row["image_id"], "the image_id")
+        if text := row["caption"].strip()[:MAX_CAPTION_CHARS]:
+            entry = entries.setdefault(image, Entry(image, [], []))
+            entry.captions.append(text)
+            entry.caption_ids.append(reading.as_id(row["id"], "the id"))
+
+    reading.parse_all(path, what, content["annotations"], add, "annotation")
+    with reading.checked(path, what):
+        files = {row["id"]: reading.as_inside(row["file_name"]) for row in content["images"]}
+    candidates = [[files.get(one, f"{one}.jpg"), *_image_files(one)] for one in entries]
+    located = _locate(candidates, list(map(str, entries)), path, images, [path.parent, path.parent.parent])
+    return Listing([*entries.values()], located, _choose(split, (), path)[0], path)
+
+
+# ------------------------------------------------------------------------------------------------- tables and folders
+
+# Names of a table's columns: open_clip's (--csv-img-key, --csv-caption-key), Hugging Face's, and other common ones.
+_IMAGE = ("filepath", "image", "filename", "file_name", "image_path", "path", "image_name", "file", "image_url", "url")
+_CAPTION = ("title", "caption", "text", "comment", "captions")
+_TABLES = (".csv", ".tsv", ".jsonl")
+_TABLE_FILES = tuple(ending + packed for ending in (*_TABLES, ".txt") for packed in ("", ".gz"))
+_PAIR = re.compile(r"(.+\.\w+)#\d+")  # how Flickr8k.token.txt names a caption
+
+
+def read_table(path: Path, split: str | None, images: Path | None) -> Listing:
+    """A CSV, TSV, JSON lines or list with a row for each image or caption; of a folder, its table, or a table for each
+    split (train.csv, ...). Images whose file is missing are left out and named, unless all are missing.
     """
+    root, files, named = path, [path], [""]
     if path.is_dir():
-        path = reading.only_file(sorted(path.glob("hierarcaps*.csv")), path, HIERARCAPS)
-    split, _ = reading.choose_split(split, (), path)
+        files = sorted(file for ending in _TABLES for file in path.glob(f"*{ending}"))
+        named = [next(filter(reading.is_split, re.split(r"[\W_]+", file.stem.lower())), "") for file in files]
+        if len(files) == 1 or not all(named):
+            files, named = [reading.only_file(files, path, TABLE)], [""]
+    else:
+        root = path.parent
+    captions, parts = {}, {}
+    for file, of_file in zip(files, named):
+        for image, texts, part in _read_rows(file, images or root):
+            captions.setdefault(image, []).extend(texts)
+            if parts.setdefault(image, part or of_file) != (part or of_file):
+                raise UserError(f"{path} has {image} in two splits.", "Leave it in one of them.")
+    split, chosen = _choose(split, [*dict.fromkeys(filter(None, parts.values()))], path)
+    names = [image for image, part in parts.items() if split is None or part in chosen]
+    same = Counter(PurePosixPath(name).name for name in names)
+    candidates = []
+    for name in names:
+        base = PurePosixPath(name).name
+        endings = [""] if is_image(name) else ["", *(f".{ending}" for ending in IMAGE_EXTENSIONS)]
+        candidates.append([one + end for one in (name, *[base] * (same[base] == 1)) for end in endings])
+    files = find_files(candidates, images, [root])
+    located = Images(places=[], source=str(path))
+    if not any(files):
+        located = _locate(candidates, names, path, images, [root])
+    else:
+        located.places = [Place(name, file) for name, file in zip(names, files) if file]
+        located.bad = [(name, "there is no such file") for name, file in zip(names, files) if not file]
+        names = [place.name for place in located.places]
+    return Listing([Entry(name, captions[name]) for name in names], located, split, path)
 
-    def parse(row: dict) -> Entry:
-        texts = [text.strip() for text in row["captions"].split("=>") if text.strip()]
-        return Entry(reading.as_inside(PurePosixPath(urlsplit(row["image_url"]).path).name), texts)
 
-    rows = csv.DictReader(io.StringIO(reading.read_text(path)), strict=True)
-    entries = reading.parse_all(path, HIERARCAPS, rows, parse, "row")
-    names = [entry.id for entry in entries]
-    return Listing(entries, _locate([[name] for name in names], names, path, images, [path.parent]), split, path)
+def _read_rows(file: Path, root: Path) -> list[tuple[str, list[str], str]]:
+    """The image, the captions, and the split or "", of each row of a table; images are named by their paths in `root`.
 
-
-# Names of a CSV's columns: those of open_clip's --csv-img-key and --csv-caption-key, and others that are common.
-_CSV = {"image": ("filepath", "image", "filename", "file_name", "image_path", "path"),
-        "caption": ("title", "caption", "text", "comment"), "split": ("split",)}  # fmt: skip
-
-
-def read_csv(path: Path, split: str | None, images: Path | None) -> Listing:
-    """A line for each caption, with the path of its image, and maybe its split, in columns named as in _CSV.
-
-    Separators are tabs (open_clip's), commas, "|" or ";", whichever the first line has most of. Absolute paths must
-    lead into the folder of the images. HierarCaps' table is recognised by its columns. Raises UserError.
+    The fields of a CSV are separated by tabs if its first line has one, else by the first of `,|;` in it. Two columns
+    need no names: `x.jpg,a caption`. HierarCaps has `captions`, separated by "=>", and URLs, whose file names count.
     """
-    path = reading.only_file(sorted(path.glob("captions.[ct]sv")), path, "a CSV") if path.is_dir() else path
-    text = reading.read_text(path)
-    head = text.partition("\n")[0]
-    if "captions" in head and "image_url" in head:
-        return read_hierarcaps(path, split, images)
-    found = csv.DictReader(io.StringIO(text), delimiter=max("\t,|;", key=head.count), strict=True)
-    names = {(name or "").strip().lower(): name for name in found.fieldnames or ()}
-    column = {what: next((names[one] for one in known if one in names), None) for what, known in _CSV.items()}
-    if not (column["image"] and column["caption"]):
-        remedy = f"Name the columns in its first line: {' or '.join(_CSV['image'][:3])}, and title or caption."
-        raise UserError(f"{path} has no column of images, or none of captions ({head[:80].strip()}).", remedy)
+    text = reading.read_text(file).lstrip()
+    head, fields = text.partition("\n")[0], None
+    mark = "\t" if "\t" in head else (re.findall(r"[,|;]", head) or [","])[0]
+    if head.startswith(("{", "[")):
+        rows = reading.read_json(file) if head[0] == "[" else reading.parse_lines(file, TABLE, json.loads)
+        rows = reading.parse_all(file, TABLE, rows, dict, "row")
+        names = list(dict.fromkeys(name for row in rows for name in row))
+    else:
+        rows, names = None, next(csv.reader([head], delimiter=mark), [])
+        if len(names) == 2 and is_image(_PAIR.sub(r"\1", names[0].strip())):
+            fields = names = ["image", "caption"]
+    known = {name.strip().lower(): name for name in names}
+    image, caption = (next((known[one] for one in some if one in known), None) for some in (_IMAGE, _CAPTION))
+    if image is None or caption is None:
+        remedy = f"Name the columns in its first line: {' or '.join(_IMAGE[:3])}, and title or caption."
+        raise UserError(f"{file} has no column of images, or none of captions ({head[:80].strip()}).", remedy)
+    if rows is None:
+        rows = csv.DictReader(io.StringIO(text), fields, restval="", delimiter=mark, strict=True)
 
-    def parse(row: dict) -> tuple[str, str, str] | None:
-        image, caption = row[column["image"]].strip(), row[column["caption"]].strip()[:MAX_CAPTION_CHARS]
-        if os.path.isabs(image):
-            image = os.path.relpath(image, os.path.abspath(images or path.parent))
-        part = reading.split_name(row[column["split"]].strip()) if column["split"] else ""
-        return (reading.as_inside(image), caption, part) if caption else None
+    def parse(row: dict) -> tuple[str, list[str], str]:
+        given, more = row[caption], row.get(None, [])  # fields that the first line has no names for
+        if more and caption != names[-1]:
+            raise ValueError(f"it has more fields than the first line: put texts that contain {mark!r} in quotes")
+        given = given if isinstance(given, list) else [mark.join([given, *more])] if more else [given]
+        texts = [reading.as_text(one, "a caption") for one in given]
+        if caption == "captions":
+            texts = [one for text in texts for one in text.split("=>")]
+        texts = [text.strip()[:MAX_CAPTION_CHARS] for text in texts if text.strip()]
+        part = reading.split_name(str(row.get(known.get("split")) or "").strip())
+        return _inside(row[image], file.parent, root), texts, part
 
-    rows, entries = reading.parse_all(path, "a CSV of images and captions", found, parse, "row"), {}
-    split, parts = reading.choose_split(split, {part for *_, part in rows} - {""}, path)
-    for image, caption, part in rows:
-        if part in parts or split is None:
-            entries.setdefault(image, Entry(image, [])).captions.append(caption)
-    candidates = [(image, PurePosixPath(image).name) for image in entries]
-    return Listing([*entries.values()], _locate(candidates, [*entries], path, images, [path.parent]), split, path)
+    return reading.parse_all(file, TABLE, rows, parse, "row")
+
+
+def _inside(given: object, folder: Path, root: Path) -> str:
+    """The path below `root` of an image that a table in `folder` names. Raises ValueError: it lies elsewhere."""
+    name = _PAIR.sub(r"\1", reading.as_text(given, "the name of an image").strip().replace("\\", "/"))
+    if "://" in name:
+        name = PurePosixPath(urlsplit(name).path).name
+    elif name.startswith("/") or ".." in PurePosixPath(name).parts:
+        name = os.path.relpath(os.path.join(os.path.abspath(folder), name), os.path.abspath(root))
+        if name.startswith("../"):
+            raise ValueError(f"the image {given!r} lies outside of {root}: name a folder that all are in with --images")
+    return reading.as_inside(name)
+
+
+def read_folder(path: Path, split: str | None, images: Path | None) -> Listing:
+    """The images of a folder and of those inside it, with the captions in NAME.txt beside each, one a line, if there is
+    one. Folders train, val and test are splits, if all images lie in such.
+    """
+    names = list(walk_pictures(path))
+    firsts = [reading.split_name(name.partition("/")[0]) for name in names]
+    known = list(dict.fromkeys(firsts)) if all(map(reading.is_split, firsts)) else []
+    split, parts = _choose(split, known, path)
+    entries, located = [], Images(places=[], source=str(path))
+    for name in [name for name, first in zip(names, firsts) if split is None or first in parts]:
+        beside = (path / name).with_suffix(".txt")
+        try:
+            if not is_image(name):
+                raise UserError("it is no JPEG, PNG or WebP.", "")
+            texts = reading.read_text(beside, MAX_TEXT_BYTES).split("\n") if beside.is_file() else []
+        except UserError as error:
+            located.bad.append((name, error.what.rstrip(".")))
+            continue
+        entries.append(Entry(name, [text.strip()[:MAX_CAPTION_CHARS] for text in texts if text.strip()]))
+        located.places.append(Place(name, str(path / name)))
+    return Listing(entries, located, split, path)
 
 
 # --------------------------------------------------------------------------------------------------------------- CUB
@@ -288,6 +401,7 @@ def read_cub(path: Path, split: str | None, images: Path | None) -> Listing:
 # ----------------------------------------------------------------------------------------------------------- precomp
 
 _CAPS = re.compile(r"(?P<prefix>.*?)(?P<name>[A-Za-z0-9]+)_caps\.txt(\.gz)?")
+_PRECOMP_FILES = ("_caps.txt", "_caps.txt.gz")
 _FILES_OF = {"test": ("testall", "test"), "val": ("dev", "val")}  # the files of a split, the preferred one first
 _PCME = {"testall": "test", "val": "dev"}  # its names of these files
 
@@ -418,20 +532,19 @@ _read_regions = partial(read_precomp, regions=True)
 FORMATS = {
     "webdataset": Format("webdataset shards", ("*.tar", "*/*.tar"), (".tar",), read_shards),
     "karpathy": Format("a Karpathy json", ("dataset*.json*",), (".json", ".json.gz"), read_karpathy),
-    "precomp": Format("*_caps.txt", ("*_caps.txt*", "precomp/*_caps.txt*"), (".txt", ".txt.gz"), read_precomp),
+    "precomp": Format("*_caps.txt", ("*_caps.txt*", "precomp/*_caps.txt*"), _PRECOMP_FILES, read_precomp),
     "regions": Format(f"*_caps.txt with *{REGIONS}", (f"*{REGIONS}", f"precomp/*{REGIONS}"), (), _read_regions),
     "cub": Format(f"CUB's {CUB_TEXTS}", (CUB_TEXTS, CUB_IMAGES), (), read_cub),
-    "hierarcaps": Format("HierarCaps' table", ("hierarcaps*.csv",), (), read_hierarcaps),
-    "csv": Format(
-        "a CSV of images and captions", ("captions.[ct]sv",), (".csv", ".tsv", ".csv.gz", ".tsv.gz"), read_csv
-    ),
+    # Of a folder, where no other is found:
+    "table": Format("a CSV, TSV or JSON lines", tuple(f"*{one}" for one in _TABLES), _TABLE_FILES, read_table),
+    "folder": Format("images with a .txt beside each", (), (), read_folder),
 }
 FormatName = Literal[tuple(FORMATS)]
 
 
 def find_captions(
     data: str | Path, split: str | None = None, images: str | Path | None = None, format: FormatName | None = None,
-    exif: bool = False,
+    exif: bool = False, need_caption: bool = True, held_out: float | None = None,
 ) -> CaptionDataset:  # fmt: skip
     """List images and captions without decoding any image.
 
@@ -443,37 +556,68 @@ def find_captions(
             beside the file.
         format: by default recognised: caption files with `*_ims.npy` beside them are "regions", unless `images` are
             named.
+        need_caption: False keeps the images of tables and folders that have none.
+        held_out: share of the images that are "val" of data without splits, drawn by their ids, and not "train"; None
+            refuses such data if one of these is asked for.
 
     Raises UserError: the path or the split does not exist, or the data is malformed.
     """
     path, folder = Path(data), None if images is None else Path(images)
     format = format or _recognise(path, folder)
-    if folder is not None and format in ("webdataset", "regions"):
+    if folder is not None and format in ("webdataset", "regions", "folder"):
         raise UserError(f"{path} holds its images itself; {images} would not be used.", "Leave the image folder out.")
-    entries, located, split, source, truth = FORMATS[format].read(path, split, folder)
-    if not entries:
-        why = f" ({': '.join(located.bad[0])})" if isinstance(located, Images) and located.bad else ""
-        raise UserError(f"{source} holds no image with a caption{why}.", "Name data that has images with captions.")
-    if bare := [entry.id for entry in entries if not entry.captions]:
+    entries, located, found, source, truth = FORMATS[format].read(path, split, folder)
+    rows, bare = list(range(len(entries))), [] if not need_caption else [one.id for one in entries if not one.captions]
+    if format in ("table", "folder") and bare:
+        rows = [row for row in rows if entries[row].captions]
+        if isinstance(located, Images):
+            located.bad += [(str(name), "it has no caption") for name in bare]
+    elif bare:
         raise UserError(f"The image {bare[0]} of {source} has no caption.", "Add one, or remove the image.")
+    if not rows:
+        why = f" ({': '.join(located.bad[0])})" if isinstance(located, Images) and located.bad else ""
+        remedy = "Name data that has images with captions."
+        if format == "folder":
+            remedy = "Put the captions of x.jpg into x.txt beside it, one a line, or name a CSV of paths and captions."
+        raise UserError(f"{source} holds no image{' with a caption' * need_caption}{why}.", remedy)
     ids, captions, caption_ids, classes = map(list, zip(*entries))
     reading.check_unique(ids, "image id", source)
     caption_ids = None if None in caption_ids else caption_ids
     reading.check_unique((number for row in caption_ids or () for number in row), "caption id", source)
     if isinstance(located, Images):
         located.exif = exif
-    return CaptionDataset(
+    drawn = found is None and split is not None and (part := reading.split_name(split)) in DRAWN
+    if drawn:
+        if held_out is None:
+            reading.choose_split(split, (), source)  # refuses it
+        found, rows = part, _draw(ids, rows, part, held_out)
+    dataset = CaptionDataset(
         captions, ids, caption_ids, truth and read_truth(truth, ids, captions),
-        classes if all(isinstance(name, str) for name in classes) else None, split, str(source), located,
+        classes if all(isinstance(name, str) for name in classes) else None, found, drawn, str(source), located,
     )  # fmt: skip
+    return dataset if len(rows) == len(dataset) else dataset.only(rows)
+
+
+def _draw(ids: Sequence[int | str], rows: Sequence[int], split: str, held_out: float) -> list[int]:
+    """Those of the rows that are in a drawn split: the ids with the smallest hashes are val, one at least."""
+    digests = {row: hashlib.sha256(str(ids[row]).encode("utf-8", "replace")).digest() for row in rows}
+    order = sorted(rows, key=digests.get)
+    cut = max(1, round(held_out * len(rows))) if held_out else 0
+    return sorted(order[:cut] if split == "val" else order[cut:])
 
 
 def _recognise(path: Path, images: Path | None) -> str:
     """Raises UserError: a folder holds captions of no format, or of several."""
     if path.is_dir():
         found = [name for name, one in FORMATS.items() if any(any(path.glob(held)) for held in one.holds)]
+        if len(found) > 1 and "table" in found:
+            found.remove("table")
+        if not found and next(walk_pictures(path), None):
+            return "folder"
     else:
-        found = [next((name for name, one in FORMATS.items() if path.name.endswith(one.endings)), "webdataset")]
+        found = [name for name, one in FORMATS.items() if path.name.endswith(one.endings)][:1]
+        if not found and not path.is_file():
+            return "webdataset"  # which says so
         if found == ["precomp"] and path.with_name(path.name.partition("_caps.")[0] + REGIONS).is_file():
             found.append("regions")
     if {"precomp", "regions"} <= set(found):

@@ -13,11 +13,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from probemb.data.failures import BadSample, BadShard
-from probemb.files import replace_file
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 TEXT_EXTENSIONS = ("txt", "json", "cls")
@@ -101,13 +99,6 @@ def _check_end(fd: int, label: str, marker: int) -> None:
         raise BadShard(f"{label}: cut off at byte {end:,}: the end of the archive is missing")
 
 
-def tar_writer(file: BinaryIO):
-    """webdataset's TarWriter of samples {"__key__", extension: bytes}; the same samples give the same bytes."""
-    from webdataset import TarWriter  # which imports torch
-
-    return TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0)
-
-
 def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
     """Groups of neighbouring members with the same key (webdataset's rule); names without an extension are skipped."""
     named = ((match[1], match[2], m) for m in members if (match := _KEY_AND_EXTENSION.fullmatch(m.name)))
@@ -184,17 +175,3 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool |
     if not captions and (need_caption or (label is None and need_caption is False)):
         raise BadSample("there is no caption" if need_caption else "there is neither a caption nor a class index")
     return Sample(key, image, captions, label, meta)
-
-
-def copy_samples(shard: BinaryIO, spans: Iterable[SampleSpan], path: Path) -> None:
-    def write(aside: Path) -> None:
-        with open(aside, "wb") as file, tar_writer(file) as tar:
-            for span in spans:
-                tar.write({"__key__": span.key, **read_sample(shard.fileno(), span)})
-
-    replace_file(path, write)
-
-
-def encode_captions(captions: Iterable[str]) -> bytes:
-    """The content of KEY.txt: one caption per line; line breaks inside a caption become blanks."""
-    return "\n".join(" ".join(caption.split()) for caption in captions).encode("utf-8", "replace")

@@ -7,15 +7,8 @@ import webdataset as wds
 from open_clip_train.data import filter_no_caption_or_no_image
 
 from probemb.data.failures import BadSample
-from probemb.data.shards.samples import (
-    Member,
-    encode_captions,
-    group_members,
-    list_samples,
-    parse_sample,
-    read_sample,
-    tar_writer,
-)
+from probemb.data.shards.samples import Member, group_members, list_samples, parse_sample, read_sample
+from probemb.data.shards.write import encode_captions, tar_writer
 
 
 def test_grouping_equals_webdataset():

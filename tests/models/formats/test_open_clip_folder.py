@@ -71,6 +71,27 @@ def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_pa
     assert also.state_dict().keys() == theirs.state_dict().keys() | {"logit_bias"}
 
 
+def test_weights_between_two_models(tmp_path, monkeypatch):
+    """At the ends either model bit for bit, between them the mean of their weights; other heads are refused."""
+    for seed, name in enumerate(("a", "b", "other")):
+        torch.manual_seed(seed)
+        save_model(create_model(NAME, n_unc_layers=1 + (name == "other")), tmp_path / name)
+
+    def between(second, weight):
+        out = tmp_path / f"{second}-{weight}"
+        words = ["export", "--interpolate", str(tmp_path / "a"), str(tmp_path / second), "--out", str(out)]
+        monkeypatch.setattr("sys.argv", [*words, "--weight", str(weight)])
+        assert main() == 0
+        return load_model(out).model.state_dict()
+
+    a, b = (load_model(tmp_path / name).model.state_dict() for name in "ab")
+    for weight in (0.0, 0.25, 1.0):
+        for name, tensor in between("b", weight).items():
+            assert torch.equal(tensor, a[name] + weight * (b[name] - a[name]) if weight < 0.5 else b[name])
+    with pytest.raises(UserError, match=r"not of one architecture \(n_unc_layers: 1 and 2\)"):
+        between("other", 0.5)
+
+
 def test_damaged_and_hostile_weights_are_refused(folder):
     state = load_file(folder / WEIGHTS[0])
     state["visual.proj"][0, 0] += 1

@@ -16,7 +16,7 @@ from pretrain.config import Data
 from pretrain.stream.filter import Filter, KeyList, Selection
 from pretrain.stream.stream import Stream
 from probemb.data.shards.index import Shard, key_hash, read_index
-from probemb.data.shards.samples import tar_writer
+from probemb.data.shards.write import tar_writer
 from probemb.errors import UserError
 from tools.shards import main
 

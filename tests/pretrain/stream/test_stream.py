@@ -16,7 +16,7 @@ from PIL import Image
 from pretrain.config import Data
 from pretrain.stream.stream import Stream
 from probemb.data.shards.index import Shard, file_sha256
-from probemb.data.shards.samples import tar_writer
+from probemb.data.shards.write import tar_writer
 from probemb.errors import UserError
 from tests.imagesite import bomb
 
