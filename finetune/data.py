@@ -302,13 +302,3 @@ class Loader:
         """End the workers; dropping the loader or ending the interpreter does the same."""
         if self._batches is not None:
             self._batches.end()
-
-
-def refuse_unusable(data: CaptionDataset | Compositions, share: float) -> None:
-    """Raise UserError if images are missing, or listing found more than this share of samples unusable."""
-    bad, total = data.images.bad, len(data) + len(data.images.bad)
-    if len(bad) > share * total:
-        raise UserError(
-            f"{len(bad)} of {total} samples of {data.source} cannot be used ({bad[0][0]}: {bad[0][1]}).",
-            "Repair them or leave their shards out, or allow a larger failure share.",
-        )

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from finetune.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
 from finetune.config import Config
-from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, refuse_unusable, shuffle_captions
+from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, shuffle_captions
 from finetune.feature_cache import cache_features, unchanged
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from probemb import distributed
 from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
 from probemb.data.compositions.find import find_compositions
+from probemb.data.image_loader import refuse_too_many
 from probemb.data.labelled import prompt_texts, zero_shot_set
 from probemb.evaluation.classification import accuracy, class_vectors, true_ranks
 from probemb.evaluation.composed import KS as COMPOSED_KS
@@ -75,7 +76,8 @@ class Task:
     def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
         """Fit the data to the models. Raises UserError: they do not fit, or too much of a split is unusable."""
         for split in filter(None, (self.train, self.validation, self.unpaired)):
-            refuse_unusable(split, self.config.data.failure_share)
+            bad, share = split.images.bad, self.config.data.failure_share
+            refuse_too_many(bad, len(split) + len(bad), split.source, share, "--data.failure-share")
             check_images(networks[0], split.images)
         if self.labelled:
             check_single_embeddings(networks[0], self.config.method)

@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeVar
 
@@ -54,10 +55,11 @@ def parse_each(
     path: str | Path, what: str, rows: Iterable, parse: Callable[..., T | None], unit: str = "entry"
 ) -> Iterator[T]:
     """`parse` of every row, without None. Raises UserError, which names the row, counted from 1."""
-    number = 0
+    rows = iter(rows)
     try:
-        for row in rows:
-            number += 1
+        for number in count(1):  # noqa: B007 - of the row that is read next
+            if (row := next(rows, rows)) is rows:
+                return
             if (parsed := parse(row)) is not None:
                 yield parsed
     except MALFORMED as error:

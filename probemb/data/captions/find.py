@@ -318,14 +318,15 @@ def _read_rows(file: Path, root: Path) -> list[tuple[str, list[str], str]]:
 
 
 def _inside(given: object, folder: Path, root: Path) -> str:
-    """The path below `root` of an image that a table in `folder` names. Raises ValueError: it lies elsewhere."""
+    """The path below `root` of an image that a table in `folder` names. Raises UserError: it lies elsewhere."""
     name = _PAIR.sub(r"\1", reading.as_text(given, "the name of an image").strip().replace("\\", "/"))
     if "://" in name:
         name = PurePosixPath(urlsplit(name).path).name
     elif name.startswith("/") or ".." in PurePosixPath(name).parts:
         name = os.path.relpath(os.path.join(os.path.abspath(folder), name), os.path.abspath(root))
         if name.startswith("../"):
-            raise ValueError(f"the image {given!r} lies outside of {root}: name a folder that all are in with --images")
+            remedy = "Name the folder that all images are in with --images (--data.images in finetuning)."
+            raise UserError(f"The image {given} lies outside of {root}.", remedy)
     return reading.as_inside(name)
 
 

@@ -60,10 +60,15 @@ def test_spellings(name, folder):
     assert read(file) == EXPECTED
     if file.suffix in (".csv", ".tsv", ".jsonl"):
         assert read(folder) == EXPECTED
-    absolute = save(folder.parent / "elsewhere" / "x.csv", table(["image", "text"], [(folder / a, b) for a, b in ROWS]))
-    with pytest.raises(UserError, match=r"lies outside of .*elsewhere: name a folder that all are in with --images"):
-        find_captions(absolute)
     assert read(file, None, folder / "images") == EXPECTED
+
+
+def test_absolute_paths_lie_in_the_folder_of_the_images(folder):
+    rows = [(folder / "images" / a, b) for a, b in ROWS]
+    file = save(folder.parent / "elsewhere" / "x.csv", table(["image", "text"], rows))
+    with pytest.raises(UserError, match=r"one.JPG lies outside of .*elsewhere. Name the folder .* with --images"):
+        find_captions(file)
+    assert read(file, None, folder / "images") == read(file, None, folder.parent) == EXPECTED
 
 
 def test_captions_beside_images_and_what_is_left_out(folder):
