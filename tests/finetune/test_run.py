@@ -235,10 +235,10 @@ def rsum_of(scores: torch.Tensor, data) -> float:
     return rsum(*(mean_metrics(score_metrics(s.__getitem__, Positives.from_matrix(m))) for s, m in ways))
 
 
-def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys):
+def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, shards, tmp_path, capsys):
     out = tmp_path / "run"
     options = {"data.path": scenes, "out": out, "data.workers": 1, "optimizer.scalars": 30}
-    options["evaluate.classes"] = scenes / "classes"
+    options["evaluate.classes"] = shards
     assert run_here(options) == 0
     names = {p.name for p in out.iterdir()}
     assert names >= {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "model", "model-swa"}
