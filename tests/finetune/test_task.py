@@ -84,7 +84,8 @@ def task_of(model, data, *words):
     """As a run prepares it."""
     task = object.__new__(PairTask)
     task.config = configured("pcmepp", "x", *words)
-    task.method, task.train, task.validation, task.unpaired = type("M", (), {"composes": False}), data, None, None
+    task.method, task.train = type("M", (), {"composes": False}), data
+    task.validation, task.unpaired, task.labelled = None, None, []
     task.prepare([model], CPU)
     return task
 
