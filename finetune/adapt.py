@@ -1,4 +1,4 @@
-"""Give a trained CLIP, SigLIP or any other dual encoder an uncertainty, from its embeddings, in minutes on a CPU.
+"""Give a trained CLIP, SigLIP or other dual encoder an uncertainty, in minutes on a CPU.
 
     python -m tools.embed --model runs/clip --data data/train --out embeddings/clip     # once
     python -m finetune.adapt --embeddings embeddings/clip --method gaussian --out runs/adapted
@@ -46,8 +46,8 @@ class AdaptConfig:
         method: gaussian (means and variances by PCME++'s or ProLIP's loss), laplace (BayesVLM, which trains nothing),
             loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
-        loss: of gaussian: pcmepp or prolip; of asymvlm: power-spherical or von-mises-fisher; of probvlm: density (the
-            paper's) or published (the public code's).
+        loss: gaussian: pcmepp or prolip, asymvlm: power-spherical or von-mises-fisher, probvlm: density (the paper's)
+            or published (the public code's).
         clip: of gaussian: weight of the CLIP loss.
         vib: of gaussian: weight of PCME++'s or ProLIP's bottleneck.
         directions: of asymvlm: take the learned means of texts too, as published; recall is lower.
@@ -61,7 +61,7 @@ class AdaptConfig:
             half of them choose how much of the change of the means is kept.
         pseudo_data: of laplace: how many times the pairs count.
         exact: of laplace: the exact posterior of the factors in place of the published one.
-        seed: of weights, order and captions.
+        seed: of everything random: weights, order, captions.
     """
 
     embeddings: str = ""

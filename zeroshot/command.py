@@ -47,9 +47,9 @@ class CaptionConfig(EvaluationConfig):
     """Options of evaluations on images with captions.
 
     Args:
-        data: webdataset shards with captions, a Karpathy json, precomp caption files, with regions or without, or CUB.
+        data: images with captions, in a form of docs/data.md: shards, a json, a CSV, or the folder of a data set.
         split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
-        images: the folder of the images that a json or caption file names.
+        images: folder of the images that a file names.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
     """
 

@@ -3,7 +3,7 @@
     python -m zeroshot.uncertainty --model runs/adapted --data data/flickr8k --judgements judgements.tsv.gz
     python -m zeroshot.uncertainty --model runs/adapted --data data/scenes/val --classes data/scenes/classes --ood x
 
-Every score is measured on the same items, with 95 % intervals. Sources: docs/concepts.md.
+Every score is measured on the same items, with 95 % intervals. docs/adapt.md says how to read them.
 """
 
 from dataclasses import dataclass

@@ -129,7 +129,7 @@ def _locate(source: str | Path) -> ModelFiles:
             f"{' or '.join(formats.WEIGHTS)}).",
             "Check the path, or the network; give a run that has saved its model, a folder with model.safetensors and "
             f"config.json, a .safetensors file, a hub name ({HUB_PREFIX}owner/name where a folder could be meant), or "
-            "open_clip's architecture and weights (ViT-B-16:openai, ViT-B-16:weights.pt).",
+            "open_clip's architecture and weights (ViT-B-32-quickgelu:openai, ViT-B-16:weights.pt).",
         )
     return found
 
