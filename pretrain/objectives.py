@@ -172,7 +172,7 @@ class ProLIP(SigLIP):
     Args:
         vib: weight of the information bottleneck.
         inclusion: weight of an image's inclusion in its text.
-        masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens, of
+        masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens; of
             every eighth item; 1e-3 as published, for towers that can read parts.
         inclusion_scale: c of -log sigmoid(c H).
         form: exact, or code, the formulas of the authors' public code.

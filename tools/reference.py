@@ -1,7 +1,4 @@
-"""Write docs/reference.md: every command, and every option of training and evaluation with its default.
-
-python -m tools.reference           # tests/test_docs.py fails while the page differs from this
-"""
+"""Write docs/reference.md: all commands, and options with their defaults; tests/test_docs.py compares the page."""
 
 from __future__ import annotations
 
@@ -42,8 +39,7 @@ Run each as `python -m NAME`.
 
 def page() -> str:
     parts = [INTRODUCTION + "\\\n".join(f"`{name}`: {about}" for name, about in _commands()) + "\n"]
-    said: dict[str, Any] = {}
-    choices = partial(_choices, {})
+    said, choices = {}, partial(_choices, {})
     for name, config in (
         ("pretrain.run", Pretraining()),
         ("finetune.run", Finetuning()),
@@ -54,7 +50,7 @@ def page() -> str:
     ):
         parts += [f"## {name}\n", *_blocks(config, said)]
         if name == "pretrain.run":
-            parts.append("**loss**, of each objective\n\n" + "\n".join(choices(OBJECTIVES, OBJECTIVES)) + "\n")
+            parts.append("**loss**, of each objective\n\n" + "\n".join(choices(OBJECTIVES, OBJECTIVES, {})) + "\n")
         if name == "finetune.run":
             methods = {name: cls.Options for name, cls in METHODS.items()}
             files = {name: read_file(CONFIGS / f"{name}.yaml").items() for name in METHODS}
@@ -93,22 +89,19 @@ def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str
         else:
             lines.append(f"`{key}` {_shown(value)}: {text}")
         said[key] = value, text
-    if again:
-        lines.append(f"As above: {', '.join(again)}")
+    lines += [f"As above: {', '.join(again)}"] * bool(again)
     yield "\\\n".join(lines) + "\n"
     for key, value in groups:
         yield f"**{key}**\n"
         yield from _blocks(value, said, f"{key}.")
 
 
-def _choices(
-    said: dict[str, str], names: Any, classes: Mapping[str, Any], own: Mapping[str, dict] | None = None
-) -> Iterator[str]:
+def _choices(said: dict, names: Any, classes: Mapping[str, Any], own: Mapping[str, dict]) -> Iterator[str]:
     """A line per class with its options: of a subclass of an earlier one those that differ, help where it is new.
 
     `said`: the help given last, by option; `own`: defaults by name, in place of the class'.
     """
-    defaults = {name: {f.name: f.default for f in fields(classes[name])} | (own or {}).get(name, {}) for name in names}
+    defaults = {name: {f.name: f.default for f in fields(classes[name])} | own.get(name, {}) for name in names}
     done: dict[str, type] = {}
     for name in names:
         options, shown = classes[name], []
