@@ -24,7 +24,8 @@ from probemb.laplace import LaplaceProjection, kronecker_factors
 from probemb.losses.clip import clip_loss
 from probemb.losses.match import pairwise_match_loss
 from probemb.losses.prolip import prolip_loss
-from probemb.models import DualEncoder, load_model, save_model, weights_sha256
+from probemb.metrics.selective import fit_temperature
+from probemb.models import POINT_LOG_VAR, DualEncoder, load_model, save_model, weights_sha256
 from probemb.models.adapter import ADAPTERS, Adapter, last_projection
 from probemb.options import to_dict, to_yaml
 from probemb.progress import progress
@@ -34,6 +35,8 @@ MOST_HELD_OUT = 5_000
 BATCH = 1024
 BLOCK = 32_768  # of method laplace
 PROLIP_BIAS = -10.0  # where the base has none
+SIDES = ("images", "captions")
+PAIRS = 1 << 22  # that temperatures are fitted to; of more queries some are drawn
 
 
 class Pairs(NamedTuple):
@@ -72,6 +75,8 @@ def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
     for kind, rows in found.items():
         for part in folder.partitions(kind):
             items = folder.read_items(part)
+            if not len(items):  # such as of a shard without captions, which has no inputs either
+                continue
             keys[kind] += zip(items["shard"].to_pylist(), items["key"].to_pylist())
             more = folder.read_inputs(part) if with_inputs else ()
             rows.append([torch.from_numpy(x).float() for x in (folder.read(part)[0], *more)])
@@ -108,7 +113,7 @@ def adapt(config: AdaptConfig) -> None:
     pairs = read_pairs(folder, config.method == "laplace")
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(pairs.images), generator=generator)
-    n = min(MOST_HELD_OUT, round(config.validation * len(order)))
+    n = min(MOST_HELD_OUT, max(2, round(config.validation * len(order)))) if config.validation else 0
     held_out, train = pairs.of_images(order[:n].sort().values), pairs.of_images(order[n:].sort().values)
     if len(train.images) < 2:
         raise UserError(f"{folder.folder} has {len(train.images)} images to train on.", "Embed more.")
@@ -121,7 +126,7 @@ def adapt(config: AdaptConfig) -> None:
             fit_laplace(config, adapter, base, train, generator)
         else:
             fit(config, adapter, scalars, base, train, generator)
-    if config.method == "gaussian" and n > 1:
+    if config.method == "gaussian" and n:
         half = torch.arange(n // 2)
         share = shrink(adapter.requires_grad_(False), held_out.of_images(half))
         print(f"kept {share:.0%} of the change in the means, chosen by recall on {len(half):,} held-out images")
@@ -130,10 +135,16 @@ def adapt(config: AdaptConfig) -> None:
     results["seconds"] = round(time.monotonic() - start, 1)
     results["parameters"] = sum(x.numel() for x in adapter.state_dict().values())
     if n:
-        before, after = recall(held_out, None), recall(held_out, adapter)
-        results |= {"held_out": n, "before": before, "after": after}
+        before, start = recall(held_out, *held_out[:2]), time.monotonic()
+        found = embed(adapter, held_out)
+        took = 1000 * (time.monotonic() - start) / sum(map(len, found))
+        after = recall(held_out, *(F.normalize(g.mean, dim=1) for g in found))
+        results |= {"held_out": n, "before": before, "after": after, "milliseconds_per_item": round(took, 4)}
         for key, value in before.items():
             print(f"{key:8} {value:6.2f} -> {after[key]:6.2f}   ({n:,} held-out images)")
+        options["temperature"] = temperatures(held_out, *found)
+        told = (f"{t:.3g} u^{power:.3g} of {side}" for (t, power), side in zip(options["temperature"], SIDES))
+        print(f"temperatures of the cosines: {', '.join(told)}")
     save_model(adapted_model(base, options, adapter, scalars), out / "model")
     replace_text(out / "config.yaml", to_yaml(config))
     replace_text(out / "results.json", json.dumps(results, indent=1) + "\n")
@@ -157,7 +168,7 @@ def adapter_options(config: AdaptConfig, base: DualEncoder, pairs: Pairs) -> dic
         # The log-densities then start as the frozen logits: κ cos is the vMF's, and κ log(1 + cos) about half as steep.
         steep = 1 if loss_name(config) == "von-mises-fisher" else 2
         start = None if config.directions else steep * float(base.inverse_temperature())
-        options |= {"form": loss_name(config), "start": start, "keep": not config.directions}
+        options |= {"form": loss_name(config), "start": start}
     if loss_name(config) == "published":
         options["heads"] = "relu"
     return options
@@ -215,7 +226,7 @@ def shrink(adapter: Adapter, pairs: Pairs) -> float:
 
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         scale(share)
-        recalls[share] = sum(recall(pairs, adapter).values())
+        recalls[share] = sum(recall(pairs, *(g.mean for g in embed(adapter, pairs))).values())
     best = max(recalls, key=recalls.get)
     scale(best)
     return best
@@ -292,23 +303,34 @@ def adapted_model(base: DualEncoder, options: dict, adapter: Adapter, scalars: n
     return model.eval().requires_grad_(False)
 
 
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
 @torch.no_grad()
-def recall(pairs: Pairs, adapter: Adapter | None) -> dict[str, float]:
-    """R@1 in percent of both directions, by the cosine of the means."""
-    image, text = pairs.images, pairs.texts
-    if adapter is not None:
-        image, text = (means(adapter, side, pairs) for side in ("image", "text"))
+def embed(adapter: Adapter, pairs: Pairs) -> tuple[Gaussian, Gaussian]:
+    """The adapted images (N, D) and captions (M, D); without a module for them they are points."""
+    found = []
+    for i, module in enumerate((adapter.image, adapter.text)):
+        given = (pairs.raw[i], pairs.inputs[i]) if pairs.raw else (pairs[i],)
+        found.append(module(*given) if module else Gaussian(pairs[i], torch.full_like(pairs[i], POINT_LOG_VAR)))
+    return tuple(found)
+
+
+def recall(pairs: Pairs, image: Tensor, text: Tensor) -> dict[str, float]:
+    """R@1 in percent of both directions, by the cosine of unit images (N, D) and captions (M, D)."""
     similarity = image @ text.T
-    own = pairs.owner == torch.arange(len(image))[:, None]
-    i2t = own.gather(1, similarity.argmax(1, keepdim=True)).double().mean().item()
-    t2i = (similarity.argmax(0) == pairs.owner).double().mean().item()
-    return {"R@1 i2t": 100 * i2t, "R@1 t2i": 100 * t2i}
+    i2t = pairs.owner[similarity.argmax(1)] == torch.arange(len(image))
+    t2i = similarity.argmax(0) == pairs.owner
+    return {f"R@1 {name}": 100 * hit.double().mean().item() for name, hit in (("i2t", i2t), ("t2i", t2i))}
 
 
-def means(adapter: Adapter, side: str, pairs: Pairs) -> Tensor:
-    """Unit means of an adapter's images or texts."""
-    module, i = getattr(adapter, side), int(side == "text")
-    if module is None:
-        return pairs[i]
-    found: Gaussian = module(pairs.raw[i], pairs.inputs[i]) if pairs.raw else module(pairs[i])
-    return F.normalize(found.mean, dim=1)
+def temperatures(pairs: Pairs, image: Gaussian, text: Gaussian) -> list[tuple[float, float]]:
+    """T and k of the cosines (`fit_temperature`) of images against all captions, and of captions against all images."""
+    found = []
+    for query, gallery in ((image, text), (text, image)):
+        rows = torch.randperm(len(query), generator=torch.Generator().manual_seed(0))[: max(1, PAIRS // len(gallery))]
+        logits = F.normalize(query.mean[rows], dim=1) @ F.normalize(gallery.mean, dim=1).T
+        truth = pairs.owner[rows] if query is text else pairs.owner == rows[:, None]
+        u = None if query.log_var.max() <= POINT_LOG_VAR else query.uncertainty()[rows]
+        found.append(fit_temperature(logits, truth, u))
+    return found

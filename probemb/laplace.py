@@ -57,10 +57,10 @@ def kronecker_factors(
     """A (P, P) and B (D, D) of N pairs, float64: A kron B is about the sum of a a' kron H over the items.
 
     inputs: (N, P), with a trailing 1 where the projection has a bias; embeds, others: (N, D) of the pairs. Items meet
-    those of their block alone, as in a batch of the loss.
+    those of their block alone, as in a batch of the loss; blocks are of one size.
     """
     a, b = (torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device) for x in (inputs, embeds))
-    for rows in torch.arange(len(embeds)).split(block):
+    for rows in torch.arange(len(embeds)).tensor_split(-(-len(embeds) // block)):
         other = others[rows].double()
         for some in rows.split(ROWS):
             x = inputs[some].double()

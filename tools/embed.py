@@ -436,11 +436,12 @@ def embed_shard(
                 else:
                     texts = encode_texts(model.encode_text, tokens, batch_size=size, device=device, cut=cut)
                 mean, u = texts.mean, texts.uncertainty()
-        if not (mean.isfinite().all() and u.isfinite().all()):
+        raw_and_inputs = [torch.cat(x).to(getattr(torch, out.mean_dtype)) for x in zip(*more[kind])]
+        if not all(x.isfinite().all() for x in (mean, u, *raw_and_inputs)):
             what = f"The model embeds items of {task.shard.path} as NaN or infinity."
-            raise UserError(what, "Use another checkpoint, or --precision fp32.")
-        raw_and_inputs = zip(("raw", "inputs"), (torch.cat(x).numpy() for x in zip(*more[kind])))
-        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, rows), about, **dict(raw_and_inputs))
+            raise UserError(what, "Use another checkpoint, --mean-dtype float32, or --precision fp32.")
+        more_arrays = zip(("raw", "inputs"), (x.numpy() for x in raw_and_inputs))
+        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, rows), about, **dict(more_arrays))
     return damage
 
 

@@ -6,7 +6,7 @@ Letters: N queries, K gallery items or classes, D dimensions, R resamples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -45,8 +45,11 @@ MEASURES = {  # of a confidence: its title, and 1 where more is better
     "ece": ("ECE", -1),
     "nll": ("NLL", -1),
 }
-SOFTMAX = {"means": "max softmax", "probit": "probit softmax", "match": "match probability"}
+SOFTMAX = {
+    "means": "max softmax", "probit": "probit softmax", "match": "match probability", "adapter": "adapter's softmax",
+}  # fmt: skip
 U, SAME = "u", "not told apart"
+BASELINES = ("margin", "entropy")  # that every score is compared with, beside the best one
 
 
 class Confidence(NamedTuple):
@@ -68,7 +71,8 @@ class Task:
     """Queries (N, D) with their gallery (K, D).
 
     truth: labels (N,), or bool (N, K) where several are true; None: unknown. group: (N,) int64 of queries that depend
-    on each other, such as an image's captions. scale: of the cosines in the softmax.
+    on each other, such as an image's captions. scale: of the cosines in the softmax. temperature: T and k of the
+    cosines that the model's adapter has learned; epistemic: its variances of means (N, D), where it knows their part.
     """
 
     queries: Gaussian
@@ -77,6 +81,8 @@ class Task:
     group: Tensor
     scale: float
     model: MatchModel
+    temperature: tuple[float, float] | None = None
+    epistemic: Callable[[Tensor], Tensor] | None = None
 
     @cached_property
     def cosine(self) -> Tensor:
@@ -115,11 +121,14 @@ class Task:
             found["probit"] = probit_softmax(self.scale * mean.double(), self.scale**2 * var.double()).log()
             if self.model.form == "csd":
                 found["match"] = self.model.log_odds(self.queries, self.gallery).double()
+        if self.temperature is not None:
+            t, power = self.temperature
+            found["adapter"] = self.cosine / (t * (1 if self.u is None else self.u[:, None] ** power))
         return found
 
     def variants(self) -> dict[str, Variant]:
         """For prediction sets: `logits`, and u in the temperature and beside the score."""
-        found = {name: Variant(logits) for name, logits in self.logits.items()}
+        found = {name: Variant(logits) for name, logits in self.logits.items() if name != "adapter"}
         if self.u is not None:
             means = self.logits["means"]
             found |= {
@@ -151,6 +160,10 @@ def unlabelled_confidences(task: Task) -> dict[str, Confidence]:
     found = {name: Confidence(values) for name, values in free_confidences(task.cosine, task.scale).items()}
     for name, logits in task.logits.items():
         found[SOFTMAX[name]] = task.softmax(logits, own=name != "means")
+    if task.epistemic is not None:
+        with torch.random.fork_rng(devices=()):  # passes with dropout
+            torch.manual_seed(0)
+            found["u, epistemic"] = Confidence(-task.epistemic(task.queries.mean).sum(1).double(), own=True)
     return found if task.u is None else {U: Confidence(-task.u, own=True)} | found
 
 
@@ -235,8 +248,8 @@ def measure(
 
 
 def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Confidence]) -> list[dict]:
-    """A row for each score: its measures with intervals, and the paired "difference" of each to the best one that needs
-    neither labels nor variances ("to"); "best" where it is that one.
+    """A row for each score: its measures with intervals, and the paired "differences" of each to the best one that
+    needs neither labels nor variances ("to"), and to BASELINES.
     """
     rows = {name: {"score": name, "labels": one.labels, "own": one.own} for name, one in scores.items()}
     for key, (_, sign) in MEASURES.items():
@@ -244,15 +257,17 @@ def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Conf
         free = [name for name in values if not scores[name].labels and not scores[name].own]
         best = max(free, key=lambda name: sign * float(values[name][0]), default=None)
         for name, x in values.items():
-            rows[name][key] = estimate(x)
-            if best not in (None, name):
-                rows[name][key] |= {"to": best, "difference": estimate(x - values[best])}
+            others = [one for one in dict.fromkeys((best, *BASELINES)) if one in values and one != name]
+            apart = {one: estimate(x - values[one]) for one in others}
+            rows[name][key] = estimate(x) | {"to": best, "differences": apart}
     return list(rows.values())
 
 
-def verdict(row: Mapping, key: str) -> str:
-    """ "better" or "worse" than the best free score by a paired interval that excludes zero, else "not told apart"."""
-    apart, sign = row[key].get("difference"), MEASURES[key][1]
+def verdict(row: Mapping, key: str, than: str | None = None) -> str:
+    """ "better" or "worse" than a score, by default the best free one, by a paired interval that excludes zero, else
+    "not told apart".
+    """
+    apart, sign = row[key]["differences"].get(than or row[key]["to"]), MEASURES[key][1]
     if apart is None or apart["low"] <= 0 <= apart["high"]:
         return SAME
     return "better" if sign * apart["value"] > 0 else "worse"

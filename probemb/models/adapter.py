@@ -2,9 +2,10 @@
 
 model.encode_image(pixels)          # the towers' embedding, then the adapter: Gaussian (B, D)
 
-An adapter's options are `config["adapter"]`: {"method": a name of ADAPTERS, and the keywords of its modules}. Where a
-method has an aleatoric and an epistemic part they are kept apart: the embeddings have the first, and
-`model.adapter.text.epistemic(means)` gives the second (ProbVLM); laplace's variance is epistemic alone.
+An adapter's options are `config["adapter"]`: {"method": a name of ADAPTERS, and the keywords of its modules}, and maybe
+"temperature": T and k of queries by images and of those by texts, so that the softmax of their cosines over T u^k is
+calibrated. Where a method has an aleatoric and an epistemic part they are kept apart: the embeddings have the first,
+and `model.adapter.text.epistemic(means)` gives the second (ProbVLM); laplace's variance is epistemic alone.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Adapter(nn.Module):
         super().__init__()
         kind = ADAPTERS[options["method"]]
         both = {key: value if isinstance(value, list) else [value] * 2 for key, value in options.items()}
+        self.temperature = [[float(x) for x in two] for two in both.pop("temperature", ())] or [None, None]
         image, text = ({key: two[i] for key, two in both.items() if key != "method"} for i in (0, 1))
         self.image = kind.image and kind.image(dim, **image)
         self.text = kind.text(dim, **text)
