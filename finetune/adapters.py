@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from probemb.adapters import asym_loss, order_loss, probvlm_loss, published_prob
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.gaussian import Gaussian
-from probemb.laplace import LaplaceProjection, kronecker_factors
+from probemb.laplace import kronecker_factors
 from probemb.losses.clip import clip_loss
 from probemb.losses.match import pairwise_match_loss
 from probemb.losses.prolip import prolip_loss
@@ -42,15 +43,14 @@ PAIRS = 1 << 22  # that temperatures are fitted to; of more queries some are dra
 class Pairs(NamedTuple):
     """Frozen embeddings of images (N, D) and captions (M, D), unit rows; owner: (M,) the row of a caption's image.
 
-    raw, inputs: of images and of captions, before the last projection's result is made unit (rows, D), and its inputs
-    (rows, P); None where the folder has none.
+    layer: of images and of captions the last projection's results, not yet unit (rows, D), and its inputs (rows, P);
+    None where they were not read.
     """
 
     images: Tensor
     texts: Tensor
     owner: Tensor
-    raw: tuple[Tensor, Tensor] | None = None
-    inputs: tuple[Tensor, Tensor] | None = None
+    layer: Sequence[Sequence[Tensor]] | None = None
 
     def draw(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """The row of a random caption of each of these images."""
@@ -63,9 +63,8 @@ class Pairs(NamedTuple):
         place = torch.full((len(self.images),), -1)
         place[rows] = torch.arange(len(rows))
         keep = place[self.owner] >= 0
-        both = (rows, keep)
-        raw, inputs = (two and tuple(x[i] for x, i in zip(two, both)) for two in (self.raw, self.inputs))
-        return Pairs(self.images[rows], self.texts[keep], place[self.owner[keep]], raw, inputs)
+        layer = self.layer and [[x[i] for x in side] for side, i in zip(self.layer, (rows, keep))]
+        return Pairs(self.images[rows], self.texts[keep], place[self.owner[keep]], layer)
 
 
 def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
@@ -89,8 +88,8 @@ def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
     images, texts = ([torch.cat(column) for column in zip(*rows)] for rows in found.values())
     known = owner.argsort(stable=True)[(owner < 0).sum() :]
     texts, owner = [x[known] for x in texts], owner[known]
-    more = zip(images[1:], texts[1:])
-    pairs = Pairs(F.normalize(images[0], dim=1), F.normalize(texts[0], dim=1), owner, *more)
+    layer = [images[1:], texts[1:]] if with_inputs else None
+    pairs = Pairs(F.normalize(images[0], dim=1), F.normalize(texts[0], dim=1), owner, layer)
     return pairs.of_images(owner.unique())
 
 
@@ -105,9 +104,8 @@ def adapt(config: AdaptConfig) -> None:
     folder = open_embeddings(config.embeddings)
     base = load_model(folder.model).model
     if weights_sha256(base) != folder.weights:
-        raise UserError(
-            f"{folder.model} is not the model that {folder.folder} was embedded with.", "Embed the data again."
-        )
+        what = f"{folder.model} is not the model that {folder.folder} was embedded with."
+        raise UserError(what, "Embed the data again.")
     if base.adapter is not None:
         raise UserError(f"{folder.model} already has an adapter.", "Embed with the model that it was made from.")
     pairs = read_pairs(folder, config.method == "laplace")
@@ -160,8 +158,8 @@ def adapter_options(config: AdaptConfig, base: DualEncoder, pairs: Pairs) -> dic
     """`config["adapter"]` of the new model."""
     options: dict = {"method": config.method}
     if config.method == "laplace":
-        options |= {"inputs": [x.shape[1] for x in pairs.inputs], "exact": config.exact}
-        return options | {"pseudo_data": config.pseudo_data}
+        widths = [inputs.shape[1] for _, inputs in pairs.layer]
+        return options | {"inputs": widths, "exact": config.exact, "pseudo_data": config.pseudo_data}
     if config.hidden:
         options["hidden"] = config.hidden
     if config.method == "asymvlm":
@@ -179,12 +177,13 @@ def fit_laplace(config: AdaptConfig, adapter: Adapter, base: DualEncoder, pairs:
     scale = float(base.inverse_temperature())
     bias = float(base.logit_bias) if base.options.match == "cosine" else None
     order = torch.randperm(len(pairs.images), generator=generator)
-    both = order, pairs.draw(order, generator)
-    inputs, raw = ([x[rows] for x, rows in zip(two, both)] for two in (pairs.inputs, pairs.raw))
-    for i, (module, tower) in enumerate(((adapter.image, base.visual), (adapter.text, base.text))):
-        a, b = kronecker_factors(inputs[i], raw[i], raw[1 - i], scale, bias, config.batch_size or BLOCK)
-        norm2 = last_projection(tower).norm2
-        module.take(LaplaceProjection.fit(a, b, norm2, config.pseudo_data, config.exact))
+    sides = zip(pairs.layer, (order, pairs.draw(order, generator)))
+    images, texts = ([x[rows] for x in layer] for layer, rows in sides)
+    for module, tower, (raw, inputs), (others, _) in (
+        (adapter.image, base.visual, images, texts), (adapter.text, base.text, texts, images),
+    ):  # fmt: skip
+        factors = kronecker_factors(inputs, raw, others, scale, bias, config.batch_size or BLOCK)
+        module.fit(*factors, last_projection(tower).norm2)
 
 
 def fit(
@@ -311,7 +310,7 @@ def embed(adapter: Adapter, pairs: Pairs) -> tuple[Gaussian, Gaussian]:
     """The adapted images (N, D) and captions (M, D); without a module for them they are points."""
     found = []
     for i, module in enumerate((adapter.image, adapter.text)):
-        given = (pairs.raw[i], pairs.inputs[i]) if pairs.raw else (pairs[i],)
+        given = pairs.layer[i] if pairs.layer else (pairs[i],)
         found.append(module(*given) if module else Gaussian(pairs[i], torch.full_like(pairs[i], POINT_LOG_VAR)))
     return tuple(found)
 

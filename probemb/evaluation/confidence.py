@@ -6,7 +6,7 @@ Letters: N queries, K gallery items or classes, D dimensions, R resamples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -127,14 +127,10 @@ class Task:
         return found
 
     def variants(self) -> dict[str, Variant]:
-        """For prediction sets: `logits`, and u in the temperature and beside the score."""
+        """For prediction sets: `logits`, and u in the temperature."""
         found = {name: Variant(logits) for name, logits in self.logits.items() if name != "adapter"}
         if self.u is not None:
-            means = self.logits["means"]
-            found |= {
-                "means, temperature by u": Variant(means, self.u),
-                "means, score / u": Variant(means, self.u, True),
-            }
+            found["means, temperature by u"] = Variant(self.logits["means"], self.u)
         return found
 
     def softmax(self, logits: Tensor, **about) -> Confidence:
@@ -143,11 +139,6 @@ class Task:
         nll = None if self.truth is None else -own_log_p(log_p, self.truth)
         several = self.truth is not None and self.truth.dtype == torch.bool
         return Confidence(log_p.gather(1, self.answer[:, None])[:, 0].exp(), probability=not several, nll=nll, **about)
-
-    def halves(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows to fit on and the others, both ways round."""
-        for fit in (self.half, ~self.half):
-            yield fit.nonzero().flatten(), (~fit).nonzero().flatten()
 
 
 def is_point(g: Gaussian) -> bool:
@@ -173,44 +164,46 @@ def fitted_confidences(task: Task, known: Mapping[str, Confidence], steps: int) 
     One temperature; logistic regression on (max softmax, entropy, margin), also with log u; and ViLU for a gallery with
     one true item each, trained for so many steps. Nothing if a half has only right or only wrong answers.
     """
-    n, right = len(task.right) // 2, task.right
-    if any(len(right[fit].unique()) < 2 for fit, _ in task.halves()):
+    right, logits = task.right, task.logits["means"]
+    if any(len(right[some].unique()) < 2 for some in (task.half, ~task.half)):
         return {}
-    features = torch.stack([known[name].values for name in ("max softmax", "entropy", "margin")], 1)
-    found = {
-        "temperature": task.softmax(_tempered(task, torch.ones(len(right))), labels=n),
-        "logistic regression": _logistic(task, features),
-    }
-    if task.u is not None:
-        found["temperature by u"] = task.softmax(_tempered(task, task.u), labels=n, own=True)
-        features = torch.cat([features, task.u.log()[:, None]], 1)
-        found["logistic regression with u"] = _logistic(task, features)._replace(own=True)
-    if steps and task.truth.dtype != torch.bool:
-        logit = torch.empty(len(right), dtype=torch.float64)
+
+    def tempered(u: Tensor, **about) -> Confidence:
+        def fit(rows: Tensor, others: Tensor) -> Tensor:
+            t, power = fit_temperature(logits[rows], task.truth[rows], u[rows])
+            return logits[others] / (t * u[others, None] ** power)
+
+        return task.softmax(_cross_fitted(task, fit), labels=len(right) // 2, **about)
+
+    def logistic(features: Tensor, **about) -> Confidence:
+        def fit(rows: Tensor, others: Tensor) -> Tensor:
+            x = (features - features[rows].mean(0)) / features[rows].std(0).clamp_min(1e-12)
+            fitted = LogisticRegression(max_iter=1000).fit(x[rows].numpy(), right[rows].numpy())
+            return torch.from_numpy(fitted.predict_proba(x[others].numpy())[:, 1])
+
+        return Confidence(_cross_fitted(task, fit), len(right) // 2, probability=True, **about)
+
+    def vilu(rows: Tensor, others: Tensor) -> Tensor:
         queries, gallery = (normalize(g.mean.float(), dim=1) for g in (task.queries, task.gallery))
-        for fit, rest in task.halves():
-            predictor = train_failure_predictor(queries[fit], gallery, task.scale, right[fit], steps)
-            with torch.no_grad():
-                logit[rest] = predictor(queries[rest], gallery, task.scale).double()
-        found["vilu"] = Confidence(logit, n)
+        predictor = train_failure_predictor(queries[rows], gallery, task.scale, right[rows], steps)
+        with torch.no_grad():
+            return predictor(queries[others], gallery, task.scale).double()
+
+    features = torch.stack([known[name].values for name in ("max softmax", "entropy", "margin")], 1)
+    found = {"temperature": tempered(torch.ones(len(right))), "logistic regression": logistic(features)}
+    if task.u is not None:
+        found["temperature by u"] = tempered(task.u, own=True)
+        features = torch.cat([features, task.u.log()[:, None]], 1)
+        found["logistic regression with u"] = logistic(features, own=True)
+    if steps and task.truth.dtype != torch.bool:
+        found["vilu"] = Confidence(_cross_fitted(task, vilu), len(right) // 2)
     return found
 
 
-def _tempered(task: Task, u: Tensor) -> Tensor:
-    logits, out = task.logits["means"], torch.empty_like(task.logits["means"])
-    for fit, rest in task.halves():
-        temperature, power = fit_temperature(logits[fit], task.truth[fit], u[fit])
-        out[rest] = logits[rest] / (temperature * u[rest, None] ** power)
-    return out
-
-
-def _logistic(task: Task, features: Tensor) -> Confidence:
-    out = torch.empty(len(features), dtype=torch.float64)
-    for fit, rest in task.halves():
-        x = (features - features[fit].mean(0)) / features[fit].std(0).clamp_min(1e-12)
-        fitted = LogisticRegression(max_iter=1000).fit(x[fit].numpy(), task.right[fit].numpy())
-        out[rest] = torch.from_numpy(fitted.predict_proba(x[rest].numpy())[:, 1])
-    return Confidence(out, len(features) // 2, probability=True)
+def _cross_fitted(task: Task, fit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`fit` (rows to fit on, the other rows) gives values of the others: those of both ways round, in their order."""
+    some, others = (half.nonzero().flatten() for half in (task.half, ~task.half))
+    return torch.cat([fit(others, some), fit(some, others)])[torch.cat([some, others]).argsort()]
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison

@@ -84,12 +84,8 @@ def evaluate(config: UncertaintyConfig) -> None:
     words = torch.tensor([len(text.split()) for i in pairs.kept for text in captions.captions[i]], dtype=torch.float64)
     scale, source = softmax_scale(embedder.model)
     about, adapter = (scale or 1.0, embedder.model.match_model), getattr(embedder.model, "adapter", None)
-    of_images, of_texts = about, about
-    if adapter:
-        of_images, of_texts = (
-            (*about, temperature, getattr(module, "epistemic", None))
-            for temperature, module in zip(adapter.temperature, (adapter.image, adapter.text))
-        )
+    sides = zip(adapter.temperature, (adapter.image, adapter.text)) if adapter else [(None, None)] * 2
+    of_images, of_texts = ((*about, fitted, getattr(module, "epistemic", None)) for fitted, module in sides)
     n, m = len(pairs.images), len(pairs.texts)
     rows, columns = drawn(m, n), drawn(n, m)
     group = pairs.owner[rows].unique(return_inverse=True)[1]
