@@ -102,7 +102,7 @@ def fit_temperature(logits: Tensor, truth: Tensor, u: Tensor | None = None) -> t
         log_t, power = parameters
         temperature = (log_t + power * (log_u - centre)).clamp(-LOG_RANGE, LOG_RANGE).exp()
         log_p = own_log_p((logits / temperature[:, None]).log_softmax(1), truth)
-        value = ((log_t / 10).square() + power.square() - 2 * log_p.sum()) / (2 * len(logits))
+        value = ((log_t / 10).square() + power.square() - 2 * log_p.sum()) / (2 * max(1, len(logits)))
         value.backward()
         return value
 
