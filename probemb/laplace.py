@@ -110,7 +110,7 @@ class LaplaceProjection(nn.Module):
         """Take `kronecker_factors` (P, P) and (D, D), and the squared norm of the projection's parameters."""
         (a, a_vectors), (b, b_vectors) = (torch.linalg.eigh(x.double()) for x in (a, b))
         a, b = a.clamp_min(0), b.clamp_min(0)
-        prior = torch.tensor(fit_prior(a, b, weight_norm2, self.pseudo_data, self.exact))
+        prior = a.new_tensor(fit_prior(a, b, weight_norm2, self.pseudo_data, self.exact))
         state = {"a_values": a, "a_vectors": a_vectors, "b_values": b, "b_vectors": b_vectors, "prior": prior}
         self.load_state_dict(state)
         return self
