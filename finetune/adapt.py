@@ -43,8 +43,8 @@ class AdaptConfig:
     Args:
         embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Better of
             data that the model was not trained on: of pairs that it has memorised there are no failures to learn from.
-        method: gaussian (means and variances by PCME++'s or ProLIP's loss), laplace (BayesVLM, which trains nothing),
-            loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
+        method: its name in docs/adapt.md; gaussian (means and variances by PCME++'s or ProLIP's loss), laplace
+            (BayesVLM, trains nothing), loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
         loss: gaussian: pcmepp or prolip, asymvlm: power-spherical or von-mises-fisher, probvlm: density (the paper's)
             or published (the public code's).

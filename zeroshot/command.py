@@ -17,11 +17,10 @@ class EvaluationConfig:
     """Options of every evaluation.
 
     Args:
-        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        model: a run, or anything else that load_model reads (docs/models.md).
         data: what the command reads.
         out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
-        resize: backend for resizing: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
-            rounding of PIL's pixels).
+        resize: backend for resizing: pil (as open_clip) or tensor (torch, faster); within a rounding of each other.
         batch_size: images or crops in a batch.
         text_batch_size: texts in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -50,7 +49,7 @@ class CaptionConfig(EvaluationConfig):
         data: images with captions, in a form of docs/data.md: shards, a json, a CSV, or the folder of a data set.
         split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
         images: folder of the images that a file names.
-        exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
+        exif: turn images as their EXIF orientation says; open_clip does not.
     """
 
     split: str | None = "auto"

@@ -233,7 +233,7 @@ class JWAESCAN(JWAEMH, SCAN):
         """SCAN and Gaussian regularisation. Source: jWAE §5.1; SCAN.
 
         Args:
-            published: as in the public code: unit codes of one region and one word of each item before the
+            published: as in the public code; unit codes of one region and one word of each item before the
                 discriminator, which has two layers and keeps all gradients, also the encoders'; each word predicted
                 from its own code and from itself.
         """
