@@ -50,6 +50,7 @@ SOFTMAX = {
 }  # fmt: skip
 U, SAME = "u", "not told apart"
 BASELINES = ("margin", "entropy")  # that every score is compared with, beside the best one
+MORE_BASELINES = ("max softmax", "temperature", "logistic regression")  # and in results.json
 
 
 class Confidence(NamedTuple):
@@ -242,7 +243,7 @@ def measure(
 
 def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Confidence]) -> list[dict]:
     """A row for each score: its measures with intervals, and the paired "differences" of each to the best one that
-    needs neither labels nor variances ("to"), and to BASELINES.
+    needs neither labels nor variances ("to"), and to all baselines.
     """
     rows = {name: {"score": name, "labels": one.labels, "own": one.own} for name, one in scores.items()}
     for key, (_, sign) in MEASURES.items():
@@ -250,7 +251,7 @@ def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Conf
         free = [name for name in values if not scores[name].labels and not scores[name].own]
         best = max(free, key=lambda name: sign * float(values[name][0]), default=None)
         for name, x in values.items():
-            others = [one for one in dict.fromkeys((best, *BASELINES)) if one in values and one != name]
+            others = [one for one in dict.fromkeys((best, *BASELINES, *MORE_BASELINES)) if one in values and one != name]
             apart = {one: estimate(x - values[one]) for one in others}
             rows[name][key] = estimate(x) | {"to": best, "differences": apart}
     return list(rows.values())
