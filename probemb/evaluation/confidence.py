@@ -251,8 +251,8 @@ def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Conf
         free = [name for name in values if not scores[name].labels and not scores[name].own]
         best = max(free, key=lambda name: sign * float(values[name][0]), default=None)
         for name, x in values.items():
-            others = [one for one in dict.fromkeys((best, *BASELINES, *MORE_BASELINES)) if one in values and one != name]
-            apart = {one: estimate(x - values[one]) for one in others}
+            every = dict.fromkeys((best, *BASELINES, *MORE_BASELINES))
+            apart = {one: estimate(x - values[one]) for one in every if one in values and one != name}
             rows[name][key] = estimate(x) | {"to": best, "differences": apart}
     return list(rows.values())
 
