@@ -1,10 +1,10 @@
-"""Give a trained CLIP, SigLIP or any other dual encoder an uncertainty, from its embeddings, in minutes on a CPU.
+"""Give a trained CLIP, SigLIP or other dual encoder an uncertainty, in minutes on a CPU.
 
     python -m tools.embed --model runs/clip --data data/train --out embeddings/clip     # once
     python -m finetune.adapt --embeddings embeddings/clip --method gaussian --out runs/adapted
     python -m zeroshot.retrieval --model runs/adapted --data data/val
 
-The towers stay as they are. Recall on pairs that the adapter did not see is printed before and after.
+The towers stay as they are. Recall on held-out pairs is printed before and after.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class AdaptConfig:
     Args:
         embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Better of
             data that the model was not trained on: of pairs that it has memorised there are no failures to learn from.
-        method: gaussian (means and variances by PCME++'s or ProLIP's loss), laplace (BayesVLM, which trains nothing),
-            loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
+        method: its name in docs/adapt.md; gaussian (means and variances by PCME++'s or ProLIP's loss), laplace
+            (BayesVLM, trains nothing), loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
-        loss: of gaussian: pcmepp or prolip; of asymvlm: power-spherical or von-mises-fisher; of probvlm: density (the
-            paper's) or published (the public code's).
+        loss: gaussian: pcmepp or prolip, asymvlm: power-spherical or von-mises-fisher, probvlm: density (the paper's)
+            or published (the public code's).
         clip: of gaussian: weight of the CLIP loss.
         vib: of gaussian: weight of PCME++'s or ProLIP's bottleneck.
         directions: of asymvlm: take the learned means of texts too, as published; recall is lower.
@@ -57,11 +57,12 @@ class AdaptConfig:
         batch_size: pairs, 1,024 by default; of laplace, the items that each is compared with, by default 32,768.
         lr: peak learning rate of AdamW, cosine after a tenth of the steps.
         weight_decay: of AdamW.
-        validation: share of the images that are held out, for the recall before and after (5,000 at most); of gaussian,
-            half of them choose how much of the change of the means is kept.
+        validation: share of the images that are held out, for the recall before and after (5,000 at most), and for T
+            and k of the adapter's softmax, of cosines over T u^k; of gaussian, half of them choose how much of the
+            change of the means is kept.
         pseudo_data: of laplace: how many times the pairs count.
         exact: of laplace: the exact posterior of the factors in place of the published one.
-        seed: of weights, order and captions.
+        seed: of everything random: weights, order, captions.
     """
 
     embeddings: str = ""

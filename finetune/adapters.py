@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +21,12 @@ from probemb.adapters import asym_loss, order_loss, probvlm_loss, published_prob
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.gaussian import Gaussian
-from probemb.laplace import LaplaceProjection, kronecker_factors
+from probemb.laplace import kronecker_factors
 from probemb.losses.clip import clip_loss
 from probemb.losses.match import pairwise_match_loss
 from probemb.losses.prolip import prolip_loss
-from probemb.models import DualEncoder, load_model, save_model, weights_sha256
+from probemb.metrics.selective import fit_temperature
+from probemb.models import POINT_LOG_VAR, DualEncoder, load_model, save_model, weights_sha256
 from probemb.models.adapter import ADAPTERS, Adapter, last_projection
 from probemb.options import to_dict, to_yaml
 from probemb.progress import progress
@@ -34,20 +36,21 @@ MOST_HELD_OUT = 5_000
 BATCH = 1024
 BLOCK = 32_768  # of method laplace
 PROLIP_BIAS = -10.0  # where the base has none
+SIDES = ("images", "captions")
+PAIRS = 1 << 22  # that temperatures are fitted to; of more queries some are drawn
 
 
 class Pairs(NamedTuple):
     """Frozen embeddings of images (N, D) and captions (M, D), unit rows; owner: (M,) the row of a caption's image.
 
-    raw, inputs: of images and of captions, before the last projection's result is made unit (rows, D), and its inputs
-    (rows, P); None where the folder has none.
+    layer: of images and of captions the last projection's results, not yet unit (rows, D), and its inputs (rows, P);
+    None where they were not read.
     """
 
     images: Tensor
     texts: Tensor
     owner: Tensor
-    raw: tuple[Tensor, Tensor] | None = None
-    inputs: tuple[Tensor, Tensor] | None = None
+    layer: Sequence[Sequence[Tensor]] | None = None
 
     def draw(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """The row of a random caption of each of these images."""
@@ -60,9 +63,8 @@ class Pairs(NamedTuple):
         place = torch.full((len(self.images),), -1)
         place[rows] = torch.arange(len(rows))
         keep = place[self.owner] >= 0
-        both = (rows, keep)
-        raw, inputs = (two and tuple(x[i] for x, i in zip(two, both)) for two in (self.raw, self.inputs))
-        return Pairs(self.images[rows], self.texts[keep], place[self.owner[keep]], raw, inputs)
+        layer = self.layer and [[x[i] for x in side] for side, i in zip(self.layer, (rows, keep))]
+        return Pairs(self.images[rows], self.texts[keep], place[self.owner[keep]], layer)
 
 
 def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
@@ -72,6 +74,8 @@ def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
     for kind, rows in found.items():
         for part in folder.partitions(kind):
             items = folder.read_items(part)
+            if not len(items):  # such as of a shard without captions, which has no inputs either
+                continue
             keys[kind] += zip(items["shard"].to_pylist(), items["key"].to_pylist())
             more = folder.read_inputs(part) if with_inputs else ()
             rows.append([torch.from_numpy(x).float() for x in (folder.read(part)[0], *more)])
@@ -84,8 +88,8 @@ def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
     images, texts = ([torch.cat(column) for column in zip(*rows)] for rows in found.values())
     known = owner.argsort(stable=True)[(owner < 0).sum() :]
     texts, owner = [x[known] for x in texts], owner[known]
-    more = zip(images[1:], texts[1:])
-    pairs = Pairs(F.normalize(images[0], dim=1), F.normalize(texts[0], dim=1), owner, *more)
+    layer = [images[1:], texts[1:]] if with_inputs else None
+    pairs = Pairs(F.normalize(images[0], dim=1), F.normalize(texts[0], dim=1), owner, layer)
     return pairs.of_images(owner.unique())
 
 
@@ -100,15 +104,14 @@ def adapt(config: AdaptConfig) -> None:
     folder = open_embeddings(config.embeddings)
     base = load_model(folder.model).model
     if weights_sha256(base) != folder.weights:
-        raise UserError(
-            f"{folder.model} is not the model that {folder.folder} was embedded with.", "Embed the data again."
-        )
+        what = f"{folder.model} is not the model that {folder.folder} was embedded with."
+        raise UserError(what, "Embed the data again.")
     if base.adapter is not None:
         raise UserError(f"{folder.model} already has an adapter.", "Embed with the model that it was made from.")
     pairs = read_pairs(folder, config.method == "laplace")
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(pairs.images), generator=generator)
-    n = min(MOST_HELD_OUT, round(config.validation * len(order)))
+    n = min(MOST_HELD_OUT, max(2, round(config.validation * len(order)))) if config.validation else 0
     held_out, train = pairs.of_images(order[:n].sort().values), pairs.of_images(order[n:].sort().values)
     if len(train.images) < 2:
         raise UserError(f"{folder.folder} has {len(train.images)} images to train on.", "Embed more.")
@@ -121,7 +124,7 @@ def adapt(config: AdaptConfig) -> None:
             fit_laplace(config, adapter, base, train, generator)
         else:
             fit(config, adapter, scalars, base, train, generator)
-    if config.method == "gaussian" and n > 1:
+    if config.method == "gaussian" and n:
         half = torch.arange(n // 2)
         share = shrink(adapter.requires_grad_(False), held_out.of_images(half))
         print(f"kept {share:.0%} of the change in the means, chosen by recall on {len(half):,} held-out images")
@@ -130,10 +133,16 @@ def adapt(config: AdaptConfig) -> None:
     results["seconds"] = round(time.monotonic() - start, 1)
     results["parameters"] = sum(x.numel() for x in adapter.state_dict().values())
     if n:
-        before, after = recall(held_out, None), recall(held_out, adapter)
-        results |= {"held_out": n, "before": before, "after": after}
+        before, start = recall(held_out, *held_out[:2]), time.monotonic()
+        found = embed(adapter, held_out)
+        took = 1000 * (time.monotonic() - start) / sum(map(len, found))
+        after = recall(held_out, *(F.normalize(g.mean, dim=1) for g in found))
+        results |= {"held_out": n, "before": before, "after": after, "milliseconds_per_item": round(took, 4)}
         for key, value in before.items():
             print(f"{key:8} {value:6.2f} -> {after[key]:6.2f}   ({n:,} held-out images)")
+        options["temperature"] = temperatures(held_out, *found)
+        told = (f"{t:.3g} u^{power:.3g} of {side}" for (t, power), side in zip(options["temperature"], SIDES))
+        print(f"temperatures of the cosines: {', '.join(told)}")
     save_model(adapted_model(base, options, adapter, scalars), out / "model")
     replace_text(out / "config.yaml", to_yaml(config))
     replace_text(out / "results.json", json.dumps(results, indent=1) + "\n")
@@ -149,15 +158,15 @@ def adapter_options(config: AdaptConfig, base: DualEncoder, pairs: Pairs) -> dic
     """`config["adapter"]` of the new model."""
     options: dict = {"method": config.method}
     if config.method == "laplace":
-        options |= {"inputs": [x.shape[1] for x in pairs.inputs], "exact": config.exact}
-        return options | {"pseudo_data": config.pseudo_data}
+        widths = [inputs.shape[1] for _, inputs in pairs.layer]
+        return options | {"inputs": widths, "exact": config.exact, "pseudo_data": config.pseudo_data}
     if config.hidden:
         options["hidden"] = config.hidden
     if config.method == "asymvlm":
         # The log-densities then start as the frozen logits: κ cos is the vMF's, and κ log(1 + cos) about half as steep.
         steep = 1 if loss_name(config) == "von-mises-fisher" else 2
         start = None if config.directions else steep * float(base.inverse_temperature())
-        options |= {"form": loss_name(config), "start": start, "keep": not config.directions}
+        options |= {"form": loss_name(config), "start": start}
     if loss_name(config) == "published":
         options["heads"] = "relu"
     return options
@@ -168,12 +177,13 @@ def fit_laplace(config: AdaptConfig, adapter: Adapter, base: DualEncoder, pairs:
     scale = float(base.inverse_temperature())
     bias = float(base.logit_bias) if base.options.match == "cosine" else None
     order = torch.randperm(len(pairs.images), generator=generator)
-    both = order, pairs.draw(order, generator)
-    inputs, raw = ([x[rows] for x, rows in zip(two, both)] for two in (pairs.inputs, pairs.raw))
-    for i, (module, tower) in enumerate(((adapter.image, base.visual), (adapter.text, base.text))):
-        a, b = kronecker_factors(inputs[i], raw[i], raw[1 - i], scale, bias, config.batch_size or BLOCK)
-        norm2 = last_projection(tower).norm2
-        module.take(LaplaceProjection.fit(a, b, norm2, config.pseudo_data, config.exact))
+    sides = zip(pairs.layer, (order, pairs.draw(order, generator)))
+    images, texts = ([x[rows] for x in layer] for layer, rows in sides)
+    for module, tower, (raw, inputs), (others, _) in (
+        (adapter.image, base.visual, images, texts), (adapter.text, base.text, texts, images),
+    ):  # fmt: skip
+        factors = kronecker_factors(inputs, raw, others, scale, bias, config.batch_size or BLOCK)
+        module.fit(*factors, last_projection(tower).norm2)
 
 
 def fit(
@@ -215,7 +225,7 @@ def shrink(adapter: Adapter, pairs: Pairs) -> float:
 
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         scale(share)
-        recalls[share] = sum(recall(pairs, adapter).values())
+        recalls[share] = sum(recall(pairs, *(g.mean for g in embed(adapter, pairs))).values())
     best = max(recalls, key=recalls.get)
     scale(best)
     return best
@@ -292,23 +302,34 @@ def adapted_model(base: DualEncoder, options: dict, adapter: Adapter, scalars: n
     return model.eval().requires_grad_(False)
 
 
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
 @torch.no_grad()
-def recall(pairs: Pairs, adapter: Adapter | None) -> dict[str, float]:
-    """R@1 in percent of both directions, by the cosine of the means."""
-    image, text = pairs.images, pairs.texts
-    if adapter is not None:
-        image, text = (means(adapter, side, pairs) for side in ("image", "text"))
+def embed(adapter: Adapter, pairs: Pairs) -> tuple[Gaussian, Gaussian]:
+    """The adapted images (N, D) and captions (M, D); without a module for them they are points."""
+    found = []
+    for i, module in enumerate((adapter.image, adapter.text)):
+        given = pairs.layer[i] if pairs.layer else (pairs[i],)
+        found.append(module(*given) if module else Gaussian(pairs[i], torch.full_like(pairs[i], POINT_LOG_VAR)))
+    return tuple(found)
+
+
+def recall(pairs: Pairs, image: Tensor, text: Tensor) -> dict[str, float]:
+    """R@1 in percent of both directions, by the cosine of unit images (N, D) and captions (M, D)."""
     similarity = image @ text.T
-    own = pairs.owner == torch.arange(len(image))[:, None]
-    i2t = own.gather(1, similarity.argmax(1, keepdim=True)).double().mean().item()
-    t2i = (similarity.argmax(0) == pairs.owner).double().mean().item()
-    return {"R@1 i2t": 100 * i2t, "R@1 t2i": 100 * t2i}
+    i2t = pairs.owner[similarity.argmax(1)] == torch.arange(len(image))
+    t2i = similarity.argmax(0) == pairs.owner
+    return {f"R@1 {name}": 100 * hit.double().mean().item() for name, hit in (("i2t", i2t), ("t2i", t2i))}
 
 
-def means(adapter: Adapter, side: str, pairs: Pairs) -> Tensor:
-    """Unit means of an adapter's images or texts."""
-    module, i = getattr(adapter, side), int(side == "text")
-    if module is None:
-        return pairs[i]
-    found: Gaussian = module(pairs.raw[i], pairs.inputs[i]) if pairs.raw else module(pairs[i])
-    return F.normalize(found.mean, dim=1)
+def temperatures(pairs: Pairs, image: Gaussian, text: Gaussian) -> list[tuple[float, float]]:
+    """T and k of the cosines (`fit_temperature`) of images against all captions, and of captions against all images."""
+    found = []
+    for query, gallery in ((image, text), (text, image)):
+        rows = torch.randperm(len(query), generator=torch.Generator().manual_seed(0))[: max(1, PAIRS // len(gallery))]
+        logits = F.normalize(query.mean[rows], dim=1) @ F.normalize(gallery.mean, dim=1).T
+        truth = pairs.owner[rows] if query is text else pairs.owner == rows[:, None]
+        u = None if query.log_var.max() <= POINT_LOG_VAR else query.uncertainty()[rows]
+        found.append(fit_temperature(logits, truth, u))
+    return found

@@ -43,18 +43,18 @@ class Data:
     """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
-        path: a CSV, TSV or JSON lines, images with a .txt beside each, Karpathy's json, a folder of precomp caption
-            files (with regions or without), CUB's, or webdataset shards.
-        images: folder of the images that these name.
+        path: images with captions, in a form of docs/data.md: a table, images with a .txt beside each, shards, a json, or
+            the folder of a data set.
+        images: folder of the images that a file names.
         format: of the captions; empty to detect it.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none. Of data without splits, a tenth of the images is drawn
             as val, and train is the others.
         positives: image (captions match their own image) or class (all images of it), in training and validation.
         workers: processes that read and decode, for each rank.
-        failure_share: share of unreadable images at which the run stops.
+        failure_share: share of unreadable samples at which the run stops.
         exif: turn images as their EXIF orientation says; open_clip does not.
-        resize: backend for resizing, also in validation: tensor (torch, fast) or pil (as open_clip).
+        resize: backend for resizing, in validation too: tensor (torch, fast) or pil (as open_clip).
         cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
         unpaired: additional images and texts, whose pairing is ignored, for the autoencoders; their split `train`.
         unpaired_images: folder of their images.
@@ -82,7 +82,7 @@ class Mix:
     """Mixed-sample augmentation of images; labels become soft.
 
     Args:
-        mode: element (each image is mixed or not, independently) or batch (all images of a batch are mixed, or none).
+        mode: element (each image by itself) or batch (all of a batch, or none).
         ratio: share of the images that are mixed with another one, in mode element; 0 for none, in both modes.
         prob: probability that an image is mixed, beside the ratio; in mode batch, that a batch is.
         mixup: parameter of Mixup's Beta distribution; 0 for CutMix alone.
@@ -208,11 +208,11 @@ class Engine:
     """Computation of a step.
 
     Args:
-        precision: fp32, bf16, or auto: bf16 on a GPU that supports it.
-        grad_checkpointing: trade time for memory in all blocks.
-        threads: CPU threads of each process; 0 shares the machine's cores.
+        precision: fp32, bf16 (autocast), or auto: bf16 if the GPU has it.
+        grad_checkpointing: recompute every block in the backward pass.
+        threads: CPU threads of each rank; 0 shares the machine's cores.
         eval_batch_size: images in a batch while validating.
-        timeout: minutes that a process waits for the others, also while the first one validates.
+        timeout: minutes that a process waits for the others; also while the first one validates.
     """
 
     precision: Precision = "auto"
@@ -229,10 +229,10 @@ class Config:
     Args:
         method: its name in docs/papers.md.
         out: the run folder.
-        resume: continue from the newest checkpoint in out.
-        seed: of everything random.
+        resume: continue from the newest checkpoint in `out`, if there is one.
+        seed: of everything random: weights, order, captions, augmentation.
         batch_size: pairs in a batch, over all ranks.
-        epochs: passes over all pairs.
+        epochs: passes over the data.
         ranking: of the validation, which selects the epoch: empty for the method's own, csd, mean or tolerance
             (docs/concepts.md).
         noise_ratio: share of the training captions that are moved to wrong images.

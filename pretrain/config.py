@@ -28,7 +28,7 @@ class Model(TrainedTowers):
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 2. Objectives that train points have no branch.
         lock_text: freeze the text tower's trunk; its heads train.
-        unlocked_image_groups: last groups of a locked image tower that train: 1 for the last norm and the projection, 2
+        unlocked_image_groups: last groups of a locked image tower that train; 1 for the last norm and the projection, 2
             for the last block too, and so on.
         unlocked_text_groups: the same of a locked text tower.
         patch_dropout: share of an image's patches that the tower does not read in training.
@@ -53,9 +53,9 @@ class Data:
         window: samples of a lane that are shuffled together.
         captions: which caption of an image is used: random (drawn in every epoch) or first.
         filter: rules that a sample must meet.
-        failure_share: share of unreadable samples, among those of all ranks, at which the run stops.
-        exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
-        resize: backend for resizing, also in `evaluate`: tensor (torch, fast) or pil (as open_clip).
+        failure_share: share of unreadable samples at which the run stops; of all ranks' samples.
+        exif: turn images as their EXIF orientation says; also those of `evaluate`; open_clip does not.
+        resize: backend for resizing, in validation too: tensor (torch, fast) or pil (as open_clip).
         augmentation: random crops and colours, as open_clip's.
         verify_hash: compare each shard with its index' SHA-256 when it is opened; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
@@ -129,7 +129,7 @@ class Engine:
 
     Args:
         zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
-        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 if the GPU has it.
+        precision: fp32, bf16 (autocast), or auto: bf16 if the GPU has it; weights, losses and moments stay float32.
         accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
         compile: torch.compile the towers, or of a whole step also the loss; texts are padded to four lengths.
@@ -139,7 +139,7 @@ class Engine:
             to each process.
         deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
-        timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
+        timeout: minutes that a phase of a step may take; such as the wait for data or for other ranks.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -207,17 +207,17 @@ class Config:
         epochs: passes over the data; may be a fraction.
         samples: samples to see instead of `epochs`; 0 uses epochs.
         stop_at_step: stop early at this step, with a checkpoint; the schedule stays the whole run's. 0 never does.
-        seed: of the weights, the order of the data and its augmentation.
+        seed: of everything random: weights, order, captions, augmentation.
         log_every: steps between two log lines.
         save_every: steps between two checkpoints; 0 saves at the end only.
         keep_checkpoints: how many of the newest checkpoints stay.
         keep_every: also keep the checkpoints at multiples of this step; 0 for none.
-        on_nonfinite: when the loss or gradient is NaN or Inf on any rank: stop, or skip the step on all ranks.
+        on_nonfinite: at a loss or gradient of NaN or Inf: stop, or skip the step on all ranks.
         log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
         profile: the first and the last step of a trace by torch's profiler, of rank 0, in profile/; 20 steps at most.
-        wandb: a Weights & Biases project to log to; empty for none.
-        remote_copy: where checkpoints are copied to in the background: s3://BUCKET/FOLDER, another address that fsspec
-            knows, or a folder; with `resume`, a run folder without a checkpoint continues from there.
+        wandb: a Weights & Biases project; empty for none.
+        remote_copy: where checkpoints are copied to in the background: s3://BUCKET/FOLDER, another address of fsspec's,
+            or a folder; with `resume`, a run folder without a checkpoint continues from there.
         objective: pcmepp (the CLIP loss plus the PCME++ loss), clip, siglip or prolip; clip and siglip train points.
         loss: options of the objective.
     """

@@ -66,8 +66,8 @@ class PCMEPlusPlus:
         pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
         vib: weight beta of the information bottleneck, inside the PCME++ loss.
         log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
-        exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with more
-            than 64 ranks, and for pseudo-positives and match-probability.
+        exchange: ring, gather (one collective), or null: gather with more than 64 ranks; null gathers for
+            pseudo-positives and match-probability too. A ring's memory does not grow with the ranks.
     """
 
     clip: NonNegativeFloat = 1.0
@@ -172,7 +172,7 @@ class ProLIP(SigLIP):
     Args:
         vib: weight of the information bottleneck.
         inclusion: weight of an image's inclusion in its text.
-        masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens, of
+        masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens; of
             every eighth item; 1e-3 as published, for towers that can read parts.
         inclusion_scale: c of -log sigmoid(c H).
         form: exact, or code, the formulas of the authors' public code.

@@ -86,17 +86,14 @@ def order_loss(u: Tensor, loss: Tensor, margin: float = 0.1, leeway: float = 0.0
 class SphericalAdapter(nn.Module):
     """Texts as distributions on the sphere: η (B, D), its direction the mean, its length the concentration κ.
 
-    Images stay points. start: η is that many times x at first, and the network its residual; None: the network alone,
-    as published. keep: the mean is x, and κ alone is taken: by the cosine of the learned directions, vague texts come
-    close to all images. Source: AsymVLM (Li et al., arXiv 2505.11029).
+    Images stay points. start: η is that many times x at first, and the network its residual; the mean is x, and κ alone
+    is taken: by the cosine of the learned directions, vague texts come close to all images. None: η is the network
+    alone, and the mean its direction, as published. Source: AsymVLM (Li et al., arXiv 2505.11029).
     """
 
-    def __init__(
-        self, dim: int, hidden: int = 1024, form: str = "power-spherical", start: float | None = None,
-        keep: bool = False,
-    ):  # fmt: skip
+    def __init__(self, dim: int, hidden: int = 1024, form: str = "power-spherical", start: float | None = None):
         super().__init__()
-        self.form, self.start, self.moves = form, start, not keep
+        self.form, self.start, self.moves = form, start, start is None
         self.network = mlp(dim, hidden, hidden, hidden, dim)
         if start is not None:
             for parameter in self.network[-1].parameters():

@@ -166,11 +166,10 @@ def results_to_show(
 
 
 class Variant(NamedTuple):
-    """Logits (N, K) whose softmax makes the scores; u: (N,), used in their temperature, or to divide the scores by."""
+    """Logits (N, K) whose softmax makes the scores; u: (N,), used in their temperature."""
 
     logits: Tensor
     u: Tensor | None = None
-    divides: bool = False
 
 
 def random_splits(groups: Tensor, splits: int) -> Iterator[list[Tensor]]:
@@ -208,11 +207,10 @@ def evaluate_sets(
     found: dict[tuple[str, str], list[dict]] = {}
     plain = next(iter(variants))
     parts = list(random_splits(groups, splits))
-    for name, (logits, u, divides) in variants.items():
+    for name, (logits, u) in variants.items():
         ordered, order = logits.double().sort(dim=1, descending=True, stable=True)
         place = (order == labels[:, None]).int().argmax(1)
-        one = torch.ones(len(labels), dtype=torch.float64)
-        by, divisor = (one, u.double()) if divides else (one if u is None else u.double(), one)
+        by = torch.ones(len(labels), dtype=torch.float64) if u is None else u.double()
         for tune, calibrate, test in parts:
             temperature, power = fit_temperature(ordered[tune], place[tune], by[tune])
             p = (ordered / (temperature * by[:, None] ** power)).softmax(1)
@@ -224,7 +222,7 @@ def evaluate_sets(
             scores = {"LAC": Score(), "APS": Score("aps"), "RAPS": tune_raps(p[tune], place[tune], alpha)}
             scores |= {"top k": Score("rank")} if name == plain else {}
             for title, score in scores.items():
-                s = score.of_sorted(p) / divisor[:, None]
+                s = score.of_sorted(p)
                 own = of_labels(s, place)
                 if by_class:
                     limit = class_thresholds(own[calibrate], labels[calibrate], s.shape[1], alpha)[order[test]]

@@ -12,11 +12,10 @@ Letters: N items, M items of the other modality, P inputs of the projection, D o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from scipy.optimize import brentq
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb.gaussian import Gaussian
@@ -57,10 +56,10 @@ def kronecker_factors(
     """A (P, P) and B (D, D) of N pairs, float64: A kron B is about the sum of a a' kron H over the items.
 
     inputs: (N, P), with a trailing 1 where the projection has a bias; embeds, others: (N, D) of the pairs. Items meet
-    those of their block alone, as in a batch of the loss.
+    those of their block alone, as in a batch of the loss; blocks are of one size.
     """
     a, b = (torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device) for x in (inputs, embeds))
-    for rows in torch.arange(len(embeds)).split(block):
+    for rows in torch.arange(len(embeds)).tensor_split(-(-len(embeds) // block)):
         other = others[rows].double()
         for some in rows.split(ROWS):
             x = inputs[some].double()
@@ -93,31 +92,28 @@ def fit_prior(
     return math.exp(brentq(slope, -60, 60, xtol=1e-12))
 
 
-@dataclass(frozen=True)
-class LaplaceProjection:
-    """The posterior of one projection, in the eigenbases of its factors.
+class LaplaceProjection(nn.Module):
+    """The posterior of one projection, in the eigenbases of its factors, and the embeddings that it gives.
 
-    a_values (P,), a_vectors (P, P), b_values (D,), b_vectors (D, D): eigenpairs; prior: precision λ; pseudo_data: τ.
     exact: the precision is τ A kron B + λ I; else the published (√τ A + √λ I) kron (√τ B + √λ I), which adds cross
     terms: the covariances of all items then differ by one factor alone.
     """
 
-    a_values: Tensor
-    a_vectors: Tensor
-    b_values: Tensor
-    b_vectors: Tensor
-    prior: float
-    pseudo_data: float = PSEUDO_DATA
-    exact: bool = False
+    def __init__(self, dim: int, inputs: int, exact: bool = False, pseudo_data: float = PSEUDO_DATA):
+        super().__init__()
+        self.exact, self.pseudo_data = exact, pseudo_data
+        for name, shape in (("a_values", (inputs,)), ("a_vectors", (inputs, inputs)), ("prior", ()),
+                            ("b_values", (dim,)), ("b_vectors", (dim, dim))):  # fmt: skip
+            self.register_buffer(name, torch.zeros(shape))
 
-    @classmethod
-    def fit(
-        cls, a: Tensor, b: Tensor, weight_norm2: float, pseudo_data: float = PSEUDO_DATA, exact: bool = False
-    ) -> LaplaceProjection:
-        """From `kronecker_factors` and the squared norm of the projection's parameters."""
-        (a, u), (b, v) = (torch.linalg.eigh(x.double()) for x in (a, b))
+    def fit(self, a: Tensor, b: Tensor, weight_norm2: float) -> LaplaceProjection:
+        """Take `kronecker_factors` (P, P) and (D, D), and the squared norm of the projection's parameters."""
+        (a, a_vectors), (b, b_vectors) = (torch.linalg.eigh(x.double()) for x in (a, b))
         a, b = a.clamp_min(0), b.clamp_min(0)
-        return cls(a, u, b, v, fit_prior(a, b, weight_norm2, pseudo_data, exact), pseudo_data, exact)
+        prior = a.new_tensor(fit_prior(a, b, weight_norm2, self.pseudo_data, self.exact))
+        state = {"a_values": a, "a_vectors": a_vectors, "b_values": b, "b_vectors": b_vectors, "prior": prior}
+        self.load_state_dict(state)
+        return self
 
     def log_var(self, inputs: Tensor) -> Tensor:
         """Log-variances of the outputs, (N, D), for inputs (N, P) with the trailing 1 of a bias."""
@@ -126,10 +122,14 @@ class LaplaceProjection:
         if self.exact:
             precision = self.pseudo_data * self.a_values[:, None] * self.b_values + self.prior  # (P, D)
             return ((squares @ precision.reciprocal()) @ b_squares.T).log()
-        root, prior = math.sqrt(self.pseudo_data), math.sqrt(self.prior)
+        root, prior = math.sqrt(self.pseudo_data), self.prior.sqrt()
         of_item = (squares / (root * self.a_values + prior)).sum(1)
         of_output = (b_squares / (root * self.b_values + prior)).sum(1)
         return of_item.log()[:, None] + of_output.log()
+
+    def forward(self, raw: Tensor, inputs: Tensor) -> Gaussian:
+        """Raw embeddings (N, D) and their inputs as normals that CSD ranks as the mean of their `prob_cosine`."""
+        return expected_unit(Gaussian(raw, self.log_var(inputs).to(raw.dtype)))
 
 
 def prob_cosine(x: Gaussian, y: Gaussian) -> tuple[Tensor, Tensor]:

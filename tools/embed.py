@@ -59,7 +59,7 @@ from probemb.data.shards.samples import (
 )
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
-from probemb.evaluation.embedding import encode_texts
+from probemb.evaluation.embedding import encode_images, encode_texts
 from probemb.gaussian import Gaussian
 from probemb.machine import Device, choose_device, loader_workers
 from probemb.progress import progress
@@ -89,12 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = f"{options.model}:{options.pretrained}" if options.pretrained else options.model
     loaded = models.load_model(model, device=device.name)
     models.check_single_embeddings(loaded.model, model)
-    if options.inputs:
-        for tower in (loaded.model.visual, loaded.model.text):
-            models.last_projection(tower)  # refuses those without one
-    weights, dim = models.weights_sha256(loaded.model), loaded.model.embed_dim
-    name = models.lasting_name(model)
-    out = create_embeddings(options.out, name, weights, dim, options.mean_dtype, options.resize)
+    for tower in (loaded.model.visual, loaded.model.text) if options.inputs else ():
+        models.last_projection(tower)  # refuses those without one
+    identity = models.lasting_name(model), models.weights_sha256(loaded.model), loaded.model.embed_dim
+    out = create_embeddings(options.out, *identity, options.mean_dtype, options.resize)
     assigned = list(names.items())[first::step]
     loaded = loaded._replace(transforms=models.create_transforms(loaded.model, resize=out.resize))
     tasks = pending(out, assigned, kinds)
@@ -409,12 +407,14 @@ def embed_shard(
     pin = device.name.startswith("cuda")
     loader = make_loader(samples, workers, batch_size=options.batch_size, collate_fn=collate, pin_memory=pin)
     found, means, uncertainties, more = [], [], [], {kind: [] for kind in KINDS}
+    image_of, text_of = (partial(encode, model, kind, more[kind] if options.inputs else None) for kind in KINDS)
     with closing(read(loader)) as batches:
         for batch, pixels in batches:
             if stopped():
                 return ""
             if pixels is not None:
-                images = encode(model, "image", pixels.to(device.name, non_blocking=True), device, more, options.inputs)
+                with device.autocast():
+                    images = image_of(pixels.to(device.name, non_blocking=True))
                 means.append(images.mean.to(getattr(torch, out.mean_dtype)))
                 uncertainties.append(images.uncertainty().float())
             found += batch
@@ -437,28 +437,27 @@ def embed_shard(
             if rows:
                 tokens = torch.from_numpy(np.concatenate([one.tokens for one in found if one.tokens is not None]))
                 tokens, size, cut = tokens.long(), options.text_batch_size, model.cut_padding
-                if options.inputs:
-                    parts = (cut(part, device.name) for part in tokens.split(size))
-                    texts = Gaussian.cat([encode(model, "text", part, device, more, True).to("cpu") for part in parts])
+                if options.inputs:  # in their order, as what they append to `more`
+                    texts = encode_images(text_of, map(cut, tokens.split(size)), device)
                 else:
-                    texts = encode_texts(model.encode_text, tokens, batch_size=size, device=device, cut=cut)
+                    texts = encode_texts(text_of, tokens, batch_size=size, device=device, cut=cut)
                 mean, u = texts.mean, texts.uncertainty()
-        if not (mean.isfinite().all() and u.isfinite().all()):
+        raw_and_inputs = [torch.cat(x).to(getattr(torch, out.mean_dtype)) for x in zip(*more[kind])]
+        if not all(x.isfinite().all() for x in (mean, u, *raw_and_inputs)):
             what = f"The model embeds items of {task.shard.path} as NaN or infinity."
-            raise UserError(what, "Use another checkpoint, or --precision fp32.")
-        raw_and_inputs = zip(("raw", "inputs"), (torch.cat(x).numpy() for x in zip(*more[kind])))
-        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, rows), about, **dict(raw_and_inputs))
+            raise UserError(what, "Use another checkpoint, --mean-dtype float32, or --precision fp32.")
+        more_arrays = zip(("raw", "inputs"), (x.numpy() for x in raw_and_inputs))
+        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, rows), about, **dict(more_arrays))
     return damage
 
 
-def encode(model, kind: str, batch: Tensor, device: Device, more: dict[str, list], with_inputs: bool) -> Gaussian:
-    """Embed a batch; `with_inputs`: also append what method laplace reads to more[kind]."""
-    with device.autocast():
-        if not with_inputs:
-            return model.encode_image(batch) if kind == "image" else model.encode_text(batch)
-        tower = model.visual if kind == "image" else model.text
-        encoded, inputs = models.last_layer(tower, partial(tower.encode, batch))
-    more[kind].append((encoded.codes.float().cpu(), inputs.cpu()))
+def encode(model, kind: str, more: list | None, batch: Tensor) -> Gaussian:
+    """Embed a batch, and append what method laplace reads to `more`, if it is given."""
+    if more is None:
+        return model.encode_image(batch) if kind == "image" else model.encode_text(batch)
+    tower = model.visual if kind == "image" else model.text
+    encoded, inputs = models.last_layer(tower, partial(tower.encode, batch))
+    more.append((encoded.codes.float().cpu(), inputs.cpu()))
     return encoded.gaussian
 
 

@@ -21,10 +21,10 @@ class ImagenetConfig(EvaluationConfig):
     """`python -m zeroshot.imagenet`.
 
     Args:
-        data: class folders, a folder or pattern of webdataset shards, one tar, or a data set of CLIP_benchmark; several
-            of them for one table: --data a b c, or NAME=PATH for a name of its own.
+        data: labelled images, in a form of docs/data.md; several of them for one table: --data a b c, or NAME=PATH for
+            a name of its own.
         out: folder for results.json and report.html, and one of each data set; by default zeroshot/ in the run folder.
-        exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
+        exif: turn images as their EXIF orientation says; open_clip does not.
         filter: {zeroshot.evaluations.filters.FILTERS}, several of them separated by commas, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
         templates: a file, with {} in each line, or JSON {class name: [prompts]}; by default the data's, or CLIP's 80.

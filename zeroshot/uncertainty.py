@@ -3,7 +3,7 @@
     python -m zeroshot.uncertainty --model runs/adapted --data data/flickr8k --judgements judgements.tsv.gz
     python -m zeroshot.uncertainty --model runs/adapted --data data/scenes/val --classes data/scenes/classes --ood x
 
-Every score is measured on the same items, with 95 % intervals. Sources: docs/concepts.md.
+Every score is measured on the same items, with 95 % intervals. docs/adapt.md says how to read them.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class UncertaintyConfig(CaptionConfig):
 
     Args:
         judgements: a file of human judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
-        classes: labelled images, in a form that zeroshot.imagenet reads.
+        classes: labelled images, in a form of docs/data.md.
         class_names: a class-name file for them, or "imagenet"; by default the data's own.
         templates: a file of prompt templates; by default the data's, or CLIP's 80.
         ood: images of nothing that the classes name: a folder, or shards.

@@ -36,8 +36,8 @@ class MSE(Method):
             image_weight: of the reconstruction of image features.
             text_weight: of the reconstruction of captions.
             image_norm: of the image features' error, l1 or l2.
-            reduce: of both errors: sum (Eq. 6; the codes' distance of Eq. 7 is a mean), or mean (public code).
-                With the mean and norm l2 the distance outweighs them, and all codes become one.
+            reduce: of both errors: sum (Eq. 6), or mean (public code); the codes' distance of Eq. 7 is a mean. With the
+                mean and norm l2 the distance outweighs them, and all codes become one.
             word_dropout: share of the words that the text decoder does not see (public code).
             word_width: of the text decoder's word embeddings.
             hidden: of the text decoder's GRU.
@@ -233,7 +233,7 @@ class JWAESCAN(JWAEMH, SCAN):
         """SCAN and Gaussian regularisation. Source: jWAE §5.1; SCAN.
 
         Args:
-            published: as in the public code: unit codes of one region and one word of each item before the
+            published: as in the public code; unit codes of one region and one word of each item before the
                 discriminator, which has two layers and keeps all gradients, also the encoders'; each word predicted
                 from its own code and from itself.
         """

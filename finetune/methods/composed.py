@@ -75,8 +75,8 @@ class MPC(PCMEAddition):
         """Softmax over targets of how probable they are under the composition. Source: MPC Eq. 2 to 8.
 
         Args:
-            similarity: sampled (Eq. 6), expected (its closed form), or code, the public code's, in which the normaliser
-                cancels.
+            similarity: sampled (Eq. 6), expected (its closed form) or code (the public code's); in the last one the
+                normaliser cancels.
         """
 
         similarity: Literal["sampled", "expected", "code"] = "sampled"

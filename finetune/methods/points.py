@@ -90,7 +90,7 @@ class P2RM(Method):
         """Triplet loss and point-to-rectangle matching.
 
         Args:
-            weight: of point-to-rectangle matching (this project's choice, see probemb/losses/noisy.py).
+            weight: of point-to-rectangle matching; this project's choice, see probemb/losses/noisy.py.
         """
 
         weight: NonNegativeFloat = 1.0
@@ -138,7 +138,7 @@ class PVSE(Method):
             embeddings: K of every item; 1, 2 and 4 in PCME's comparison. With 1 the triplet loss is alone.
             diversity: weight of the cosines of an item's residuals.
             mmd: weight of the discrepancy of images and captions.
-            kernel: rbf, exp(-|x - y|^2 / 2), or unsquared for the public code's exp(-|x - y| / 2).
+            kernel: rbf or unsquared; exp(-|x - y|^2 / 2), or the public code's exp(-|x - y| / 2).
         """
 
         embeddings: PositiveInt = 2

@@ -26,8 +26,8 @@ class PCME(Method):
         """Match probability of samples. Source: PCME++ §B.2 (scale, shift and bottleneck as PCME++'s).
 
         Args:
-            scale: initial a of the match probability, the mean over sample pairs of sigmoid(2 (b - a d)). The 2 is the
-                public code's, to which the published a and b belong; the paper has sigmoid(b - a d).
+            scale: initial a of the match probability, the mean over sample pairs of sigmoid(2 (b - a d)); the 2 is the
+                public code's, to which the published a and b belong, and the paper has sigmoid(b - a d).
             shift: initial b.
             samples: drawn of each item.
             vib: weight beta of the information bottleneck.
@@ -112,10 +112,10 @@ class ProbVSEPlusPlus(Method):
         Args:
             margin: of the hinges, in units of the similarity.
             warmup_epochs: first epochs, with all negatives.
-            similarity: wasserstein2 (the paper's choice for COCO), min-kl (VSE++ with a trained image tower), kl, of
-                the image from the caption (VSE++ on Flickr30k), or reverse-kl, of the caption from the image (Table 6).
-            negatives: hardest (the paper's Eq. 3), semi-hard (its text: the hardest one that is farther than the pair)
-                or all.
+            similarity: wasserstein2, min-kl, kl, of the image from the caption, or reverse-kl, of the caption from the
+                image; the paper: wasserstein2 for COCO, min-kl for VSE++ with a trained image tower, kl on Flickr30k.
+            negatives: hardest (Eq. 3), semi-hard (the paper's text) or all; semi-hard: the hardest one that is farther
+                than the pair.
             covariance: ellipsoidal (a variance for each dimension), spherical-mean (their mean), or spherical (one
                 predicted value).
         """

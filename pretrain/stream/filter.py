@@ -34,7 +34,7 @@ class Filter:
         score: name of a score, as given to `--score`.
         min_score: its least value; samples without a score are left out.
         max_score: its largest value.
-        keep: file with the keys of the samples to use, one a line: KEY, SHARD.tar/KEY for a shard's, or
+        keep: file with the keys of the samples to use, one a line; KEY, SHARD.tar/KEY for a shard's, or
             FOLDER/SHARD.tar/KEY where several corpora have such a shard.
         drop: file with the keys of samples to leave out, such as duplicates.
         columns: columns.npz of each of `train`; empty for those beside the shards.

@@ -19,6 +19,7 @@ from probemb.errors import UserError, nearest
 WNID = re.compile(r"n\d{8}")
 BUILT_IN = "the built-in ImageNet names"
 SINGLE_TEMPLATE = "a photo of a {}."
+NAME_CLASSES = "Name a class-name file with --classes (of zeroshot.uncertainty: --class-names)"
 Templates = Sequence[str] | dict[str, list[str]]  # for all classes, or the prompts of each class by its name
 
 
@@ -55,7 +56,7 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     Raises UserError: the path is missing, holds no labelled image, or cannot be read.
     """
     path = Path(data)
-    remedy = f"Name {reading.listed(list(LAYOUTS), 'or')}, or list the labels of plain images in --labels."
+    remedy = f"Name {reading.listed(list(LAYOUTS), 'or')}, or label plain images by zeroshot.imagenet --labels."
     if not path.exists() and not find_tars(path):
         raise UserError(f"The data path {data} does not exist.", remedy)
     if labels is not None:
@@ -104,7 +105,7 @@ def _read_images(path: Path, labels: dict[str, int | str] | None = None) -> Labe
     folders = _folders(path) if path.is_dir() and labels is None else []
     split = next((name for name in ("val", "validation", "test", "train") if name in folders), None)
     if split and not any(map(WNID.fullmatch, folders)):
-        raise UserError(f"{path} holds splits, not classes: {', '.join(folders[:5])}.", f"Say --data {path / split}.")
+        raise UserError(f"{path} holds splits, not classes: {', '.join(folders[:5])}.", f"Name {path / split}.")
     marked, bad = [], []
     for place in _images_under(path):
         inside = place.name.rpartition(":")[2].removeprefix("./")
@@ -227,7 +228,7 @@ def read_classes(path: str | Path) -> Classes:
 def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes, list[int]]:
     """The classes to choose from, and the index of each image's class.
 
-    `wanted` (--classes) is a file, "imagenet", or None: classes.json or classes.txt beside the data, else what its
+    `wanted` is a file, "imagenet", or None: classes.json or classes.txt beside the data, else what its
     layout says, else ImageNet's names if the folders are those of ImageNet or of a variant with a part of its classes,
     or there are 1000 labels, else the names of the class folders. Raises UserError: the classes do not fit the labels.
     """
@@ -237,7 +238,7 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
     if wanted == "imagenet":
         classes = imagenet_classes(variant)
     elif wanted and not Path(wanted).is_file():
-        raise UserError(f"--classes: there is no file {wanted}.", "Name a class-name file, or imagenet.")
+        raise UserError(f"There is no file of class names {wanted}.", "Name one that exists, or imagenet.")
     elif wanted or images.class_file:
         classes = read_classes(wanted or images.class_file)
     elif images.classes is not None:
@@ -252,7 +253,7 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
         names = tuple(folder.replace("_", " ").strip() or folder for folder in folders)
         classes = Classes(names, tuple(folders), "the names of the class folders")
     else:
-        remedy = "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's."
+        remedy = f"{NAME_CLASSES}, or imagenet if the labels are ImageNet's."
         raise UserError(f"{images.source} has {n_marks} classes and does not say what they are called.", remedy)
     if not classes.source.startswith(BUILT_IN) and classes.names != tuple(IMAGENET_CLASSNAMES):  # which repeats two
         names = (" ".join(name.casefold().split()) for name in classes.names)
@@ -274,7 +275,7 @@ def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
     unknown = next(mark for mark in marks if mark not in known[0])
     close = "" if images.folders is None else nearest(unknown, classes.keys or classes.names)
     what = f"The class {unknown} of {images.source} is not one of the {len(classes)} classes of {classes.source}."
-    raise UserError(what + close, "Pass --classes a file with a name for each class in order, or {folder: name}.")
+    raise UserError(what + close, f"{NAME_CLASSES}: a name for each class in order, or {{folder: name}}.")
 
 
 def remarks(labels: Sequence[int], classes: Classes) -> list[str]:

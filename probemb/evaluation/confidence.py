@@ -6,7 +6,7 @@ Letters: N queries, K gallery items or classes, D dimensions, R resamples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -45,8 +45,12 @@ MEASURES = {  # of a confidence: its title, and 1 where more is better
     "ece": ("ECE", -1),
     "nll": ("NLL", -1),
 }
-SOFTMAX = {"means": "max softmax", "probit": "probit softmax", "match": "match probability"}
+SOFTMAX = {
+    "means": "max softmax", "probit": "probit softmax", "match": "match probability", "adapter": "adapter's softmax",
+}  # fmt: skip
 U, SAME = "u", "not told apart"
+BASELINES = ("margin", "entropy")  # that every score is compared with, beside the best one
+MORE_BASELINES = ("max softmax", "temperature", "logistic regression")  # and in results.json
 
 
 class Confidence(NamedTuple):
@@ -68,7 +72,8 @@ class Task:
     """Queries (N, D) with their gallery (K, D).
 
     truth: labels (N,), or bool (N, K) where several are true; None: unknown. group: (N,) int64 of queries that depend
-    on each other, such as an image's captions. scale: of the cosines in the softmax.
+    on each other, such as an image's captions. scale: of the cosines in the softmax. temperature: T and k of the
+    cosines that the model's adapter has learned; epistemic: its variances of means (N, D), where it knows their part.
     """
 
     queries: Gaussian
@@ -77,6 +82,8 @@ class Task:
     group: Tensor
     scale: float
     model: MatchModel
+    temperature: tuple[float, float] | None = None
+    epistemic: Callable[[Tensor], Tensor] | None = None
 
     @cached_property
     def cosine(self) -> Tensor:
@@ -115,17 +122,16 @@ class Task:
             found["probit"] = probit_softmax(self.scale * mean.double(), self.scale**2 * var.double()).log()
             if self.model.form == "csd":
                 found["match"] = self.model.log_odds(self.queries, self.gallery).double()
+        if self.temperature is not None:
+            t, power = self.temperature
+            found["adapter"] = self.cosine / (t * (1 if self.u is None else self.u[:, None] ** power))
         return found
 
     def variants(self) -> dict[str, Variant]:
-        """For prediction sets: `logits`, and u in the temperature and beside the score."""
-        found = {name: Variant(logits) for name, logits in self.logits.items()}
+        """For prediction sets: `logits`, and u in the temperature."""
+        found = {name: Variant(logits) for name, logits in self.logits.items() if name != "adapter"}
         if self.u is not None:
-            means = self.logits["means"]
-            found |= {
-                "means, temperature by u": Variant(means, self.u),
-                "means, score / u": Variant(means, self.u, True),
-            }
+            found["means, temperature by u"] = Variant(self.logits["means"], self.u)
         return found
 
     def softmax(self, logits: Tensor, **about) -> Confidence:
@@ -134,11 +140,6 @@ class Task:
         nll = None if self.truth is None else -own_log_p(log_p, self.truth)
         several = self.truth is not None and self.truth.dtype == torch.bool
         return Confidence(log_p.gather(1, self.answer[:, None])[:, 0].exp(), probability=not several, nll=nll, **about)
-
-    def halves(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows to fit on and the others, both ways round."""
-        for fit in (self.half, ~self.half):
-            yield fit.nonzero().flatten(), (~fit).nonzero().flatten()
 
 
 def is_point(g: Gaussian) -> bool:
@@ -151,6 +152,10 @@ def unlabelled_confidences(task: Task) -> dict[str, Confidence]:
     found = {name: Confidence(values) for name, values in free_confidences(task.cosine, task.scale).items()}
     for name, logits in task.logits.items():
         found[SOFTMAX[name]] = task.softmax(logits, own=name != "means")
+    if task.epistemic is not None:
+        with torch.random.fork_rng(devices=()):  # passes with dropout
+            torch.manual_seed(0)
+            found["u, epistemic"] = Confidence(-task.epistemic(task.queries.mean).sum(1).double(), own=True)
     return found if task.u is None else {U: Confidence(-task.u, own=True)} | found
 
 
@@ -160,44 +165,46 @@ def fitted_confidences(task: Task, known: Mapping[str, Confidence], steps: int) 
     One temperature; logistic regression on (max softmax, entropy, margin), also with log u; and ViLU for a gallery with
     one true item each, trained for so many steps. Nothing if a half has only right or only wrong answers.
     """
-    n, right = len(task.right) // 2, task.right
-    if any(len(right[fit].unique()) < 2 for fit, _ in task.halves()):
+    right, logits = task.right, task.logits["means"]
+    if any(len(right[some].unique()) < 2 for some in (task.half, ~task.half)):
         return {}
-    features = torch.stack([known[name].values for name in ("max softmax", "entropy", "margin")], 1)
-    found = {
-        "temperature": task.softmax(_tempered(task, torch.ones(len(right))), labels=n),
-        "logistic regression": _logistic(task, features),
-    }
-    if task.u is not None:
-        found["temperature by u"] = task.softmax(_tempered(task, task.u), labels=n, own=True)
-        features = torch.cat([features, task.u.log()[:, None]], 1)
-        found["logistic regression with u"] = _logistic(task, features)._replace(own=True)
-    if steps and task.truth.dtype != torch.bool:
-        logit = torch.empty(len(right), dtype=torch.float64)
+
+    def tempered(u: Tensor, **about) -> Confidence:
+        def fit(rows: Tensor, others: Tensor) -> Tensor:
+            t, power = fit_temperature(logits[rows], task.truth[rows], u[rows])
+            return logits[others] / (t * u[others, None] ** power)
+
+        return task.softmax(_cross_fitted(task, fit), labels=len(right) // 2, **about)
+
+    def logistic(features: Tensor, **about) -> Confidence:
+        def fit(rows: Tensor, others: Tensor) -> Tensor:
+            x = (features - features[rows].mean(0)) / features[rows].std(0).clamp_min(1e-12)
+            fitted = LogisticRegression(max_iter=1000).fit(x[rows].numpy(), right[rows].numpy())
+            return torch.from_numpy(fitted.predict_proba(x[others].numpy())[:, 1])
+
+        return Confidence(_cross_fitted(task, fit), len(right) // 2, probability=True, **about)
+
+    def vilu(rows: Tensor, others: Tensor) -> Tensor:
         queries, gallery = (normalize(g.mean.float(), dim=1) for g in (task.queries, task.gallery))
-        for fit, rest in task.halves():
-            predictor = train_failure_predictor(queries[fit], gallery, task.scale, right[fit], steps)
-            with torch.no_grad():
-                logit[rest] = predictor(queries[rest], gallery, task.scale).double()
-        found["vilu"] = Confidence(logit, n)
+        predictor = train_failure_predictor(queries[rows], gallery, task.scale, right[rows], steps)
+        with torch.no_grad():
+            return predictor(queries[others], gallery, task.scale).double()
+
+    features = torch.stack([known[name].values for name in ("max softmax", "entropy", "margin")], 1)
+    found = {"temperature": tempered(torch.ones(len(right))), "logistic regression": logistic(features)}
+    if task.u is not None:
+        found["temperature by u"] = tempered(task.u, own=True)
+        features = torch.cat([features, task.u.log()[:, None]], 1)
+        found["logistic regression with u"] = logistic(features, own=True)
+    if steps and task.truth.dtype != torch.bool:
+        found["vilu"] = Confidence(_cross_fitted(task, vilu), len(right) // 2)
     return found
 
 
-def _tempered(task: Task, u: Tensor) -> Tensor:
-    logits, out = task.logits["means"], torch.empty_like(task.logits["means"])
-    for fit, rest in task.halves():
-        temperature, power = fit_temperature(logits[fit], task.truth[fit], u[fit])
-        out[rest] = logits[rest] / (temperature * u[rest, None] ** power)
-    return out
-
-
-def _logistic(task: Task, features: Tensor) -> Confidence:
-    out = torch.empty(len(features), dtype=torch.float64)
-    for fit, rest in task.halves():
-        x = (features - features[fit].mean(0)) / features[fit].std(0).clamp_min(1e-12)
-        fitted = LogisticRegression(max_iter=1000).fit(x[fit].numpy(), task.right[fit].numpy())
-        out[rest] = torch.from_numpy(fitted.predict_proba(x[rest].numpy())[:, 1])
-    return Confidence(out, len(features) // 2, probability=True)
+def _cross_fitted(task: Task, fit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`fit` (rows to fit on, the other rows) gives values of the others: those of both ways round, in their order."""
+    some, others = (half.nonzero().flatten() for half in (task.half, ~task.half))
+    return torch.cat([fit(others, some), fit(some, others)])[torch.cat([some, others]).argsort()]
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
@@ -235,8 +242,8 @@ def measure(
 
 
 def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Confidence]) -> list[dict]:
-    """A row for each score: its measures with intervals, and the paired "difference" of each to the best one that needs
-    neither labels nor variances ("to"); "best" where it is that one.
+    """A row for each score: its measures with intervals, and the paired "differences" of each to the best one that
+    needs neither labels nor variances ("to"), and to all baselines.
     """
     rows = {name: {"score": name, "labels": one.labels, "own": one.own} for name, one in scores.items()}
     for key, (_, sign) in MEASURES.items():
@@ -244,15 +251,17 @@ def compare(measured: Mapping[str, dict[str, Tensor]], scores: Mapping[str, Conf
         free = [name for name in values if not scores[name].labels and not scores[name].own]
         best = max(free, key=lambda name: sign * float(values[name][0]), default=None)
         for name, x in values.items():
-            rows[name][key] = estimate(x)
-            if best not in (None, name):
-                rows[name][key] |= {"to": best, "difference": estimate(x - values[best])}
+            every = dict.fromkeys((best, *BASELINES, *MORE_BASELINES))
+            apart = {one: estimate(x - values[one]) for one in every if one in values and one != name}
+            rows[name][key] = estimate(x) | {"to": best, "differences": apart}
     return list(rows.values())
 
 
-def verdict(row: Mapping, key: str) -> str:
-    """ "better" or "worse" than the best free score by a paired interval that excludes zero, else "not told apart"."""
-    apart, sign = row[key].get("difference"), MEASURES[key][1]
+def verdict(row: Mapping, key: str, than: str | None = None) -> str:
+    """ "better" or "worse" than a score, by default the best free one, by a paired interval that excludes zero, else
+    "not told apart".
+    """
+    apart, sign = row[key]["differences"].get(than or row[key]["to"]), MEASURES[key][1]
     if apart is None or apart["low"] <= 0 <= apart["high"]:
         return SAME
     return "better" if sign * apart["value"] > 0 else "worse"

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from probemb.metrics.uncertainty import average_ranks, pearson, spearman
 
-MOST_POWER = 20.0  # of u in a temperature, and log-temperature
+LOG_RANGE = 30.0  # of temperatures
 WEIGHT_ELEMENTS = 1 << 22  # weights of resamples held at a time
 
 
@@ -86,31 +86,30 @@ def own_log_p(log_p: Tensor, truth: Tensor) -> Tensor:
 
 
 def fit_temperature(logits: Tensor, truth: Tensor, u: Tensor | None = None) -> tuple[float, float]:
-    """T and k of the temperatures T u^k with the least negative log-likelihood of logits (N, K); k = 0 without u (N,).
+    """T and k of the temperatures T u^k that fit logits (N, K) best, by their likelihood; k = 0 without u (N,).
 
-    Both are bounded: for a u that is nearly constant the best k overflows. truth: as of `own_log_p`. Source: Guo et al.
-    2017 for one temperature.
+    A weak prior, k ~ N(0, 1) and log T ~ N(0, 100), keeps both from growing without end: k where u is nearly constant,
+    T where the logits say nothing. truth: as of `own_log_p`. Source: Guo et al. 2017 for T.
     """
     logits = logits.double()
-    centre = 0.0 if u is None else float(u.double().log().mean())
-    log_u = torch.zeros(1, 1).double() if u is None else (u.double().log() - centre)[:, None]
+    log_u = torch.zeros(1).double() if u is None else u.double().log()
+    centre = log_u.mean()
     parameters = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS([parameters], max_iter=100, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
-    def bounded() -> Tensor:
-        return MOST_POWER * (parameters / MOST_POWER).tanh()
-
     def loss() -> Tensor:
         solver.zero_grad()
-        log_t, power = bounded()
-        value = -own_log_p((logits / (log_t + power * log_u).exp()).log_softmax(1), truth).mean()
+        log_t, power = parameters
+        temperature = (log_t + power * (log_u - centre)).clamp(-LOG_RANGE, LOG_RANGE).exp()
+        log_p = own_log_p((logits / temperature[:, None]).log_softmax(1), truth)
+        value = ((log_t / 10).square() + power.square() - 2 * log_p.sum()) / (2 * max(1, len(logits)))
         value.backward()
         return value
 
     with torch.enable_grad():
         solver.step(loss)
-    log_t, power = bounded().tolist()
-    return math.exp(log_t - power * centre), power
+    log_t, power = parameters.tolist()
+    return math.exp(log_t - power * float(centre)), power
 
 
 def free_confidences(cosine: Tensor, scale: float) -> dict[str, Tensor]:

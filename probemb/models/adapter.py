@@ -2,9 +2,10 @@
 
 model.encode_image(pixels)          # the towers' embedding, then the adapter: Gaussian (B, D)
 
-An adapter's options are `config["adapter"]`: {"method": a name of ADAPTERS, and the keywords of its modules}. Where a
-method has an aleatoric and an epistemic part they are kept apart: the embeddings have the first, and
-`model.adapter.text.epistemic(means)` gives the second (ProbVLM); laplace's variance is epistemic alone.
+An adapter's options are `config["adapter"]`: {"method": a name of ADAPTERS, and the keywords of its modules}, and maybe
+"temperature": T and k of queries by images and of those by texts, so that the softmax of their cosines over T u^k is
+calibrated. Where a method has an aleatoric and an epistemic part they are kept apart: the embeddings have the first,
+and `model.adapter.text.epistemic(means)` gives the second (ProbVLM); laplace's variance is epistemic alone.
 """
 
 from __future__ import annotations
@@ -18,34 +19,9 @@ from torch import Tensor, nn
 from probemb.adapters import GaussianAdapter, OrderAdapter, ProbVLMAdapter, SphericalAdapter
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.laplace import PSEUDO_DATA, LaplaceProjection, expected_unit
+from probemb.laplace import LaplaceProjection
 from probemb.models.encoder import Encoded, Encoder
 from probemb.models.heads import Features, full_precision
-
-
-class LaplaceAdapter(nn.Module):
-    """`LaplaceProjection` as buffers: raw embeddings (B, D) and inputs of the projection (B, P) to normals.
-
-    The mean and the deviations are divided by the root of the expected squared norm, so that CSD ranks as the mean of
-    `prob_cosine`.
-    """
-
-    def __init__(self, dim: int, inputs: int, exact: bool = False, pseudo_data: float = PSEUDO_DATA):
-        super().__init__()
-        self.exact, self.pseudo_data = exact, pseudo_data
-        for name, shape in (("a_values", (inputs,)), ("a_vectors", (inputs, inputs)), ("prior", ()),
-                            ("b_values", (dim,)), ("b_vectors", (dim, dim))):  # fmt: skip
-            self.register_buffer(name, torch.zeros(shape))
-
-    def take(self, fitted: LaplaceProjection) -> None:
-        """Copy a fitted posterior."""
-        for name, buffer in self.named_buffers():
-            buffer.copy_(torch.as_tensor(getattr(fitted, name)))
-
-    def forward(self, raw: Tensor, inputs: Tensor) -> Gaussian:
-        a, u, b, v = self.a_values, self.a_vectors, self.b_values, self.b_vectors
-        posterior = LaplaceProjection(a, u, b, v, float(self.prior), self.pseudo_data, self.exact)
-        return expected_unit(Gaussian(raw, posterior.log_var(inputs).to(raw.dtype)))
 
 
 class Kind(NamedTuple):
@@ -57,7 +33,7 @@ class Kind(NamedTuple):
 
 
 ADAPTERS = {
-    "laplace": Kind(LaplaceAdapter, LaplaceAdapter, "csd"),
+    "laplace": Kind(LaplaceProjection, LaplaceProjection, "csd"),
     "gaussian": Kind(GaussianAdapter, GaussianAdapter, "csd"),
     "loss-order": Kind(OrderAdapter, OrderAdapter),
     "asymvlm": Kind(None, SphericalAdapter),
@@ -72,6 +48,7 @@ class Adapter(nn.Module):
         super().__init__()
         kind = ADAPTERS[options["method"]]
         both = {key: value if isinstance(value, list) else [value] * 2 for key, value in options.items()}
+        self.temperature = [[float(x) for x in two] for two in both.pop("temperature", ())] or [None, None]
         image, text = ({key: two[i] for key, two in both.items() if key != "method"} for i in (0, 1))
         self.image = kind.image and kind.image(dim, **image)
         self.text = kind.text(dim, **text)
@@ -81,7 +58,7 @@ class Adapter(nn.Module):
         """The normals of `self.image` or `self.text`; `encode` runs the tower."""
         if module is None:
             return encode().gaussian
-        encoded, *inputs = last_layer(tower, encode) if isinstance(module, LaplaceAdapter) else [encode()]
+        encoded, *inputs = last_layer(tower, encode) if isinstance(module, LaplaceProjection) else [encode()]
         given = [at_least_float32(encoded.codes), *inputs] if inputs else [encoded.gaussian.mean]
         with full_precision(given[0]):
             return module(*given)

@@ -19,9 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 from probemb.models import formats
-from probemb.models.architectures import is_open_clip, read_architecture
+from probemb.models.architectures import is_open_clip, read_architecture, supported_names
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.weights import SHA256, load_strictly, read_state_dict, refused, tensors_sha256, write_model
@@ -124,12 +124,13 @@ def _locate(source: str | Path) -> ModelFiles:
     elif is_hub_name(name):
         found = _download(name.removeprefix(HUB_PREFIX))
     if not found:
+        close = nearest(name.partition(":")[0], supported_names()) if ":" in name else ""
         raise UserError(
             f"There is no model at {name[:200]} (tried {WEIGHTS} and {PICKLED_WEIGHTS}, and {formats.CONFIG} with "
-            f"{' or '.join(formats.WEIGHTS)}).",
+            f"{' or '.join(formats.WEIGHTS)}).{close}",
             "Check the path, or the network; give a run that has saved its model, a folder with model.safetensors and "
             f"config.json, a .safetensors file, a hub name ({HUB_PREFIX}owner/name where a folder could be meant), or "
-            "open_clip's architecture and weights (ViT-B-16:openai, ViT-B-16:weights.pt).",
+            "open_clip's architecture and weights (ViT-B-32-quickgelu:openai, ViT-B-16:weights.pt).",
         )
     return found
 

@@ -56,17 +56,17 @@ class Towers:
         embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 1, and 0 where a method has none. Of a branch alone.
-        uncertainty: what the variance is read from: branch (PCME++), token (an uncertainty token beside the class
-            token, ProLIP) or prolip-code (for ProLIP's published weights).
+        uncertainty: what the variance is read from: branch (PCME++), token (ProLIP) or prolip-code (its published
+            weights); a token is beside the class token.
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
             training data or above.
         image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
-        text_weights: of a text tower from Hugging Face: the folder of its files, tokenizer too, which loading
-            the new model needs as well.
-        crop_pct: share of an image's shorter side that evaluation's centre crop keeps: 0.875 for 224 of 256 pixels;
+        text_weights: of a text tower from Hugging Face: the folder of its files; its tokenizer too, which loading the
+            new model needs as well.
+        crop_pct: share of an image's shorter side that evaluation's centre crop keeps; 0.875 for 224 of 256 pixels,
             empty for the pretrained run's, or 1.
-        batch_norm: statistics that batch norms normalise by in training: batch (of all ranks), frozen (the stored ones)
-            or auto: batch in a tower that starts from random weights, frozen in a pretrained or locked one.
+        batch_norm: statistics of batch norms in training: batch (of all ranks), frozen (the stored ones) or auto; auto
+            is batch in a tower that starts from random weights, frozen in a pretrained or locked one.
     """
 
     name: str = "ViT-B-16"

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from finetune.adapt import main as adapt
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
+from probemb.evaluation.confidence import Task, unlabelled_confidences
 from probemb.laplace import prob_cosine
 from probemb.models import DualEncoder, create_model, last_layer, last_projection, load_model
 from probemb.search.embeddings import open_embeddings
@@ -61,7 +62,8 @@ def test_an_adapted_model_is_a_model(method, embedded, captioned, tmp_path):
     words = ["--embeddings", str(embedded / "x"), "--out", str(tmp_path / "run"), "--method", method, *METHODS[method]]
     rates = [] if method == "laplace" else ["--epochs", "3", "--batch-size", "8"]
     assert adapt([*words, *rates, "--validation", "0.25"]) == 0
-    base, (model, tokenizer, _) = load_model(open_embeddings(embedded / "x").model).model, load_model(tmp_path / "run")
+    base, _, transforms = load_model(open_embeddings(embedded / "x").model)
+    model, tokenizer, _ = load_model(tmp_path / "run")
     texts, pixels = tokenizer(find_captions(captioned).flat()), torch.randn(3, 3, 32, 32)
     found, frozen = model.encode_text(texts), base.encode_text(texts)
     assert model.probabilistic
@@ -73,6 +75,15 @@ def test_an_adapted_model_is_a_model(method, embedded, captioned, tmp_path):
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results["held_out"] == (3 if method == "gaussian" else 6)  # the other half chose a share of the residual
     assert results["before"].keys() == results["after"].keys()
+    assert results["milliseconds_per_item"] > 0
+    data, (temperature, power) = find_captions(captioned), model.adapter.temperature[1]
+    images = model.encode_image(torch.stack([transforms.evaluate(data.images.open(i)) for i in range(len(data))]))
+    owner, epistemic = torch.tensor(data.owner()), getattr(model.adapter.text, "epistemic", None)
+    task = Task(found, images, owner, owner, 1.0, model.match_model, (temperature, power), epistemic)
+    scores = unlabelled_confidences(task)
+    assert ("u, epistemic" in scores) == (method == "probvlm")
+    p = (task.cosine / temperature / task.u[:, None] ** power).softmax(1).amax(1)
+    assert_close(scores["adapter's softmax"].values, p)
     if method == "laplace":
         raw = base.text.encode(texts, want_features=True).codes
         norm = (raw.norm(dim=1) / found.mean.norm(dim=1)).square()  # E‖z‖²

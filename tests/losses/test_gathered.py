@@ -1,4 +1,6 @@
-"""Every loss of a gathered batch on W ranks equals one process on the whole batch, in value and gradient."""
+"""Every loss on W ranks equals one process on the whole batch, in value and gradient: of a gathered batch, or of a
+rank's own items against all others.
+"""
 
 import numpy as np
 import pytest
@@ -6,7 +8,8 @@ import torch
 from torch import nn
 
 from probemb import Gaussian, distributed
-from probemb.losses import infonce_loss, noisy, triplet
+from probemb.distances import DISTANCES
+from probemb.losses import clip_loss, infonce_loss, noisy, pairwise_match_loss, triplet
 from probemb.losses.mpc import mpc_loss, sampled_cosine_loss, scaled_cosine_loss
 from probemb.losses.output import cosine_similarity, same_image
 from probemb.losses.pcme import pcme_loss
@@ -84,11 +87,21 @@ def run(rank, world, total):
     g = torch.Generator().manual_seed(1)
     x_image, x_text = torch.randn(total, 6, generator=g).double(), torch.randn(total, 5, generator=g).double()
     match = same_image(torch.arange(total) // 2, torch.arange(total) // 2)
-    each = total // world
-    mine, model, out = slice(rank * each, (rank + 1) * each), Towers(), {}
+    each, model, out = total // world, Towers(), {}
+    mine, scalars = slice(rank * each, (rank + 1) * each), torch.tensor([2.0, 1.5, 3.0]).double().requires_grad_()
     for name, loss in LOSSES.items():
         image, text = distributed.gather_pairs(*model(x_image[mine], x_text[mine]))
         out[name] = averaged(loss(image, text, match).loss, list(model.parameters()), world)
+    for name, pseudo in [("clip", 0.0), *((name, pseudo) for name in DISTANCES for pseudo in (0.0, 0.2))]:
+        image, text = model(x_image[mine], x_text[mine])
+        images, texts = distributed.gather_pairs(image, text)
+        logit_scale, scale, shift = scalars
+        if name == "clip":
+            value = clip_loss(image.mean, text.mean, logit_scale, images.mean, texts.mean, rank * each)
+        else:
+            options = dict(scale=scale, shift=shift, distance=name, pseudo_positive=pseudo, vib=0.01)
+            value = pairwise_match_loss(image, text, **options, all_image=images, all_text=texts, offset=rank * each)
+        out[f"own, {name}, {pseudo}"] = averaged(value.loss, [*model.parameters(), scalars], world)
     return out
 
 

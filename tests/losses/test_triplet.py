@@ -48,14 +48,18 @@ def test_equals_the_loop(hardest, multi):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("margin", ["0.2", "0.05"])
 @pytest.mark.parametrize("which", ["sum", "max"])
-def test_authors_loss_and_gradients(parity, which, margin, dtype):
+@pytest.mark.parametrize("kind", ["triplet", "order"])
+def test_authors_loss_and_gradients(parity, kind, which, margin, dtype):
+    """Their penalty of orders is the norm, not its square."""
     v = parity("07_vse_family")
     image, text = (torch.from_numpy(v[name]).to(dtype).requires_grad_() for name in ("v", "t"))
-    out = triplet_loss(image @ text.T, margin=float(margin), hardest=which == "max")
+    similarity = image @ text.T if kind == "triplet" else order_similarity(image, text, squared=False)
+    if kind == "order":
+        close(similarity, v["order_sim"], dtype)
+    out = triplet_loss(similarity, margin=float(margin), hardest=which == "max")
     out.loss.backward()
-    close(out.loss, v[f"triplet_m{margin}_{which}__loss"], dtype)
-    close(image.grad, v[f"triplet_m{margin}_{which}__grad0"], dtype)
-    close(text.grad, v[f"triplet_m{margin}_{which}__grad1"], dtype)
+    for found, name in ((out.loss, "loss"), (image.grad, "grad0"), (text.grad, "grad1")):
+        close(found, v[f"{kind}_m{margin}_{which}__{name}"], dtype)
 
 
 @pytest.mark.parametrize("squared", [True, False])
@@ -84,22 +88,6 @@ def test_blocks_of_rows_give_the_same_numbers(monkeypatch):
     for a, b in zip(step(), whole):
         close(a, b)
     assert held == [2, 2, 2, 1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("margin", ["0.2", "0.05"])
-@pytest.mark.parametrize("which", ["sum", "max"])
-def test_order_authors_loss_and_gradients(parity, which, margin, dtype):
-    """Their penalty is the norm, not its square."""
-    v = parity("07_vse_family")
-    image, text = (torch.from_numpy(v[name]).to(dtype).requires_grad_() for name in ("v", "t"))
-    similarity = order_similarity(image, text, squared=False)
-    close(similarity, v["order_sim"], dtype)
-    loss = triplet_loss(similarity, None, float(margin), which == "max").loss
-    loss.backward()
-    close(loss, v[f"order_m{margin}_{which}__loss"], dtype)
-    close(image.grad, v[f"order_m{margin}_{which}__grad0"], dtype)
-    close(text.grad, v[f"order_m{margin}_{which}__grad1"], dtype)
 
 
 NEGATIVES = ("hardest", "semi-hard", "all")

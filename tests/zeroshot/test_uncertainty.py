@@ -35,8 +35,10 @@ def test_all_scores_are_measured_on_the_same_queries(run, run_folder, captioned,
         auroc = sklearn.roc_auc_score(right.numpy(), confidence.numpy())
         assert rows["captions"][name]["auroc"]["value"] == pytest.approx(auroc, abs=0.02)
     assert {"ambiguity", "acceptance"} <= set(rows["captions"]["u"])
-    u, best = (rows["captions"][name]["auroc"] for name in ("u", rows["captions"]["u"]["auroc"]["to"]))
-    assert u["difference"]["value"] == pytest.approx(u["value"] - best["value"])
+    u = rows["captions"]["u"]["aurc"]
+    assert u["differences"].keys() >= {u["to"], "margin", "entropy", "logistic regression"}
+    for name, apart in u["differences"].items():
+        assert apart["value"] == pytest.approx(u["value"] - rows["captions"][name]["aurc"]["value"])
     assert {"r_auroc", "ood_auroc"} <= set(rows["classes"]["margin"])
     assert rows["classes"]["vilu"]["labels"] == rows["classes"]["logistic regression with u"]["labels"] == 16
     assert found.json["inputs"]["crop"]["images"] == 2

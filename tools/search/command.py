@@ -91,9 +91,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     data = "held-out images with captions: writes what --coverage and --max-uncertainty need beside the index"
     add("--calibrate", metavar="DATA", help=data)
     add("--min-precision", type=Share, metavar="P", help="share of answers that is correct, for --max-uncertainty")
-    add(
-        "--within", type=PositiveInt, default=1, metavar="K", help="correct: among the K closest (default: %(default)s)"
-    )
+    within = "correct: among the K closest (default: %(default)s)"
+    add("--within", type=PositiveInt, default=1, metavar="K", help=within)
     add = parser.add_argument_group("page").add_argument
     add("--serve", action="store_true", help="serve a search page")
     add("--host", default="127.0.0.1", help="address to serve at (default: %(default)s: this machine only)")

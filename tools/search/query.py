@@ -317,9 +317,8 @@ class Searcher:
         """The calibration for a query of such parts. Raises UserError: there is none."""
         found = self.calibration
         if found is None:
-            raise UserError(
-                "This index has no calibration.", "Make one with `python -m tools.search --calibrate DATA`."
-            )
+            remedy = "Make one with `python -m tools.search --calibrate DATA`."
+            raise UserError("This index has no calibration.", remedy)
         if list(kinds) != [found["kind"]] or found["weight"] != self.weight:
             what = f"one {found['kind']}, ranked with the variances times {found['weight']:g}"
             raise UserError(f"The calibration of this index is of queries of {what}.", "Give a number instead.")

@@ -23,6 +23,7 @@ from probemb.data.labelled import (
     resolve_classes,
 )
 from probemb.evaluation.confidence import (
+    BASELINES,
     MEASURES,
     SAME,
     Confidence,
@@ -40,7 +41,6 @@ from probemb.evaluation.uncertainty import probe
 from probemb.gaussian import Gaussian
 from probemb.metrics.selective import nearest_is_of_class, retrieval_levels
 from probemb.metrics.uncertainty import rejection_curve
-from probemb.models.match import MatchModel
 from probemb.reports.pages import Block, Cell, Figure, Page, Table, line_figure, rejection_figure
 from probemb.reports.text import between, number, percent, plus_minus
 from zeroshot.evaluations import runner
@@ -51,11 +51,12 @@ PAIRS = 1 << 24  # of queries and gallery items; of more queries some are drawn
 QUERIES = {"captions": "captions → images", "images": "images → captions", "classes": "images → classes"}
 QUESTIONS = (  # the queries and the measure that answer each
     ("Which captions fail to find their image?", "captions", "auroc"),
+    ("What risk is left once the least certain captions are refused?", "captions", "aurc"),
     ("Which captions fit many images?", "captions", "ambiguity"),
     ("Which captions do people accept for many images?", "captions", "acceptance"),
     ("Which images fail to find a caption?", "images", "auroc"),
     ("Which classifications are wrong?", "classes", "auroc"),
-    ("What risk is left once the least certain images are refused?", "classes", "aurc"),
+    ("What risk is left once the least certain classifications are refused?", "classes", "aurc"),
     ("Which images have a nearest neighbour of another class?", "classes", "r_auroc"),
     ("Which images show none of the classes?", "classes", "ood_auroc"),
 )
@@ -82,15 +83,16 @@ def evaluate(config: UncertaintyConfig) -> None:
         outcomes["acceptance"] = accepted_shares(judged_pairs(judgements, 0), len(pairs.texts))
     words = torch.tensor([len(text.split()) for i in pairs.kept for text in captions.captions[i]], dtype=torch.float64)
     scale, source = softmax_scale(embedder.model)
-    about = scale or 1.0, embedder.model.match_model
+    about, adapter = (scale or 1.0, embedder.model.match_model), getattr(embedder.model, "adapter", None)
+    sides = zip(adapter.temperature, (adapter.image, adapter.text)) if adapter else [(None, None)] * 2
+    of_images, of_texts = ((*about, fitted, getattr(module, "epistemic", None)) for fitted, module in sides)
     n, m = len(pairs.images), len(pairs.texts)
     rows, columns = drawn(m, n), drawn(n, m)
     group = pairs.owner[rows].unique(return_inverse=True)[1]
-    by_caption = Task(pairs.texts[rows], pairs.images, pairs.owner[rows], group, *about)
+    by_caption = Task(pairs.texts[rows], pairs.images, pairs.owner[rows], group, *of_texts)
     own = pairs.owner == columns[:, None]
-    by_image = Task(pairs.images[columns], pairs.texts, own, torch.arange(len(columns)), *about)
+    by_image = Task(pairs.images[columns], pairs.texts, own, torch.arange(len(columns)), *of_images)
     of_captions = {key: x[rows] for key, x in outcomes.items()}
-    adapter = getattr(embedder.model, "adapter", None)
     results: dict[str, Any] = {
         **runner.settings(config, embedder, captions.split),
         "images": n, "captions": m, "images_left_out": bad, "scale": {"value": scale, "source": source},
@@ -105,7 +107,7 @@ def evaluate(config: UncertaintyConfig) -> None:
         "inputs": probe(embedder, captions, pairs, words, config.probes) if embedder.model.probabilistic else None,
     }  # fmt: skip
     if labelled:
-        results["queries"]["classes"], results["sets"]["classes"] = classify(config, embedder, about, labelled)
+        results["queries"]["classes"], results["sets"]["classes"] = classify(config, embedder, of_images, labelled)
     runner.finish(out, "uncertainty", results, make_page(config, results))
 
 
@@ -154,7 +156,7 @@ def find_classes(config: UncertaintyConfig) -> Labelled:
 
 
 def classify(
-    config: UncertaintyConfig, embedder: Embedder, about: tuple[float, MatchModel], labelled: Labelled
+    config: UncertaintyConfig, embedder: Embedder, about: tuple, labelled: Labelled
 ) -> tuple[dict, list[dict]]:
     """The answers and the prediction sets of labelled images. Raises UserError."""
     prompts = embedder.texts(labelled.prompts, "prompts")
@@ -214,7 +216,7 @@ def told(rows: Sequence[dict], question: str, key: str) -> str:
     text, free = f"{question} {MEASURES[key][0]}: ", f"{best['score']} {between(best[key])}"
     if own:
         than = "not told apart from" if verdict(own, key) == SAME else f"{verdict(own, key)} than"
-        apart = between(own[key]["difference"], signed=True)
+        apart = between(own[key]["differences"][best["score"]], signed=True)
         text += f"{own['score']} {between(own[key])}, {than} the best without labels or variances, {free}: {apart}"
     else:
         level = [row["score"] for row in known if row is not best and not row["labels"] and verdict(row, key) == SAME]
@@ -263,24 +265,29 @@ def score_table(queries: Mapping[str, dict]) -> Table:
     """All scores of all queries by every measure."""
     every = [row for found in queries.values() for row in found["rows"]]
     keys = [key for key in MEASURES if any(key in row for row in every)]
+    apart = [f"AURC − {name}'s" for name in BASELINES]
     cells: list = []
     for of, found in queries.items():
         for row in found["rows"]:
             values = [cell(row, key) for key in keys]
             labels = f"{row['labels']:,}" if row["labels"] else "none"
+            values += [cell(row, "aurc", name) for name in BASELINES]
             cells.append((of, row["score"], labels, *values, f"{row['levels']['score']:+.2f}"))
         cells.append(())
     right = ", ".join(f"{QUERIES[of]} {percent(found['right']['means'])} %" for of, found in queries.items())
-    headings = ("queries", "score", "labels needed", *(MEASURES[key][0] for key in keys), "−S·R²")
+    headings = ("queries", "score", "labels needed", *(MEASURES[key][0] for key in keys), *apart, "−S·R²")
     return Table(headings, cells, f"first answers right: {right}", left=2)
 
 
-def cell(row: dict, key: str) -> Cell:
-    """A measure with half of its interval, marked where it is told apart from the best free score."""
-    if key not in row:
+def cell(row: dict, key: str, than: str | None = None) -> Cell:
+    """A measure with half of its interval, marked where it is told apart from the best free score; than: its difference
+    to another score, marked so.
+    """
+    found = row.get(key) if than is None else row[key]["differences"].get(than)
+    if not found:
         return Cell("")
-    kind = {"better": "up", "worse": "down", SAME: ""}[verdict(row, key)]
-    return Cell(f"{row[key]['value']:.3f} ±{(row[key]['high'] - row[key]['low']) / 2:.3f}", kind)
+    kind = {"better": "up", "worse": "down", SAME: ""}[verdict(row, key, than)]
+    return Cell(f"{found['value']:{'.3f' if than is None else '+.3f'}} ±{(found['high'] - found['low']) / 2:.3f}", kind)
 
 
 def set_table(sets: Mapping[str, Sequence[dict]]) -> Table:

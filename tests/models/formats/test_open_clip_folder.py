@@ -109,5 +109,7 @@ def test_damaged_and_hostile_weights_are_refused(folder):
         with pytest.raises(UserError, match="cannot be read as model weights"):
             read(folder)
     (folder / WEIGHTS[1]).unlink()
+    with pytest.raises(UserError, match="Did you mean 'ViT-Micro-32'"):
+        load_model("ViT-Micro32:weights.pt")
     with pytest.raises(UserError, match=f"There is no model at .*{CONFIG} with {WEIGHTS[0]} or {WEIGHTS[1]}"):
         load_model(folder)
