@@ -43,8 +43,8 @@ class Data:
     """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
-        path: images with captions, in a form of docs/data.md: a table, images with a .txt beside each, shards, a json, or
-            the folder of a data set.
+        path: images with captions, in a form of docs/data.md: a table, images with a .txt beside each, shards, a json,
+            or the folder of a data set.
         images: folder of the images that a file names.
         format: of the captions; empty to detect it.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
