@@ -128,7 +128,8 @@ class Engine:
     """Computation of a step; changes results by rounding only.
 
     Args:
-        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
+        zero_stage: what the ranks share out: 0 nothing, 1 Adam's moments, 2 gradients, 3 weights; the lowest that fits
+            (`pretrain.plan`) is the fastest. 1 to 3 are DeepSpeed's.
         precision: fp32, bf16 (autocast), or auto: bf16 if the GPU has it; weights, losses and moments stay float32.
         accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
@@ -142,7 +143,7 @@ class Engine:
         timeout: minutes that a phase of a step may take; such as the wait for data or for other ranks.
     """
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
     precision: ranges.Precision = "auto"
     accumulation: PositiveInt = 1
     grad_checkpointing: bool = False

@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config import Config
-from pretrain.engine.engine import BUCKET, Towers
+from pretrain.engine.engine import BUCKET, CHUNK, Towers
 from pretrain.masking import draw_masks
 from probemb.errors import UserError
 
 FP32 = 4  # bytes of an element
-PLAIN_BUCKET = 500_000_000  # elements that DeepSpeed reduces at a time without ZeRO
 # Dense TFLOP/s by a part of the device's name, the more special names first: bf16 on tensor cores, and float32 outside
 # of them, as torch computes it by default. From NVIDIA's and AMD's data sheets.
 PEAKS = {
@@ -103,8 +102,8 @@ class StepCost:
         sizes = [(FP32 * -(-p.numel() // padded) * padded, p.requires_grad) for p in self.model.parameters()]
         whole, trained = sum(n for n, _ in sizes), sum(n for n, is_trained in sizes if is_trained)
         share = trained // world  # of one rank
-        # Allocated as large as allowed, whatever the model's size; without ZeRO gradients are flattened once more.
-        buckets = {0: min(trained, FP32 * PLAIN_BUCKET), 3: FP32 * BUCKET}.get(stage, FP32 * BUCKET * min(world, 2))
+        # Gradients are put together in chunks; ZeRO's buckets are as large as allowed, whatever the model's size.
+        buckets = FP32 * BUCKET * {0: 0, 3: 1}.get(stage, min(world, 2)) + min(trained, FP32 * CHUNK) * (stage < 3)
         # Without accumulation ZeRO's gradients go straight into the bucket, and to the rank that steps them.
         gradients = trained if stage == 0 or (stage == 1 and several) else share
         gathered = whole if stage == 3 and world > 1 else 0  # kept until they are needed again, within 1e9 elements

@@ -75,9 +75,9 @@ class Evaluator:
     @torch.no_grad()
     def __call__(self, engine, meet: Callable[[], object] = lambda: None) -> dict[str, float]:
         """The values by `keys`, the same on every rank; collective. All call `meet` between batches, equally often."""
-        engine.eval()
+        engine.module.eval()
         values = self.measure(engine, meet)
-        engine.train()
+        engine.module.train()
         return dict(zip(self.keys, (values[metric] for metric in self.metrics)))
 
     def encode_images(self, engine, meet: Callable[[], object]) -> Gaussian:

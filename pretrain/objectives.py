@@ -27,7 +27,9 @@ from probemb.losses.prolip import prolip_loss, siglip_loss
 from probemb.models.options import MATCH_OF_DISTANCE
 
 Exchange = Literal["ring", "gather"]
-RING_RANKS = 64  # up to this many ranks the ring's sequential hops are worth the memory they save
+# Gathered, a rank's losses of N rows of all ranks need a few matrices of N^2 / W floats: 1 GiB each at N = 16,384 and
+# W = 1, 128 MiB at 8. Beyond, a ring saves memory; with more ranks than these it has too many sequential hops.
+GATHERED_ROWS, RING_RANKS = 16_384, 64
 MASKED_EVERY = 8  # one item in this many has masked copies
 SCALARS = ("logit_scale", "scale", "shift")
 
@@ -48,9 +50,10 @@ class Pairs(NamedTuple):
         return 2 * self.scale, self.shift - 2 * self.scale
 
 
-def in_ring(exchange: Exchange | None) -> bool:
-    """True if the texts are passed around a ring of ranks; otherwise all ranks' items are gathered."""
-    return exchange == "ring" if exchange else distributed.world_size() <= RING_RANKS
+def in_ring(exchange: Exchange | None, rows: int) -> bool:
+    """True if the texts, `rows` on each rank, are passed around a ring of ranks; otherwise all ranks' are gathered."""
+    world = distributed.world_size()
+    return exchange == "ring" if exchange else world * rows > GATHERED_ROWS and world <= RING_RANKS
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class PCMEPlusPlus:
         pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
         vib: weight beta of the information bottleneck, inside the PCME++ loss.
         log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
-        exchange: ring, gather (one collective), or null: gather with more than 64 ranks; null gathers for
-            pseudo-positives and match-probability too. A ring's memory does not grow with the ranks.
+        exchange: ring, gather (one collective), or null: ring for batches over 16,384 on up to 64 ranks; null gathers
+            for pseudo-positives and match-probability too. A ring's memory does not grow with the ranks.
     """
 
     clip: NonNegativeFloat = 1.0
@@ -100,7 +103,7 @@ class PCMEPlusPlus:
     def __call__(self, pairs: Pairs) -> LossOutput:
         image, text, tau, scale, shift, _ = pairs
         options = {"scale": scale, "shift": shift, "distance": self.distance, "vib": self.vib}
-        if in_ring(self.exchange) and not self._needs_rows:
+        if in_ring(self.exchange, len(image)) and not self._needs_rows:
             clip = ring_clip_loss(image.mean, text.mean, tau)
             match = ring_match_loss(image, text, **options)
         else:
@@ -119,7 +122,7 @@ class CLIP:
     Args:
         logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained, or of the
             architecture (1 / 0.07).
-        exchange: ring, gather (one collective), or null: gather with more than 64 ranks.
+        exchange: ring, gather (one collective), or null: ring for batches over 16,384 on up to 64 ranks.
     """
 
     logit_scale: PositiveFloat | None = None
@@ -134,7 +137,7 @@ class CLIP:
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         means = pairs.image.mean, pairs.text.mean
-        if in_ring(self.exchange):
+        if in_ring(self.exchange, len(pairs.image)):
             return ring_clip_loss(*means, pairs.logit_scale)
         offset = distributed.rank() * len(pairs.image)
         return clip_loss(*means, pairs.logit_scale, *distributed.gather_together(means), offset)

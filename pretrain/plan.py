@@ -25,6 +25,7 @@ from probemb.data.shards.index import read_index
 from probemb.errors import UserError, nearest
 
 RANDOM_STATE = 15_000  # bytes of one rank's random state in a checkpoint
+SPARE = 0.1  # share of a GPU's memory for what is not planned: the CUDA context, NCCL, fragmentation
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,14 @@ def make_plan(o: Plan) -> dict[str, Any]:
     cost = StepCost(o, o.world_size, half)
     by_stage, warnings = {f"ZeRO {stage}": cost.memory(stage) for stage in range(4)}, []
     limit, needed = o.gpu_memory_gib * 2**30, by_stage[f"ZeRO {e.zero_stage}"]["peak"]
+    spare = [stage for stage, memory in enumerate(by_stage.values()) if memory["peak"] <= (1 - SPARE) * limit]
     if 0 < limit < needed:
         fits = " or ".join(stage for stage, m in by_stage.items() if m["peak"] <= limit)
         remedy = f"It would fit with {fits}." if fits else "It needs accumulation, grad_checkpointing or more GPUs."
         warnings.append(f"A rank needs {_size(needed)}, more than the {_size(limit)} of a GPU. {remedy}")
     run = {name: getattr(o, name) for name in ("nodes", "gpus_per_node", "world_size", "batch_size")}
     run |= {name: getattr(e, name) for name in ("zero_stage", "accumulation", "grad_checkpointing")}
+    run["recommended_zero_stage"] = min(spare, default=None)  # the fastest
     return {
         "parameters": count_parameters(cost.model),
         "run": {**run, "precision": "bf16" if half else "fp32", "rows_per_rank": cost.rows, **data},
@@ -181,8 +184,10 @@ def describe(plan: dict[str, Any]) -> str:
         time += f"({c['images_per_second_is']})"
         data = f", {c['images_per_second']:,.0f} images/s, {c['images_per_second_per_worker']:,.0f} a worker"
         data += f", {_size(c['bytes_per_second'])}/s" if c["bytes_per_second"] else ""
+    stage = run["recommended_zero_stage"]
     rows = {
-        "ranks": f"{run['nodes']} x {run['gpus_per_node']}, {run['precision']}, ZeRO {run['zero_stage']}",
+        "ranks": f"{run['nodes']} x {run['gpus_per_node']}, {run['precision']}, ZeRO {run['zero_stage']}"
+        + (f"; recommended is ZeRO {stage}, the lowest that fits" if stage is not None else ""),
         "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts, "
         f"{c['flops_per_step'] / 1e12:,.1f} TFLOP a step",
         "data": f"{run['steps']:,} steps, {run['samples']:,} samples{data}",

@@ -15,7 +15,7 @@ import torch
 from pretrain.config import Config, whole_steps
 from pretrain.cost import images_at_peak
 from pretrain.engine.checkpoint import load_checkpoint
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.engine.engine import Towers, make_engine
 from pretrain.engine.state import Average
 from pretrain.evaluate import Evaluator, make_evaluators
 from pretrain.run_folder import RunFolder
@@ -24,7 +24,7 @@ from pretrain.stream.stream import Stream
 from pretrain.trainer import Position, Trainer, make_optimizer
 from probemb.data.failures import describe_failures
 from probemb.data.shards.index import read_index
-from probemb.distributed import all_of, same_everywhere, settle, sum_host
+from probemb.distributed import all_of, init_process_group, same_everywhere, settle, sum_host
 from probemb.errors import UserError
 from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models.create import fill_word_vectors
@@ -72,14 +72,15 @@ def train(config: Config, preemption: Preemption) -> int:
     run = prepare(config, rank, world, say)
     stream, start, summary = run.stream, run.position.step, describe(config, run, world)
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
-    start_deepspeed(config.engine.timeout, run.device)
+    init_process_group(config.engine.timeout)
     progress = Progress(start)
     with Watchdog(progress, Path(config.out), config.engine.timeout, clean_up=stream.close):
         same_everywhere("The checkpoint to resume from", str(run.earlier), "Choose an --out that all machines share.")
         lock = runs.take_lock(config.out)
         progress.doing("making the engine")
         optimizer = make_optimizer(run.model.to(run.device), config.optimizer)
-        engine = make_engine(run.model, optimizer, config.engine, config.batch_size, run.precision, run.device)
+        towers = Towers(run.model, run.precision)
+        engine = make_engine(towers, optimizer, config.engine, config.batch_size, run.device)
         average = Average(engine) if config.ema.half_life_samples else None
         if run.earlier:
             progress.doing("loading the checkpoint")
@@ -183,7 +184,7 @@ def describe(config: Config, run: Prepared, world: int) -> str:
         "model": f"{config.model.name}, {every} parameters, {trained} trained, head {config.model.head}",
         "data": f"{shards}, {order.lanes} lanes, {order.steps} steps an epoch",
         **({"filter": selection.describe()} if selection else {}),
-        "engine": f"{world} x {run.device.type}, DeepSpeed ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "
+        "engine": f"{world} x {run.device.type}, ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "
         f"{world} ranks x {e.accumulation} parts x {batch // world // e.accumulation}",
     }
     if half_life := config.ema.half_life_samples:

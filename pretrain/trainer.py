@@ -1,4 +1,4 @@
-"""The DeepSpeed trainer: one engine, one step, one loop.
+"""The trainer: one engine, one step, one loop.
 
 Letters: B items of this rank's share of the batch, W ranks, N = W B items of the global batch, D dimensions.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pretrain.engine.checkpoint import random_state, set_random_state
 from pretrain.engine.engine import tf32
-from pretrain.engine.state import Average, gradient_norm, optimizer_step
+from pretrain.engine.state import Average
 from pretrain.masking import draw_masks
 from pretrain.objectives import Pairs
 from pretrain.run_folder import RunFolder
@@ -39,6 +39,7 @@ from probemb.runs.watchdog import Progress
 
 if TYPE_CHECKING:
     from pretrain.config import Config, Optimizer
+    from pretrain.engine.engine import Engine
     from pretrain.evaluate import Evaluator
     from pretrain.stream.stream import Batch, Stream
 
@@ -67,7 +68,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        engine,
+        engine: Engine,
         stream: Stream,
         folder: RunFolder,
         steps: int,
@@ -143,13 +144,10 @@ class Trainer:
                     set_random_state(states[part])
                 *embeddings, scalars = cached[0] if parts == 1 else engine(*given)
                 carried = sum((e * g.chunk(parts)[part]).sum() for e, g in zip(embeddings, gradients))
-                # The engine divides by the number of parts; every part has the scalars' whole gradient.
-                engine.backward(parts * carried + (scalars * gradients[-1]).sum())
-                if part + 1 < parts:
-                    engine.step()  # only counts the part
+                engine.backward(carried + (scalars * gradients[-1]).sum() / parts)  # which every part has
             set_random_state(after)
         # ---- step, unless the loss or the gradient is NaN or Inf on any rank
-        own, clip = gradient_norm(engine), config.optimizer.clip_grad_norm
+        own, clip = engine.gradient_norm(), config.optimizer.clip_grad_norm
         nonfinite = ~(loss.detach().isfinite() & own.isfinite())
         flags = nonfinite, self.stop(), self.folder.failed, own.square()
         bad, stops, failed, squares = distributed.sum_over_ranks(flags, engine.device)
@@ -159,7 +157,7 @@ class Trainer:
         self.step, self.samples, before = self.step + 1, self.samples + config.batch_size, self.samples
         lr = learning_rate(config.optimizer, self.samples, self.total)
         set_learning_rate(engine.optimizer, lr)
-        optimizer_step(engine, bool(bad), norm, clip)
+        engine.step(bool(bad), norm, clip)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
         if bad:
             self._skip(nonfinite_report(batch.keys, loss, terms, outputs[:4], gradients[:4], own))

@@ -14,6 +14,7 @@ def pretraining():
     import torch
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
+    import pretrain.engine.zero
     import pretrain.start  # noqa: F401
     from pretrain.run import main
 

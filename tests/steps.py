@@ -6,19 +6,20 @@ from types import SimpleNamespace
 
 import torch
 
-from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.engine.engine import Towers, make_engine
 from pretrain.engine.state import Average, EngineState
 from pretrain.run_folder import RunFolder
 from pretrain.trainer import Trainer, make_optimizer
+from probemb.distributed import init_process_group
 
 CPU = torch.device("cpu")
 
 
 def engine_of(config, model, persistent=0):
     """An engine in float32 on the CPU; at ZeRO 3 it shares out even the smallest parameters."""
-    start_deepspeed()
+    init_process_group()
     optimizer = make_optimizer(model, config.optimizer)
-    return make_engine(model, optimizer, config.engine, config.batch_size, "fp32", CPU, persistent)
+    return make_engine(Towers(model, "fp32"), optimizer, config.engine, config.batch_size, CPU, persistent)
 
 
 def trainer_of(config, model, steps=100, persistent=0) -> Trainer:

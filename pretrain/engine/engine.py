@@ -1,32 +1,29 @@
-"""The DeepSpeed engine around the towers: import without a word, process group, ZeRO settings."""
+"""Engines around the towers: the whole training state on every rank (ZeRO 0), or shared out by DeepSpeed (`zero.py`).
+
+outputs = engine(images, tokens)     # for each part of the batch
+engine.backward(loss)                # adds its gradient; with the last part the mean over the ranks is on its way
+norm = engine.gradient_norm()
+engine.step(skip, norm, longest)
+"""
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from pretrain.engine.state import leave_norms
 from probemb import distributed
 
 if TYPE_CHECKING:
-    from pretrain.config import Engine
+    from pretrain.config import Engine as Options
     from probemb.models import DualEncoder
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it says what it finds
-warnings.filterwarnings("ignore", module="deepspeed")
-import deepspeed  # noqa: E402
-import deepspeed.ops  # noqa: E402
-
-logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-# Without a GPU, init would compile a shared-memory communication kernel for a minute; gloo does that work.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+Piece = tuple[slice, slice]  # of a flattened parameter, and where these elements lie in the tensor that is stepped
+CHUNK = 8_000_000  # elements of a flat parameter, which is reduced at a time: about as much as DDP's buckets
 BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
 
 
@@ -59,43 +56,170 @@ class Towers(nn.Module):
         scalars = torch.cat([out.logit_scale, out.scale, out.shift])
         return out.image.mean, out.image.log_var, out.text.mean, out.text.log_var, *masked, scalars
 
+    def compile(self) -> None:
+        torch._dynamo.config.recompile_limit = 64  # graphs of a tower: 4 lengths, masked or not, with gradients or not
+        for tower in (self.model.image_tower, self.model.text_tower):  # apart, as only texts have several shapes
+            tower.compile(dynamic=False)
+
+
+class Flat(nn.Module):
+    """A module whose trained parameters are views of a few flat ones, which the optimizer gets in their place.
+
+    With gradient it computes with views that autograd knows: gradients arrive in tens of flat tensors, and what is done
+    for each of them, by hooks, collectives, norms and steps, is not done for each of hundreds of parameters."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
+        super().__init__()
+        self.module, self.flats, self.held = module, nn.ParameterList(), []
+        for group in optimizer.param_groups:
+            chunks: list[list[nn.Parameter]] = []
+            for p in group["params"]:
+                if not chunks or sum(q.numel() for q in chunks[-1]) + p.numel() > CHUNK:
+                    chunks.append([])
+                chunks[-1].append(p)
+            group["params"] = [nn.Parameter(torch.cat([p.detach().flatten() for p in chunk])) for chunk in chunks]
+            self.flats.extend(group["params"])
+            self.held += chunks
+        self.layout = [list(zip(*((p, p.shape, p.numel()) for p in chunk))) for chunk in self.held]
+        of = {p for chunk in self.held for p in chunk}
+        tables = (m._parameters for m in module.modules())  # as torch.func.functional_call, in a tenth of its time
+        self.uses = [(table, name, p) for table in tables for name, p in table.items() if p in of]
+        self.point()
+
+    def point(self) -> None:
+        """Let the module's parameters be views of the flat ones, again after these have got other memory."""
+        for p, flat, start in self.places():
+            p.data = flat.detach()[start : start + p.numel()].view(p.shape)
+
+    def places(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Every parameter of the module that is trained, the flat one that holds it, and where it starts there."""
+        for flat, chunk in zip(self.flats, self.held):
+            start = 0
+            for p in chunk:
+                yield p, flat, start
+                start += p.numel()
+
+    def forward(self, *inputs):
+        if not torch.is_grad_enabled():
+            return self.module(*inputs)
+        views = {}
+        for flat, (held, shapes, sizes) in zip(self.flats, self.layout):
+            views.update(zip(held, map(Tensor.view, flat.split(sizes), shapes)))
+        try:
+            for table, name, p in self.uses:
+                table[name] = views[p]
+            return self.module(*inputs)
+        finally:
+            for table, name, p in self.uses:
+                table[name] = p
+
+
+class Engine:
+    """Every rank has all weights and steps all of them (ZeRO 0).
+
+    Not torch's DistributedDataParallel: it lays its buckets out anew after the first step, so that a resumed run of
+    three ranks or more would add up in another order than one that was not interrupted."""
+
+    stage = 0
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, options: Options, device: torch.device):
+        self.module, self.optimizer, self.device = module, optimizer, device
+        self.parts, self.left = options.accumulation, options.accumulation  # of a batch, and those to come
+        self.kind = torch.bfloat16 if options.gradient_dtype == "bf16" else torch.float32  # of exchanged gradients
+        self.sent: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self.wrap(options)
+        if options.compile:
+            self.module.compile()
+
+    def wrap(self, options: Options) -> None:
+        self.flat = Flat(self.module, self.optimizer)
+        if distributed.world_size() > 1:
+            for flat in self.flat.flats:
+                dist.broadcast(flat.detach(), 0)
+                flat.register_post_accumulate_grad_hook(self._reduce)
+
+    def _reduce(self, flat: nn.Parameter) -> None:
+        """In the backward pass, while it goes on."""
+        if self.left == 1:
+            sent = flat.grad.div_(distributed.world_size()).to(self.kind)
+            self.sent.append((dist.all_reduce(sent, async_op=True), sent, flat.grad))
+
+    def __call__(self, *inputs):
+        return self.flat(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for work, sent, gradient in self.sent:
+            work.wait()
+            if sent is not gradient:
+                gradient.copy_(sent)
+        self.sent.clear()
+        self.left -= 1
+
+    def gradients(self) -> list[Tensor | None]:
+        """This rank's share of the averaged gradient, between the last backward pass of a step and the step; where all
+        ranks have all of it, rank 0's."""
+        return [flat.grad for flat in self.flat.flats] if distributed.is_main() else []
+
+    def gradient_norm(self) -> Tensor:
+        """(), of this rank's share of the averaged gradient, before the step."""
+        gradients = [g for g in self.gradients() if g is not None]
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double())  # few kernels
+
+    @torch.no_grad()
+    def step(self, skip: bool, norm: Tensor, longest: float) -> None:
+        """Step with the gradient of this `norm` () shortened to `longest` (0: as it is), or, to `skip` on all ranks,
+        only drop it.
+
+        torch's fused AdamW does both, as for `torch.amp.GradScaler`: where `found_inf` is set, weights, moments and
+        counts stay as they are, and gradients are divided by `grad_scale`."""
+        self.optimizer.found_inf = torch.tensor(float(skip), device=self.device)
+        scale = ((norm + 1e-6) / longest).clamp(min=1).float().to(self.device) if longest else None
+        self.optimizer.grad_scale = scale
+        self.apply()
+        self.left = self.parts
+
+    def apply(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    # ---------------------------------------------------------------------------------------- where the state is
+
+    def cut(self) -> Iterator[tuple[nn.Parameter, Tensor, Piece | None]]:
+        """Every trained parameter, the tensor that the optimizer steps for it here, and this rank's piece of it."""
+        for p, flat, start in self.flat.places():
+            yield p, flat, piece(0, p.numel(), start)
+
+    def own(self, p: nn.Parameter) -> tuple[Tensor, Piece]:
+        """This rank's piece of a parameter of the module."""
+        return p, piece(0, p.numel(), 0)
+
+    def put(self, p: nn.Parameter, whole: Tensor) -> None:
+        """Give the module a parameter's value, without the tensor that the optimizer steps for it."""
+        p.copy_(whole)
+
+
+def piece(start: int, numel: int, offset: int) -> Piece:
+    return slice(start, start + numel), slice(offset, offset + numel)
+
 
 def make_engine(
-    model: DualEncoder,
+    module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    options: Engine,
+    options: Options,
     batch_size: int,
-    precision: str,
     device: torch.device,
     persistent_elements: int = 100_000,
-):
-    """A DeepSpeed engine around `Towers(model)`, after `start_deepspeed`; collective. `batch_size`: of all ranks;
+) -> Engine:
+    """An engine around a module, such as `Towers`, in the ranks' process group; collective. `batch_size`: of all ranks;
     `persistent_elements`: parameters up to this size stay whole on every rank at ZeRO-3."""
-    world = distributed.world_size()
-    settings = {
-        "train_batch_size": batch_size,
-        "train_micro_batch_size_per_gpu": batch_size // world // options.accumulation,
-        "gradient_accumulation_steps": options.accumulation,
-        "gradient_clipping": 0.0,  # `state.optimizer_step` clips
-        "zero_optimization": {
-            "stage": options.zero_stage,
-            "overlap_comm": device.type == "cuda" and world > 1,  # the host waits for every bucket
-            "contiguous_gradients": True,
-            "reduce_bucket_size": BUCKET,
-            "allgather_bucket_size": BUCKET,
-            "stage3_param_persistence_threshold": persistent_elements,
-            "memory_efficient_linear": False,  # its own backward pass ignores autocast
-        },
-        "communication_data_type": options.gradient_dtype,
-        "steps_per_print": 10**9,
-    }
-    engine, *_ = deepspeed.initialize(model=Towers(model, precision), optimizer=optimizer, config=settings)
-    leave_norms(engine)
-    if options.compile:
-        torch._dynamo.config.recompile_limit = 64  # graphs of a tower: 4 lengths, masked or not, with gradients or not
-        for tower in (model.image_tower, model.text_tower):  # apart, as only texts have several shapes
-            tower.compile(dynamic=False)
-    return engine
+    if not options.zero_stage:
+        return Engine(module, optimizer, options, device)
+    from pretrain.engine.zero import Sharded  # DeepSpeed takes seconds to import
+
+    return Sharded(module, optimizer, options, batch_size, device, persistent_elements)
 
 
 @contextmanager
@@ -107,11 +231,3 @@ def tf32(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def start_deepspeed(timeout_minutes: float = 30, device: torch.device | None = None) -> None:
-    """Join the process group that the launcher describes, or form a group of one; `device` is this rank's."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # NCCL's collectives of objects go through the current one
-    distributed.init_process_group(timeout_minutes)
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)

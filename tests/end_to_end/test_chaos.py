@@ -66,7 +66,7 @@ def strike(job: Job, run: Path, chance: random.Random) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_kills_at_any_moment_change_nothing(stage, scenes, tmp_path):
     options = {
         "data.train": scenes / "train",

@@ -17,12 +17,12 @@ from tests.ranks import run_ranks
 SCALE, BIAS = 7.0, -3.0
 SCALARS = {"cosine": (SCALE, SCALE / 2, SCALE + BIAS)}
 LOSSES = {
-    "pcmepp": PCMEPlusPlus(clip=0.7, match=0.4, vib=1e-2),
-    "pcmepp, gathered": PCMEPlusPlus(clip=0.7, match=0.4, vib=1e-2, exchange="gather"),
+    "pcmepp": PCMEPlusPlus(clip=0.7, match=0.4, vib=1e-2, exchange="ring"),
+    "pcmepp, gathered": PCMEPlusPlus(clip=0.7, match=0.4, vib=1e-2),
     "pcmepp, pseudo-positives": PCMEPlusPlus(pseudo_positive=0.1, vib=1e-2),
-    "pcmepp, wasserstein2": PCMEPlusPlus(distance="wasserstein2"),
-    "clip": CLIP(),
-    "clip, gathered": CLIP(exchange="gather"),
+    "pcmepp, wasserstein2": PCMEPlusPlus(distance="wasserstein2", exchange="ring"),
+    "clip": CLIP(exchange="ring"),
+    "clip, gathered": CLIP(),
     "siglip": SigLIP(),
     "prolip": ProLIP(vib=0.1, inclusion=0.2, inclusion_scale=3.0),
 }

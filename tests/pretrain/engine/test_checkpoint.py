@@ -1,4 +1,4 @@
-"""Checkpoints of real DeepSpeed engines over real ranks: exact resume, any stage to any stage, damage, refusals."""
+"""Checkpoints of real engines over real ranks: exact resume, any stage to any stage, damage, refusals."""
 
 import os
 import shutil
@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from pretrain.config import Engine
 from pretrain.engine import checkpoint
-from pretrain.engine.engine import start_deepspeed
-from probemb.distributed import agree
+from pretrain.engine.engine import make_engine as engine_around
+from probemb import distributed
+from probemb.distributed import agree, init_process_group
 from probemb.errors import UserError
 from probemb.runs import checkpoints
 from probemb.runs.checkpoints import find_checkpoint, read_state
@@ -67,9 +69,7 @@ class Wrapper(nn.Module):
 
 
 def make_engine(stage, world, hidden=5, dropout=0.0, seed=0, persistent=0):
-    import deepspeed
-
-    start_deepspeed()
+    init_process_group()
     torch.manual_seed(seed)
     module = Wrapper(hidden, dropout)
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -77,16 +77,8 @@ def make_engine(stage, world, hidden=5, dropout=0.0, seed=0, persistent=0):
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-6)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": persistent, "memory_efficient_linear": False}
-    settings = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": BATCH // world,
-        "gradient_clipping": 0.3,
-        "zero_optimization": zero,
-        "steps_per_print": 10**9,
-    }
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=settings)[0]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-6, fused=True)
+    return engine_around(module, optimizer, Engine(zero_stage=stage), BATCH, torch.device("cpu"), persistent)
 
 
 def train(engine, rank, world, steps):
@@ -98,7 +90,8 @@ def train(engine, rank, world, steps):
             group["lr"] = 1e-2 / (1 + step)
         loss = (engine(x[rank * n : (rank + 1) * n]) - y[rank * n : (rank + 1) * n]).square().mean()
         engine.backward(loss)
-        engine.step()
+        norm = distributed.sum_over_ranks([engine.gradient_norm().square()])[0].sqrt()
+        engine.step(False, norm, 0.3)
 
 
 def assert_same(a, b, tolerance=0.0):
@@ -128,9 +121,10 @@ def save_and_resume(rank, world, stage, persistent, folder):
 @pytest.mark.parametrize(
     ("stage", "persistent", "world"),
     [
+        (0, 0, 3),
         (1, 0, 2),
         (3, 0, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 0, 1), (2, 0, 3), (3, 1000, 2))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0, 3), (3, 1000, 2))),
     ],
 )
 def test_resuming_at_the_same_stage_and_ranks_is_exact(stage, persistent, world, tmp_path):
