@@ -124,5 +124,6 @@ def test_what_would_fail_is_told():
     with pytest.raises(UserError, match="Set batch_size to 64 or 68"):
         plan.make_plan(replace(OPTIONS, batch_size=66))
     assert plan.make_plan(OPTIONS)["warnings"] == []
-    (warning,) = plan.make_plan(replace(OPTIONS, gpu_memory_gib=0.3))["warnings"]
-    assert "more than the 307.2 MiB of a GPU. It would fit with ZeRO 0" in warning
+    out = plan.make_plan(replace(OPTIONS, gpu_memory_gib=0.3, engine=Engine(zero_stage=1, precision="bf16")))
+    assert out["run"]["recommended_zero_stage"] == 0
+    assert "more than the 307.2 MiB of a GPU. It would fit with ZeRO 0" in out["warnings"][0]

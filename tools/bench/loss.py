@@ -11,7 +11,6 @@ with the ranks.
 from __future__ import annotations
 
 import pickle
-import resource
 import tempfile
 import warnings
 from pathlib import Path
@@ -48,13 +47,22 @@ def main() -> None:
 def compare(b: int, d: int, repeats: int, device: str = "cuda" if torch.cuda.is_available() else "cpu") -> None:
     """The match loss on one device."""
     variants = {"broadcast": broadcast_loss, "probemb": lambda x, y: pairwise_match_loss(x, y, scale=5, shift=5)}
-    memory = {name: {"peak": _mib(peak_memory(lambda f=f: step(f, b, d, device)))} for name, f in variants.items()}
-    memory["probemb"]["peak at 2B"] = _mib(peak_memory(lambda: step(variants["probemb"], 2 * b, d, device)))
+    memory = {name: {"peak": _peak(f, b, d, device)} for name, f in variants.items()}
+    memory["probemb"]["peak at 2B"] = _peak(variants["probemb"], 2 * b, d, device)
     runs = {name: step(loss, b, d, device) for name, loss in variants.items()}
     for ours, theirs in zip(runs["probemb"](), runs["broadcast"]()):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
     measured = in_turn({name: timer(lambda _, run=run: run()) for name, run in runs.items()}, repeats)
     report(f"match loss, forward and backward, B = {b}, D = {d}, {device}", measured, "broadcast", memory)
+
+
+def _peak(loss, b: int, d: int, device: str) -> str:
+    """On the CPU in a process of its own."""
+
+    def measure(*_) -> int:
+        return peak_memory(step(loss, b, d, device), device)
+
+    return _mib(measure() if device == "cuda" else on_ranks(1, measure)[0])
 
 
 def step(loss, b: int, d: int, device: str):
@@ -96,10 +104,7 @@ def compare_on_ranks(world: int, batch: int, dim: int, repeats: int) -> None:
 def first_call(rank: int, world: int, name: str, batch: int, dim: int) -> int:
     """Bytes that it adds to this rank's peak."""
     rank_step(name, rank, world, 8, 8)()  # imports, and what gloo and autograd allocate once
-    run = rank_step(name, rank, world, batch, dim)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return peak_memory(rank_step(name, rank, world, batch, dim), "cpu")
 
 
 def times(rank: int, world: int, names: tuple[str, ...], batch: int, dim: int, repeats: int) -> dict[str, Measurement]:

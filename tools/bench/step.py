@@ -11,7 +11,6 @@ one process, and in its DDP on two (gloo); aims: 1.08 at ZeRO 0, 1.35 at ZeRO 1 
 
 from __future__ import annotations
 
-import gc
 import json
 import tempfile
 import time
@@ -37,7 +36,7 @@ from probemb.cli.command import Parser, run_command
 from probemb.distributed import init_process_group
 from probemb.models.architectures import OWN, read_architecture
 from tools.bench.loss import on_ranks
-from tools.bench.timing import Variant, in_turn, report, timer
+from tools.bench.timing import Variant, in_turn, peak_memory, report, timer
 
 STAGES = (0, 1, 2)
 PEER = "open_clip CLIP"
@@ -72,11 +71,14 @@ def compare(
         data = random_batch(name, batch, device)
         speed = images_at_peak(config, "bf16", 1, torch.device(device))
         at_peak[variant] = speed and speed(data[1].shape[1])
-        before = used(device)
-        steps[variant] = step = open_clip_step(config, data) if variant == PEER else our_step(config, data)
-        step()  # makes Adam's moments
-        step()
-        extra[variant] = {"peak": f"{(used(device, most=True) - before) / 2**30:.1f} GiB"} if device == "cuda" else {}
+
+        def start(variant=variant, config=config, data=data) -> None:
+            steps[variant] = step = open_clip_step(config, data) if variant == PEER else our_step(config, data)
+            step()  # makes Adam's moments
+            step()
+
+        peak = peak_memory(start, device) / 2**30
+        extra[variant] = {"peak": f"{peak:.1f} GiB"} if device == "cuda" else {}
     measured = in_turn({variant: timer(lambda _, step=step: step()) for variant, step in steps.items()}, repeats)
     speeds = {variant: batch / times.median for variant, times in measured.items()}
     mfu = {variant: speeds[variant] / most for variant, most in at_peak.items() if most}
@@ -84,17 +86,6 @@ def compare(
         extra[variant] |= {"images/s": f"{speed:,.1f}"} | ({"MFU": f"{mfu[variant]:.1%}"} if mfu else {})
     report(f"training step, {name}, batch {batch}{', compiled' * compiled}", measured, PEER, extra)
     return measured, mfu
-
-
-def used(device: str, most: bool = False) -> int:
-    """Bytes of the GPU's allocator now, or the most since the last call of it."""
-    if device != "cuda":
-        return 0
-    if most:
-        return torch.cuda.max_memory_allocated()
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
 
 
 def configured(name: str, batch: int, objective: str, n_unc_layers: int = 1, lr: float = 1e-4, **engine) -> Config:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import statistics
 from collections.abc import Callable
-from multiprocessing import get_context
 
 import torch
 from rich.console import Console
@@ -53,30 +53,18 @@ def machine() -> str:
     return f"{gpu}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def peak_memory(make: Callable[[], Variant]) -> int:
-    """Bytes that the first run of a variant adds to the peak of the GPU's allocator, or else of a forked process.
-
-    Must come before this process computes with several threads, after which a forked one would hang.
-    """
-    if torch.cuda.is_available():
-        run = make()
+def peak_memory(run: Variant, device: str) -> int:
+    """Bytes that a run adds to the peak of the GPU's allocator, or of this process: a new one (`loss.on_ranks`)."""
+    if device == "cuda":
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    context = get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_peak, args=(make, send))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"the measured process ended with code {process.exitcode}")
-    return receive.recv()
-
-
-def _measure_peak(make: Callable[[], Variant], send) -> None:
-    run = make()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak(device)
     run()
-    send.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    return _peak(device) - before
+
+
+def _peak(device: str) -> int:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
