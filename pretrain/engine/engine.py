@@ -1,15 +1,14 @@
 """Engines around the towers: the whole training state on every rank (ZeRO 0), or shared out by DeepSpeed (`zero.py`).
 
-outputs = engine(images, tokens)     # for each part of the batch
-engine.backward(loss)                # adds its gradient; with the last part the mean over the ranks is on its way
-norm = engine.gradient_norm()
-engine.step(skip, norm, longest)
+In a step, for each part of the batch `engine(images, tokens)` and `engine.backward(loss)`, which adds up gradients, and
+with the last part averages them over the ranks; then `engine.gradient_norm()` and `engine.step(skip, norm, longest)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,20 +69,20 @@ class Flat(nn.Module):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         super().__init__()
-        self.module, self.flats, self.held = module, nn.ParameterList(), []
+        self.module, self.flats, chunks = module, nn.ParameterList(), []
         for group in optimizer.param_groups:
-            chunks: list[list[nn.Parameter]] = []
-            for p in group["params"]:
-                if not chunks or sum(q.numel() for q in chunks[-1]) + p.numel() > CHUNK:
+            first = len(chunks)
+            for p in sorted(group["params"], key=lambda p: p.numel() % 32 > 0):  # so that the others stay aligned
+                if len(chunks) == first or sum(q.numel() for q in chunks[-1]) + p.numel() > CHUNK:
                     chunks.append([])
                 chunks[-1].append(p)
-            group["params"] = [nn.Parameter(torch.cat([p.detach().flatten() for p in chunk])) for chunk in chunks]
-            self.flats.extend(group["params"])
-            self.held += chunks
-        self.layout = [list(zip(*((p, p.shape, p.numel()) for p in chunk))) for chunk in self.held]
-        of = {p for chunk in self.held for p in chunk}
-        tables = (m._parameters for m in module.modules())  # as torch.func.functional_call, in a tenth of its time
-        self.uses = [(table, name, p) for table in tables for name, p in table.items() if p in of]
+            flats = [nn.Parameter(torch.cat([p.detach().flatten() for p in chunk])) for chunk in chunks[first:]]
+            group["params"] = flats
+            self.flats.extend(flats)
+        self.held = [(chunk, [p.shape for p in chunk], [p.numel() for p in chunk]) for chunk in chunks]
+        tables = [m._parameters for m in module.modules()]  # which torch.func.functional_call finds in every call
+        trained = {p for chunk in chunks for p in chunk}
+        self.uses = [(table, name, p) for table in tables for name, p in table.items() if p in trained]
         self.point()
 
     def point(self) -> None:
@@ -93,18 +92,15 @@ class Flat(nn.Module):
 
     def places(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
         """Every parameter of the module that is trained, the flat one that holds it, and where it starts there."""
-        for flat, chunk in zip(self.flats, self.held):
-            start = 0
-            for p in chunk:
-                yield p, flat, start
-                start += p.numel()
+        for flat, (chunk, _, sizes) in zip(self.flats, self.held):
+            yield from zip(chunk, repeat(flat), accumulate(sizes, initial=0))
 
     def forward(self, *inputs):
         if not torch.is_grad_enabled():
             return self.module(*inputs)
         views = {}
-        for flat, (held, shapes, sizes) in zip(self.flats, self.layout):
-            views.update(zip(held, map(Tensor.view, flat.split(sizes), shapes)))
+        for flat, (chunk, shapes, sizes) in zip(self.flats, self.held):
+            views.update(zip(chunk, map(Tensor.view, flat.split(sizes), shapes)))
         try:
             for table, name, p in self.uses:
                 table[name] = views[p]
@@ -192,9 +188,9 @@ class Engine:
         for p, flat, start in self.flat.places():
             yield p, flat, piece(0, p.numel(), start)
 
-    def own(self, p: nn.Parameter) -> tuple[Tensor, Piece]:
-        """This rank's piece of a parameter of the module."""
-        return p, piece(0, p.numel(), 0)
+    def shape(self, p: Tensor) -> torch.Size:
+        """Of a parameter or buffer of the module, before ZeRO cuts it."""
+        return p.shape
 
     def put(self, p: nn.Parameter, whole: Tensor) -> None:
         """Give the module a parameter's value, without the tensor that the optimizer steps for it."""

@@ -31,7 +31,7 @@ class EngineState:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters and buffers before ZeRO cuts them."""
-        return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in (self.parameters | self.buffers).items()}
+        return {name: tuple(self.engine.shape(t)) for name, t in (self.parameters | self.buffers).items()}
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the state dict of `engine.module` on rank 0, {name: whole float32 CPU tensor} (buffers in their own
@@ -67,7 +67,7 @@ class EngineState:
     ) -> Tensor | None:
         """All ranks' pieces in `source`, whole, on rank 0's CPU and None on the others, or on every rank's device;
         collective. A sum assembles them; as integers, every bit survives (-0 + 0 is 0)."""
-        shape = getattr(p, "ds_shape", p.shape)
+        shape = self.engine.shape(p)
         if self.stage == 0:
             return source.detach().view(-1)[piece[1]].view(shape).clone().cpu() if distributed.is_main() else None
         whole = torch.zeros(shape.numel(), dtype=torch.int32, device=self.engine.device)

@@ -113,8 +113,12 @@ class Sharded(Engine):
                     yield p, flat, _partition(p, offset)
                     offset += p.partition_numel()
 
+    def shape(self, p: Tensor) -> torch.Size:
+        return getattr(p, "ds_shape", p.shape)
+
     def own(self, p: nn.Parameter) -> tuple[Tensor, Piece]:
-        return (p.ds_tensor, _partition(p)) if self.stage == 3 else super().own(p)
+        """Stage 3: this rank's piece of a parameter of the module."""
+        return p.ds_tensor, _partition(p)
 
     def put(self, p: nn.Parameter, whole: Tensor) -> None:
         if self.stage < 3:
