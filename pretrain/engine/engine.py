@@ -100,7 +100,8 @@ class Flat(nn.Module):
             return self.module(*inputs)
         views = {}
         for flat, (chunk, shapes, sizes) in zip(self.flats, self.held):
-            views.update(zip(chunk, map(Tensor.view, flat.split(sizes), shapes)))
+            parts = zip(chunk, shapes, flat.split(sizes))
+            views.update((p, part.view(shape) if len(shape) > 1 else part) for p, shape, part in parts)
         try:
             for table, name, p in self.uses:
                 table[name] = views[p]
