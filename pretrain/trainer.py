@@ -138,14 +138,15 @@ class Trainer:
             with tf32(engine.module.half and o.tf32 == "all"):
                 loss, terms = self.loss_and_terms(outputs)
                 gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
-            after = random_state()  # the loss may draw, too
+            after = random_state() if parts > 1 else None  # the loss may draw, too
             for part, given in enumerate(inputs):
                 if parts > 1:
                     set_random_state(states[part])
                 *embeddings, scalars = cached[0] if parts == 1 else engine(*given)
                 carried = sum((e * g.chunk(parts)[part]).sum() for e, g in zip(embeddings, gradients))
                 engine.backward(carried + (scalars * gradients[-1]).sum() / parts)  # which every part has
-            set_random_state(after)
+            if parts > 1:
+                set_random_state(after)
         # ---- step, unless the loss or the gradient is NaN or Inf on any rank
         own, clip = engine.gradient_norm(), config.optimizer.clip_grad_norm
         nonfinite = ~(loss.detach().isfinite() & own.isfinite())

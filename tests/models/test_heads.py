@@ -234,3 +234,17 @@ def test_every_head_with_a_covariance(head, kind):
     assert (gaussian.log_var != gaussian.log_var[:, :1]).any() == (kind == "ellipsoidal")
     gaussian.log_var.square().sum().backward()
     assert all(p.grad is not None for p in model.visual.log_var_head.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpo", "pie"])
+@pytest.mark.parametrize("log_var", [False, True])
+def test_heads_under_autocast_are_finer_than_bf16(name, log_var):
+    """Which has steps of 0.03 near a log-variance of -6."""
+    torch.manual_seed(0)
+    head = HEADS[name](ModelOptions(head=name, embed_dim=64, log_var_start=-6.0), 128, 128, log_var)
+    tokens = torch.randn(16, 50, 128).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head(Features(tokens, tokens[:, 0]))
+    expected = head(Features(tokens.float(), tokens[:, 0].float()))
+    assert found.dtype == torch.float32
+    assert_close(found, expected, rtol=0, atol=2e-3)
