@@ -51,7 +51,9 @@ class Data:
         workers: processes that read and decode, for each rank.
         lanes: places of the corpus that a batch is drawn from; a divisor of the batch, at most 64 if empty.
         window: samples of a lane that are shuffled together.
-        captions: which caption of an image is used: random (drawn in every epoch) or first.
+        captions: which caption of an image is used: random (drawn in every epoch) or first; or shares of captions by
+            name, as {txt: 0.4, json.synthetic: 0.6}: lines of a text member, or a key of a JSON member. An image that
+            lacks the drawn name has the first one that it does not lack.
         filter: rules that a sample must meet.
         failure_share: share of unreadable samples at which the run stops; of all ranks' samples.
         exif: turn images as their EXIF orientation says; also those of `evaluate`; open_clip does not.
@@ -67,7 +69,7 @@ class Data:
     workers: ranges.Workers = 2
     lanes: PositiveInt | None = None
     window: PositiveInt = 4096
-    captions: Literal["random", "first"] = "random"
+    captions: Literal["random", "first"] | dict[str, NonNegativeFloat] = "random"
     filter: Filter = field(default_factory=Filter)
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
@@ -300,6 +302,8 @@ class Config:
         if self.data.weights and len(self.data.weights) != len(self.train_paths):
             what = f"There are {len(self.train_paths)} training paths and {len(self.data.weights)} weights."
             raise UserError(what, "Give data.weights one number for each path.")
+        if isinstance(self.data.captions, dict) and not sum(self.data.captions.values()):
+            raise UserError("data.captions gives no name a share.", "Write it as {txt: 0.4, json.synthetic: 0.6}.")
         check_schedule(self.optimizer)
         self.data.augmentation.check()
         for key, *needed in NEEDS:

@@ -181,7 +181,8 @@ def describe(config: Config, run: Prepared, world: int) -> str:
     every, trained = (f"{sum(n for n, is_trained in sizes if is_trained or all_):.1f} M" for all_ in (True, False))
     shards = f"{sum(shard.samples for shard in run.stream.shards):,} samples in {len(run.stream.shards)} shards"
     lines = {
-        "model": f"{config.model.name}, {every} parameters, {trained} trained, head {config.model.head}",
+        "model": f"{config.model.name}, {run.model.image_size} pixels, {every} parameters, {trained} trained, "
+        f"head {config.model.head}",
         "data": f"{shards}, {order.lanes} lanes, {order.steps} steps an epoch",
         **({"filter": selection.describe()} if selection else {}),
         "engine": f"{world} x {run.device.type}, ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,12 @@ def to_dict(config: Any) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: dict[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
+    """By dotted keys; `whole`: those whose values may be dicts."""
     found = {}
     for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.", whole) if isinstance(value, dict) and key not in whole else {key: value}
     return found
 
 

@@ -19,9 +19,10 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,8 @@ from probemb.data.shards.index import (
     write_index,
 )
 from probemb.data.shards.samples import (
+    CAPTIONS,
+    Sample,
     SampleSpan,
     list_samples,
     parse_sample,
@@ -64,6 +67,7 @@ from probemb.progress import progress
 from tools.pools import process_pool
 
 SHOWN = 20  # damaged shards on the screen
+Parse = Callable[..., Sample]  # `parse_sample`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sub.add_argument("--skip-damaged", action="store_true", help="leave unreadable tars out of the index")
         if command in (verify, repair):
             sub.add_argument("--labelled", action="store_true", help="accept KEY.cls instead of a caption")
+            about = "names of captions, as in data.captions, of which a sample needs one (default: txt, and json's)"
+            sub.add_argument("--captions", nargs="+", default=CAPTIONS, metavar="NAME", help=about)
         if command is verify:
             sub.add_argument("--report", type=Path, metavar="FILE", help="write all damage as JSON")
         if command is repair:
@@ -235,7 +241,7 @@ def index_folder(folder: Path, workers: int, skip_damaged: bool = False) -> None
 
 
 def check_folder(
-    folder: Path, rows: dict[str, Shard] | None, workers: int, need_caption: bool = True, decode: bool = True
+    folder: Path, rows: dict[str, Shard] | None, workers: int, parse: Parse = parse_sample, decode: bool = True
 ) -> list[Report]:
     """`check_shard` of every shard, by name; `rows`: the index. Raises UserError: there are none."""
     if not folder.is_dir():
@@ -248,14 +254,14 @@ def check_folder(
     reports = [Report(name, rows[name].samples, damage=["does not exist"], unusable=True) for name in missing]
     title = "Verifying shards" if decode else "Walking shards"
     with progress(title, len(paths)) as advance, process_pool(min(workers, len(paths)), "--workers") as pool:
-        jobs = [pool.submit(check_shard, path, rows.get(path.name), need_caption, decode) for path in paths]
+        jobs = [pool.submit(check_shard, path, rows.get(path.name), parse, decode) for path in paths]
         for job in as_completed(jobs):
             reports.append(job.result())
             advance(1)
     return sorted(reports, key=lambda report: report.name)
 
 
-def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True, decode: bool = True) -> Report:
+def check_shard(path: Path, row: Shard | None = None, parse: Parse = parse_sample, decode: bool = True) -> Report:
     """Check one tar; `row`: its entry in the index; without `decode` only headers and the hash are read."""
     report = Report(path.name, row.samples if row else None)
     try:
@@ -274,7 +280,7 @@ def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True,
             if row and len(spans) != row.samples:
                 report.damage.append(f"holds {len(spans):,} samples, but its index says {row.samples:,}")
             for number, span in enumerate(spans if decode else ()):
-                if (reason := why_unusable(file.fileno(), span, need_caption)) is not None:
+                if (reason := why_unusable(file.fileno(), span, parse)) is not None:
                     bad = {"index": number, "key": _printable(span.key), "reason": _printable(reason)}
                     report.bad_samples.append(bad)
     except BadShard as error:
@@ -297,10 +303,10 @@ def _together(groups: Sequence[SampleSpan]) -> list[SampleSpan]:
     return sort_groups(SampleSpan(key, members) for key, members in parts.items())[0]
 
 
-def why_unusable(fd: int, span: SampleSpan, need_caption: bool) -> str | None:
+def why_unusable(fd: int, span: SampleSpan, parse: Parse) -> str | None:
     """Reason that training cannot use a sample; None if it can."""
     try:
-        decode_image(parse_sample(read_sample(fd, span), span.key, need_caption).image)
+        decode_image(parse(read_sample(fd, span), span.key).image)
     except BadSample as error:
         return str(error)
     except OSError as error:
@@ -344,7 +350,11 @@ def decode_folder(options: Namespace) -> list[Report]:
     """Check all shards against the index, if there is one."""
     indexed = (options.folder / INDEX_NAME).exists()
     rows = {shard.name: shard for shard in read_index_file(options.folder)} if indexed else None
-    return check_folder(options.folder, rows, options.workers, need_caption=not options.labelled)
+    return check_folder(options.folder, rows, options.workers, parser_of(options))
+
+
+def parser_of(options: Namespace) -> Parse:
+    return partial(parse_sample, need_caption=not options.labelled, names=options.captions)
 
 
 # ------------------------------------------------------------------------------------------------------------- repair
@@ -358,7 +368,7 @@ def repair(options: Namespace) -> int:
     for report in decode_folder(options):
         path = options.folder / report.name
         if report.damaged and path.is_file():
-            samples = repair_shard(path, out / report.name, not options.labelled)
+            samples = repair_shard(path, out / report.name, parser_of(options))
             known = "" if report.indexed is None else f" of {report.indexed:,}"
             print(f"{_printable(report.name)}: {samples:,}{known} samples can be read: {report.reasons}")
             written += samples
@@ -369,12 +379,12 @@ def repair(options: Namespace) -> int:
     return 0
 
 
-def repair_shard(path: Path, repaired: Path, need_caption: bool = True) -> int:
+def repair_shard(path: Path, repaired: Path, parse: Parse) -> int:
     """Write the readable samples of a shard as a new one; returns their number."""
     with open(path, "rb") as file:
         samples, others = list_samples(file, salvage=True)
         spans = [*samples, *_together(others)]
-        good = [span for span in spans if why_unusable(file.fileno(), span, need_caption) is None]
+        good = [span for span in spans if why_unusable(file.fileno(), span, parse) is None]
         if good:
             copy_samples(file, good, repaired)
     return len(good)

@@ -7,10 +7,13 @@ the rank, the worker, or earlier samples. Remote shards are fetched whole, if po
 import errno
 import hashlib
 import threading
+from bisect import bisect
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from itertools import accumulate, chain, islice
 from typing import BinaryIO
 
 import numpy as np
@@ -23,21 +26,37 @@ from probemb.data.images import decode_image
 from probemb.data.randomness import seed_all
 from probemb.data.remote import Remote, ShardCache, in_background
 from probemb.data.shards.index import Shard
-from probemb.data.shards.samples import Member, SampleSpan, list_samples, parse_sample, read_sample
-from probemb.errors import UserError
+from probemb.data.shards.samples import (
+    CAPTIONS,
+    IMAGE_EXTENSIONS,
+    TEXT_EXTENSIONS,
+    Member,
+    SampleSpan,
+    caption_names,
+    group_members,
+    list_samples,
+    parse_sample,
+    read_sample,
+    sort_groups,
+    split_caption_name,
+    walk_tar,
+)
+from probemb.errors import UserError, nearest
 
 FETCHES = 4  # at a time, in the background
-_CAPTION, _TRANSFORM = 11, 12  # uses of random numbers
+_CAPTION, _TRANSFORM, _NAME = 11, 12, 13  # uses of random numbers
+_LOOKED_AT, _LOOKED_AT_SAMPLES = (32, 2), 100  # shards of a corpus, local or remote, and samples of each, for names
 _LONGEST_REASON = 300
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OpenShard:
-    """An open tar; places are kept in arrays, as Python objects would take about a kilobyte a sample. Raises BadShard,
-    OSError; with `verify` UserError: another SHA-256 than its index says.
+    """An open tar; places of `members` are kept in arrays, as Python objects would take about a kilobyte a sample.
+
+    Raises BadShard, OSError; with `verify` UserError: another SHA-256 than its index says.
     """
 
-    def __init__(self, file: BinaryIO, shard: Shard, verify: bool):
+    def __init__(self, file: BinaryIO, shard: Shard, verify: bool, members: Collection[str]):
         self._file = file
         samples, _ = list_samples(file)
         if (size := file.seek(0, 2)) != shard.bytes:  # after the walk, which says more of a damaged tar
@@ -46,6 +65,7 @@ class OpenShard:
         if verify and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
             what = f"{shard.path} has other content than when it was indexed (another SHA-256, or the index has none)."
             raise UserError(what, "Fetch it again, or bring the index up to date: `python -m tools.shards index`.")
+        samples = [span._replace(parts={e: m for e, m in span.parts.items() if e in members}) for span in samples]
         kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._keys = [sample.key for sample in samples]
         self._extensions = [kinds.setdefault(tuple(sample.parts), tuple(sample.parts)) for sample in samples]
@@ -81,6 +101,9 @@ class Samples:
         self._open: OrderedDict[int, OpenShard | str] = OrderedDict()
         self._fetches: dict[int, Future[BinaryIO]] = {}
         self.reading = np.array([-1])
+        self.members = {*IMAGE_EXTENSIONS, *TEXT_EXTENSIONS}  # that are read
+        if isinstance(data.captions, dict):
+            self.members |= {split_caption_name(name)[0] for name in data.captions}
         self._turns = threading.Semaphore(FETCHES)
 
     def read(self, shard: int, index: int, visit: int) -> tuple[torch.Tensor, torch.Tensor, str]:
@@ -88,12 +111,12 @@ class Samples:
         self.reading[0] = shard
         key, parts = self._shard(shard).read(index)
         try:
-            sample = parse_sample(parts, key)
+            sample = parse_sample(parts, key, names=self.caption_order(shard, index, visit))
             seed = partial(seed_all, draw(self.seed, _TRANSFORM, shard, index, visit))
             draft = self._crop and partial(draft_size, self._crop, seed=seed)
             image = decode_image(sample.image, draft, exif=self.data.exif)
             which = draw(self.seed, _CAPTION, shard, index, visit) % len(sample.captions)
-            caption = sample.captions[which if self.data.captions == "random" else 0]
+            caption = sample.captions[0 if self.data.captions == "first" else which]
             seed()
             name = printable(f"{self.labels[shard]}/{key}")
             return self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0], name
@@ -103,6 +126,39 @@ class Samples:
             raise
         except Exception as error:  # one bad image or caption must not stop a run
             raise BadSample(f"{key}: transform or tokenizer failed ({type(error).__name__}: {error})") from None
+
+    def caption_order(self, *slot: int) -> Sequence[str]:
+        """Names by which a sample's captions are looked for: one that is drawn, then all as they are listed."""
+        if not isinstance(self.data.captions, dict):
+            return CAPTIONS
+        names, bounds = list(self.data.captions), list(accumulate(self.data.captions.values()))
+        return [names[bisect(bounds[:-1], (draw(self.seed, _NAME, *slot) >> 11) / 2**53 * bounds[-1])], *names]
+
+    def check_names(self, corpora: Sequence[Sequence[int]]) -> None:
+        """Raise UserError for a name of `data.captions` by which no sample has captions, as far as is looked: at the
+        first ones of shards from all over each corpus, given by its shards' numbers, until all names are found.
+        """
+        unknown, known, looked = [*self.data.captions], Counter(), 0
+        for numbers in corpora:
+            most = _LOOKED_AT[isinstance(self.shards[numbers[0]].path, Remote)]
+            for names in chain.from_iterable(map(self._names, numbers[:: -(-len(numbers) // most)])):
+                unknown, looked = [name for name in unknown if name not in names], looked + 1
+                known.update(names)
+                if not unknown:
+                    return
+        if looked:  # or training says why nothing can be read
+            what = f"None of {looked:,} samples from all over the data has a caption by the name {unknown[0]}."
+            listed = ", ".join(name for name, _ in known.most_common(20)) or "no texts"
+            remedy = f"They have {printable(listed)}: name some of these in data.captions."
+            raise UserError(f"{what}{nearest(unknown[0], known)}", remedy)
+
+    def _names(self, number: int) -> Iterator[list[str]]:
+        """Names of the captions of each of a shard's first samples that can be read."""
+        with suppress(BadSample, OSError), self._file(number) as file:
+            for key, parts in sort_groups(islice(group_members(walk_tar(file)), _LOOKED_AT_SAMPLES))[0]:
+                texts = {ext: member for ext, member in parts.items() if ext not in IMAGE_EXTENSIONS}
+                with suppress(BadSample):
+                    yield caption_names(read_sample(file.fileno(), SampleSpan(key, texts)))
 
     def prepare(self, numbers: Iterable[int]) -> list[Future[BinaryIO]]:
         """Fetch the remote shards that are not open, in this order and in the background."""
@@ -118,7 +174,7 @@ class Samples:
                 self._open.popitem(last=False)  # and no other reference keeps it open
             shard = self.shards[number]
             try:
-                self._open[number] = OpenShard(self._file(number), shard, self.data.verify_hash)
+                self._open[number] = OpenShard(self._file(number), shard, self.data.verify_hash, self.members)
             except BadSample as error:
                 self._open[number] = str(error)  # so that its samples fail at no cost
             except OSError as error:

@@ -206,6 +206,8 @@ class Stream(AbstractContextManager, Iterator):
         remote = any(isinstance(shard.path, Remote) for shard in self.shards)
         self._cache = ShardCache(data.cache, int(data.cache_gib * 2**30), fetch) if remote else None
         samples = Samples(self.shards, data, transform, tokenizer, seed, lanes + _SPARE, self._cache)
+        if rank == 0 and isinstance(data.captions, dict):
+            samples.check_names([np.flatnonzero(self.order.corpus == c).tolist() for c in range(len(corpora))])
         rows = [rank * self.rows + self.rows * i // parts for i in range(parts + 1)]
         self._parts, self._item = Parts(self.order, samples, rows), start_samples // batch_size * parts
         options = {"batch_size": None, "sampler": count(self._item), "collate_fn": _identity}
@@ -225,7 +227,7 @@ class Stream(AbstractContextManager, Iterator):
         return {
             "corpus": digest.hexdigest()[:16],
             **{name: getattr(order, name) for name in ("batch_size", "lanes", "window", "seed")},
-            "caption": self.data.captions,
+            "caption": str(self.data.captions),
             **({"exif": True} if self.data.exif else {}),
             **({"filter": self.selection.identity} if self.selection else {}),
         }

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -37,8 +37,9 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     `--help-all` every key. Raises UserError: unknown keys and wrong values, all at once; a missing or broken file.
     """
     words = _words(sys.argv[1:] if argv is None else argv)
-    files = [(path, read_file(path)) for path in _files(words)]
     config, chosen = config_class(), {}
+    whole = [key for key, one in _options(config).items() if dict in map(get_origin, (one.hint, *get_args(one.hint)))]
+    files = [(path, read_file(path, whole)) for path in _files(words)]
     for field in (field for field in dataclasses.fields(config_class) if "chosen" in field.metadata):
         by, classes = field.metadata["chosen"]
         name = str(_last(by, words, [content for _, content in files]) or getattr(config, by))
@@ -86,8 +87,10 @@ def given(key: str, argv: Sequence[str], files: bool = True, options: bool = Tru
     return _last(key, words if options else [], [read_file(path) for path in _files(words)] if files else [])
 
 
-def read_file(path: Path) -> dict:
-    """The dotted keys of a YAML file, on top of those of the file that its `base` names, relative to it."""
+def read_file(path: Path, whole: Collection[str] = ()) -> dict:
+    """The dotted keys of a YAML file, on top of those of the file that its `base` names, relative to it; values of the
+    keys `whole` may be dicts.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -96,7 +99,7 @@ def read_file(path: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no keys.", "Write one `key: value` a line; --help lists the keys.")
     base = content.pop("base", None)
-    return (read_file(path.parent / base) if base else {}) | flat(content)
+    return (read_file(path.parent / base, whole) if base else {}) | flat(content, whole=whole)
 
 
 def _words(argv: Sequence[str]) -> list[tuple[str, Any]]:

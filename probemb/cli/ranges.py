@@ -37,6 +37,8 @@ def takes(hint: Any) -> str:
     if get_origin(hint) in (list, tuple):
         kinds = " ".join(takes(one) for one in options if one is not Ellipsis)
         return f"a list of {kinds} (1 2 on the command line, [1, 2] in a file)"
+    if get_origin(hint) is dict:
+        return f"{{{options[0].__name__}: {takes(options[1])}, …}}"
     if options:
         return " or ".join(map(takes, options))
     bounds = getattr(hint, "_expression", "")
@@ -53,6 +55,8 @@ def plain(value: Any) -> Any:
     """Numbers and texts of jsonargparse's types as plain ones, which YAML and JSON can hold."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(plain, value))
+    if isinstance(value, dict):
+        return {plain(key): plain(one) for key, one in value.items()}
     for kind in (int, float, str):
         if isinstance(value, kind) and not isinstance(value, bool):
             return kind(value)

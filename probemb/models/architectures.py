@@ -24,7 +24,7 @@ OWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").gl
 SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "i18n": "timm/ViT-B-16-SigLIP-i18n-256", "vocab_size": 32000, "pad_id": 1}
 
 
-def architecture(name: str, image_size: int | None = None) -> dict:
+def architecture(name: str) -> dict:
     """A copy of the configuration of a name. Raises UserError: unknown, or it cannot be made probabilistic."""
     config = read_architecture(name)
     if config is None or (why := obstacle(config)):
@@ -34,8 +34,6 @@ def architecture(name: str, image_size: int | None = None) -> dict:
             f"Name one of open_clip's models (open_clip.list_models() prints them), the path of a JSON such as "
             f"probemb/models/configs/*.json, or {', '.join(OWN)}.",
         )
-    if image_size is not None:
-        config["vision_cfg"]["image_size"] = image_size
     return config
 
 

@@ -22,19 +22,20 @@ from probemb.models.architectures import (
     Stock,
     architecture,
     read_architecture,
+    reads_regions,
     reads_words,
     stock_text_tower,
     tower_kind,
 )
 from probemb.models.dual_encoder import DualEncoder, plain
 from probemb.models.formats import CONFIG as OPEN_CLIP_CONFIG
-from probemb.models.formats import check_architecture, open_clip_preprocessing
+from probemb.models.formats import SIZES, check_architecture, open_clip_preprocessing
 from probemb.models.heads import GPO_SIZES
 from probemb.models.hub import ModelFiles, build_saved, read_config, saved_files
 from probemb.models.options import SAVED, ModelOptions
-from probemb.models.towers.trunks import pretrained_trunk
+from probemb.models.towers.trunks import fit_image_size, pretrained_trunk
 from probemb.models.towers.words import FIRST_WORD
-from probemb.models.weights import fill_stock, find_pretrained, load_strictly, read_state_dict
+from probemb.models.weights import fill_stock, find_pretrained, load_strictly, read_state_dict, resize_positions
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
 LOGIT_BIAS = -10.0  # SigLIP's
@@ -51,11 +52,12 @@ def create_model(name: str, **options) -> DualEncoder:
     ProLIP's: not causal, with a class token. Raises UserError: an unknown name or tag, or weights of another model.
     """
     o = ModelOptions(name, **options)
-    config, source = architecture(name, o.image_size), None
+    config, source = architecture(name), None
     files = saved_files(o.pretrained) if o.pretrained else None
     if files and (files.config is None or files.config.name != OPEN_CLIP_CONFIG):
         with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
             source = build_saved(*files)
+    _set_sizes(config, o, source)
     text, theirs = config["text_cfg"], source.config["architecture"]["text_cfg"] if source else {}
     if o.uncertainty != "branch" and (not o.pretrained or (theirs.get("embed_cls") and theirs.get("no_causal_mask"))):
         text |= {"embed_cls": True, "no_causal_mask": True}
@@ -97,6 +99,21 @@ def create_model(name: str, **options) -> DualEncoder:
             tower.use_batch_statistics()
     model.set_grad_checkpointing(o.grad_checkpointing)
     return model
+
+
+def _set_sizes(config: dict, o: ModelOptions, source: DualEncoder | None) -> None:
+    """Set the image size and the context length to the given ones, or else those of the model to start from."""
+    if o.image_size is not None and reads_regions(config):
+        raise UserError(f"{o.name} reads precomputed regions, which have no image size.", "Leave image_size out.")
+    for part, key in (("vision_cfg", "image_size"), ("text_cfg", "context_length")):
+        size = getattr(o, key) or (source and source.config["architecture"][part].get(key))
+        config[part] |= {key: size} if size else {}
+    patches = tower_kind(config, "vision_cfg") == "open_clip.transformer"
+    patch, size = config["vision_cfg"].get("patch_size", 16) if patches else 1, o.image_size or 0
+    if size % patch:
+        what = f"image_size is {size}, and {o.name} cuts images into patches of {patch} pixels."
+        lower = size // patch * patch
+        raise UserError(what, f"Set it to {f'{lower} or ' if lower else ''}{lower + patch}.")
 
 
 @torch.no_grad()
@@ -142,14 +159,16 @@ def _starting_point(
         stock.text = stock_text_tower(config, pretrained=True)
         if isinstance(stock.text.proj, torch.nn.Linear) and len(set(stock.text.proj.weight.shape)) == 1:
             torch.nn.init.eye_(stock.text.proj.weight)  # so that a frozen text tower keeps its own embeddings
+    size = {"size": config["vision_cfg"].get("image_size", 224)}
     if source is not None:
-        return stock, source.config["preprocess"]
-    return stock, plain({**vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))), **wanted})
+        return stock, source.config["preprocess"] | size
+    return stock, plain({**vars(PreprocessCfg(**size)), **wanted})
 
 
 def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None:
     """Copy what two models of one architecture have in common: the trunk, and the scalars; heads of the same kind; the
-    branch if both have as many blocks in it (or the token), with its head; the composer. Raises UserError: no fit.
+    branch if both have as many blocks in it (or the token), with its head; the composer. Positions are interpolated to
+    the new sizes, which `source` has afterwards, too. Raises UserError: no fit.
     """
     ours, theirs = model.options, source.options
     same_head = ours.head == theirs.head
@@ -158,7 +177,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
     same_composer = type(model.composer) is type(source.composer) and ours.embed_dim == theirs.embed_dim
     same_log_var = same_branch and same_head and ours.log_var_width == theirs.log_var_width
     (name, shape), (their_name, their_shape) = ((m.config["name"], m.config["architecture"]) for m in (model, source))
-    check_architecture(name, shape, their_name, their_shape, where)
+    check_architecture(name, shape, their_name, their_shape, where, SIZES)
     if both_probabilistic and not same_branch:
         here, there = (
             f"{o.n_unc_layers} blocks in its uncertainty branch"
@@ -167,7 +186,10 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
             for o in (ours, theirs)
         )
         logger.warning(f"{where} has {there}, this model has {here}: the uncertainty starts from random weights.")
+    if hasattr(source.visual, "trunk") and source.image_size != model.image_size:  # timm's
+        fit_image_size(source.visual.trunk, shape["vision_cfg"]["timm_model_name"], model.image_size)
     own, given = model.state_dict(), source.state_dict()
+    resize_positions(given, model)
 
     def taken(key: str) -> bool:
         tower, _, name = key.partition(".")

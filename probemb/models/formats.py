@@ -177,8 +177,9 @@ WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the 
 WITHOUT_BIAS = "open_clip_model_without_bias.safetensors"
 CONFIG = "open_clip_config.json"
 PREPROCESSING = {*vars(PreprocessCfg()), "crop_pct"}  # the last one is ours, and open_clip ignores it
-# What may differ: sizes that positions are resized to, tokenizers, origins of weights, and what only training does.
-FREE = {"image_size", "context_length", "hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "pad_id"}
+SIZES = {"image_size", "context_length"}  # to which positions are interpolated
+# What may differ beside them: tokenizers, origins of weights, and what only training does.
+FREE = SIZES | {"hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "pad_id"}
 FREE |= {"timm_model_pretrained", "hf_model_pretrained", "patch_dropout", "timm_drop", "timm_drop_path"}
 
 
@@ -242,7 +243,7 @@ def check_architecture(
     if different:
         raise UserError(
             f"{where} is a {their_name} and does not fit {name} ({', '.join(different[:4])}).",
-            "Name the architecture and the image size that it was trained with.",
+            "Name the architecture that it was trained with.",
         )
 
 
@@ -271,12 +272,18 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
                 "Export a model of one of open_clip's architectures with head 'clip' and an uncertainty branch.",
             )
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        names, plain_names = list(Stock(shape).state_dict()), None
+        sizes, plain_names = {name: x.shape for name, x in Stock(shape).state_dict().items()}, None
         if not (shape.get("custom_text") or "multimodal_cfg" in shape or "hf_model_name" in shape["text_cfg"]):
             options = {key: value for key, value in shape.items() if key != "custom_text"}
             plain_names = set(CLIP(**options).state_dict())  # which has its text tower's parameters at the top
     held = model.state_dict()
-    state = {name: held[name].detach().cpu().contiguous() for name in names}
+    if resized := [name for name, size in sizes.items() if held[name].shape != size]:
+        raise UserError(
+            f"The model ({config['name']}) cannot be exported to open_clip: {resized[0]} is of {model.image_size} "
+            "pixels, and open_clip builds this backbone of timm's for another size only.",
+            "Finish it at the architecture's own image_size, and export that.",
+        )
+    state = {name: held[name].detach().cpu().contiguous() for name in sizes}
     state |= {name: state[name].reshape(()) for name in ("logit_scale", "logit_bias") if name in state}
     renamed = {name.removeprefix("text."): x for name, x in state.items()}
     if set(renamed) == plain_names:

@@ -56,6 +56,9 @@ class Towers:
         embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 1, and 0 where a method has none. Of a branch alone.
+        image_size: height and width of an image in pixels; empty for the pretrained run's, or the architecture's.
+            Positions of pretrained weights are interpolated.
+        context_length: most tokens of a text, as image_size.
         uncertainty: what the variance is read from: branch (PCME++), token (ProLIP) or prolip-code (its published
             weights); a token is beside the class token.
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
@@ -74,6 +77,8 @@ class Towers:
     head: Head = "clip"
     embed_dim: PositiveInt | None = None
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
+    image_size: PositiveInt | None = None
+    context_length: PositiveInt | None = None
     uncertainty: Uncertainty = "branch"
     vocabulary: str | None = None
     image_weights: str | None = None
@@ -87,7 +92,6 @@ class ModelOptions(Towers):
     """Everything that `create_model` takes; a method or an objective decides what `Towers` lacks.
 
     Args:
-        image_size: pixels, if not the configuration's; position embeddings are resized.
         init_scale, init_shift: a and b of the match probability; None for those of the run in `pretrained`, else 5.
         init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias; None for those of
             `pretrained`, or of the architecture (then a bias of -10 if it has none).
@@ -113,7 +117,6 @@ class ModelOptions(Towers):
     """
 
     vocabulary: str | Path | Sequence[str] | None = None
-    image_size: PositiveInt | None = None
     grad_checkpointing: bool = False
     init_scale: float | None = 1.0
     init_shift: float | None = 1.0

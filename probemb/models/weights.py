@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,21 +121,30 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
 
 
 def fill_stock(stock: nn.Module, state: dict[str, Tensor], path: Path) -> None:
-    """Load open_clip's weights, in either of its layouts; position embeddings are resized to fit."""
+    """Load open_clip's weights, in either of its layouts; see `resize_positions`."""
     if "positional_embedding" in state:  # the layout without a text tower of its own
         state = convert_to_custom_text_state_dict(state)
     state = {key: value for key, value in state.items() if not key.startswith(CAPTIONING)}
     for scalar in {"logit_scale", "logit_bias"} & state.keys():
         state[scalar] = state[scalar].reshape(-1)
-    try:
-        resize_pos_embed(state, stock)
-        resize_text_pos_embed(state, stock)
-        pool, image = "visual.attnpool.positional_embedding", "visual.positional_embedding"
-        if pool in state:  # a ResNet's, which open_clip leaves alone
-            grid = math.isqrt(len(stock.visual.attnpool.positional_embedding) - 1)
-            renamed = {image: state[pool]}
-            resize_pos_embed(renamed, SimpleNamespace(visual=SimpleNamespace(grid_size=grid)))
-            state[pool] = renamed[image]
-    except (AttributeError, AssertionError, RuntimeError, IndexError):
-        pass  # weights of another model, whose tensors the next line names
+    with suppress(AttributeError, AssertionError, RuntimeError, IndexError):  # another model's, which is named below
+        resize_positions(state, stock)
     load_strictly(stock, state, path)
+
+
+def resize_positions(state: dict[str, Tensor], model: nn.Module) -> None:
+    """Interpolate the position embeddings of open_clip's towers in `state`, in place, to a model's sizes, as open_clip
+    does: bicubic with antialiasing on an image's grid, linear along a text. Class tokens keep theirs.
+    """
+    resize_pos_embed(state, model)
+    image, text, pool = (f"{x}.positional_embedding" for x in ("visual", "text", "visual.attnpool"))
+    if pool in state and (own := getattr(model.visual, "attnpool", None)):  # a ResNet's, which open_clip leaves alone
+        renamed, grid = {image: state[pool]}, math.isqrt(len(own.positional_embedding) - 1)
+        resize_pos_embed(renamed, SimpleNamespace(visual=SimpleNamespace(grid_size=grid)))
+        state[pool] = renamed[image]
+    if text in state:
+        own, n = model.text.positional_embedding, int(model.text.cls_emb is not None)  # class tokens, behind the words
+        words, last = state[text].split([len(state[text]) - n, n])
+        fitted = {text: words}
+        resize_text_pos_embed(fitted, SimpleNamespace(text=SimpleNamespace(positional_embedding=own[: len(own) - n])))
+        state[text] = torch.cat([fitted[text], last])

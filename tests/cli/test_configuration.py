@@ -1,11 +1,11 @@
 """Configurations: dataclasses from YAML and options, ranges, and options of a chosen class."""
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import yaml
-from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from probemb.cli.configuration import chosen_options, parse_config
 from probemb.cli.ranges import BelowOne, Distance, Seed
@@ -44,6 +44,7 @@ class Whole:
     share: ClosedUnitInterval | None = None
     seed: Seed = 0
     pair: tuple[BelowOne, BelowOne] = (0.5, 0.5)
+    shares: Literal["all"] | dict[str, NonNegativeFloat] = "all"
     distance: Distance = "csd"
     kind: str = "a"
     options: Any = field(**chosen_options("kind", {"a": One, "b": Other, "c": Bare}, "a"))
@@ -73,6 +74,19 @@ def test_the_resolved_configuration_reads_back(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert parse("--config", str(file)) == config
+
+
+def test_a_value_that_is_a_mapping(tmp_path):
+    base, file = tmp_path / "base.yaml", tmp_path / "c.yaml"
+    base.write_text("shares: {a.b: 1}\n")
+    file.write_text("base: base.yaml\nshares: {c: 0.5, a.b.d: 2}\n")  # as a whole, in place of the other
+    config = parse("--config", str(file))
+    assert list(config.shares.items()) == [("c", 0.5), ("a.b.d", 2.0)]
+    file.write_text(to_yaml(config))
+    assert parse("--config", str(file)) == parse("--shares", "{c: 0.5, a.b.d: 2}") == config
+    assert parse("--config", str(file), "--shares", "all").shares == "all"
+    with pytest.raises(UserError, match=r"It takes all or \{str: float v>=0, …\}"):
+        parse("--shares", "{a: -1}")
 
 
 def test_all_unknown_keys_and_wrong_values_are_told_at_once(tmp_path):

@@ -84,6 +84,7 @@ def test_an_architecture_is_read_from_a_file_of_ones_own(tmp_path):
             r"Did you mean 'tv_in1k'\? Give a file, or one of: timm, a1",
         ),
         ({"name": "RN50", "image_size": 100, "head": "gpo"}, "Set image_size to a multiple of 32"),
+        ({"name": "ViT-Micro-32", "image_size": 50}, "Set it to 48 or 56"),
         ({"name": "ViT-Micro-32", "composer": "produkt"}, "no composer 'produkt'. Did you mean 'product'"),
     ],
 )

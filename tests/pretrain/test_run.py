@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import pretrain.run
-from probemb import load_model
+from probemb import create_model, load_model
 from probemb.cli.command import run_command
 from probemb.runs.checkpoints import BEST
 from probemb.runs.copy import Copy
@@ -183,6 +184,24 @@ def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path):
         assert f"best    step {best}, v/rsum {values[best]:.4g}: {run}/checkpoints/step-{best}" in said
     assert best <= 3  # so that it was restored when the second part began
     assert (runs["whole"] / "best.json").read_text() == (runs["parts"] / "best.json").read_text()
+
+
+def test_a_run_at_32_pixels_is_finished_at_64(scenes, tmp_path):
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    options = {"data.train": scenes / "train", "samples": 32}
+    done = start({**options, "out": half})
+    assert done.returncode == 0, done.stderr
+    options |= {"model.pretrained": half, "model.image-size": 64, "optimizer.lr": 0}
+    done = start({**options, "out": whole})
+    assert done.returncode == 0, done.stderr
+    assert "ViT-Micro-32, 64 pixels, " in done.stdout
+    model, _, transforms = load_model(whole)
+    expected = create_model("ViT-Micro-32", pretrained=str(half), image_size=64, n_unc_layers=2).eval()
+    images = transforms.evaluate(Image.effect_mandelbrot((90, 70), (-2, -1.5, 1, 1.5), 50).convert("RGB"))[None]
+    assert images.shape == (1, 3, 64, 64)
+    found, wanted = model.encode_image(images), expected.encode_image(images)
+    assert torch.allclose(found.mean, wanted.mean, atol=1e-6)
+    assert torch.allclose(found.log_var, wanted.log_var, atol=1e-5)
 
 
 def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):

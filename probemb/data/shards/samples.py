@@ -8,17 +8,19 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from probemb.data.failures import BadSample, BadShard
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 TEXT_EXTENSIONS = ("txt", "json", "cls")
+CAPTIONS = ("json.captions", "txt", "json.caption")  # img2dataset writes the last two alike
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
 # Every text tower cuts at a few dozen tokens, while byte-pair encoding is quadratic in the length of one unbroken word.
@@ -27,6 +29,7 @@ _CHUNK = 1 << 20
 
 # The key is the path up to the first dot of its last component, the rest is the extension (webdataset's rule).
 _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
+_IN_JSON = re.compile(r"((?:[^.]+\.)*?json)\.(.+)", re.DOTALL)
 
 
 class Member(NamedTuple):
@@ -107,13 +110,14 @@ def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
 
 
 def sort_groups(groups: Iterable[SampleSpan]) -> tuple[list[SampleSpan], list[SampleSpan]]:
-    """The samples, which have an image and a text (txt, json or cls), with the members that `parse_sample` reads; and
-    the groups that are none.
+    """The samples, which have an image and a text (txt, json, cls, or another one such as caption.txt), with these
+    members; and the groups that are none.
     """
     samples, others = [], []
     for key, parts in groups:
         image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
-        texts = [ext for ext in TEXT_EXTENSIONS if ext in parts]
+        more = [ext for ext in parts if ext.endswith((".txt", ".json")) and parts[ext].size <= MAX_TEXT_BYTES]
+        texts = [*(ext for ext in TEXT_EXTENSIONS if ext in parts), *more]
         if image is None or not texts:
             others.append(SampleSpan(key, parts))
         else:
@@ -140,38 +144,83 @@ def read_sample(fd: int, span: SampleSpan) -> dict[str, bytes]:
     return parts
 
 
-def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool | None = True) -> Sample:
+def parse_sample(
+    parts: Mapping[str, bytes], key: str = "", need_caption: bool | None = True, names: Sequence[str] = CAPTIONS
+) -> Sample:
     """Parse a sample's bytes, given by extension; the image stays encoded.
 
-    Captions come from KEY.json's "captions" (strings, or objects with a "caption"), else from KEY.txt, one a line, else
-    from KEY.json's "caption" (img2dataset writes both). Raises BadSample. `need_caption`: False accepts a class index
-    in place of a caption, None an image alone.
+    Its captions are those of the first name that has any, see `read_captions`. Raises BadSample. `need_caption`: False
+    accepts a class index in place of a caption, None an image alone.
     """
     image = next((parts[ext] for ext in IMAGE_EXTENSIONS if ext in parts), None)
     if not image:
         raise BadSample("there is no image")
-    try:
-        meta = json.loads(parts.get("json", b"{}"))
-    except (ValueError, RecursionError):
-        raise BadSample("the json cannot be parsed") from None
-    if not isinstance(meta, dict):
-        raise BadSample("the json is not an object")
-    captions = [] if meta.get("caption") is None else [meta["caption"]]
-    if "captions" in meta:
-        captions = meta["captions"]
-    elif "txt" in parts:
-        try:
-            captions = parts["txt"].decode("utf-8-sig").split("\n")
-        except UnicodeDecodeError as error:
-            raise BadSample(f"the txt is not UTF-8 (byte {error.start})") from None
-    if isinstance(captions, list):  # COCO's annotations have {"id", "caption"} in place of the caption
-        captions = [one.get("caption") if isinstance(one, dict) else one for one in captions]
-    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BadSample("the captions of the json are not a list of strings")
-    captions = [text[:MAX_CAPTION_CHARS] for text in (caption.strip() for caption in captions) if text]
+    documents = {"json": _read_json(parts, "json")}
+    captions = next(filter(None, (read_captions(parts, name, documents) for name in names)), [])
     if "cls" in parts and not re.fullmatch(rb"\s*[0-9]{1,9}\s*", parts["cls"]):
         raise BadSample("the cls is not a class index (a whole number from 0 on)")
     label = int(parts["cls"]) if "cls" in parts else None
     if not captions and (need_caption or (label is None and need_caption is False)):
         raise BadSample("there is no caption" if need_caption else "there is neither a caption nor a class index")
-    return Sample(key, image, captions, label, meta)
+    return Sample(key, image, captions, label, documents["json"])
+
+
+def _read_json(parts: Mapping[str, bytes], member: str) -> dict:
+    try:
+        content = json.loads(parts.get(member, b"{}"))
+    except (ValueError, RecursionError):
+        raise BadSample(f"the {member} cannot be parsed") from None
+    if not isinstance(content, dict):
+        raise BadSample(f"the {member} is not an object")
+    return content
+
+
+def read_captions(parts: Mapping[str, bytes], name: str, documents: dict[str, dict]) -> list[str]:
+    """Captions by a name: the lines of a text member (txt, caption.txt), or the text or list of texts under a key of a
+    JSON member (json.caption, json.a.b, syn.json.texts), of which `documents` keeps the parsed ones; COCO's texts are
+    objects with a "caption". Empty if there are none. Raises BadSample.
+    """
+    member, keys = split_caption_name(name)
+    if keys:
+        if member not in documents:
+            documents[member] = _read_json(parts, member)
+        value = documents[member]
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if (found := _texts(value)) is None:
+            raise BadSample(f"{name} is neither a text nor a list of texts")
+    else:
+        try:
+            found = parts.get(member, b"").decode("utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise BadSample(f"the {member} is not UTF-8 (byte {error.start})") from None
+    return [text[:MAX_CAPTION_CHARS] for text in map(str.strip, found) if text]
+
+
+@lru_cache
+def split_caption_name(name: str) -> tuple[str, list[str]]:
+    """The extension of the member, and the keys inside it, of a caption's name."""
+    found = _IN_JSON.fullmatch(name)
+    return (found[1], found[2].split(".")) if found else (name, [])
+
+
+def _texts(value: Any) -> list[str] | None:
+    value = [] if value is None else value if isinstance(value, list) else [value]
+    found = [one.get("caption") if isinstance(one, dict) else one for one in value]
+    return found if all(isinstance(one, str) for one in found) else None
+
+
+def caption_names(parts: Mapping[str, bytes]) -> list[str]:
+    """The names by which a sample without its image has texts. Raises BadSample."""
+    names = []
+    for member in parts:
+        if member.endswith("json"):
+            values = [(member, _read_json(parts, member))]
+            for name, value in values:  # which grows
+                if isinstance(value, dict):
+                    values += [(f"{name}.{key}", inner) for key, inner in value.items() if "." not in key]
+                elif any(map(str.strip, _texts(value) or [])):
+                    names.append(name)
+        elif member != "cls" and parts[member].strip():
+            names.append(member)
+    return names

@@ -274,10 +274,13 @@ class HFText(Encoder):
 def text_tower(
     architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: HFTextEncoder | None
 ) -> HFText:
-    stock = stock or stock_text_tower(architecture)
+    stock, length = stock or stock_text_tower(architecture), architecture[part].get("context_length", 77)
+    if length > (most := getattr(stock.config, "max_position_embeddings", length)):
+        what = f"context_length is {length}, and the text tower has positions for {most} tokens."
+        raise UserError(what, f"Set it to at most {most}.")
     own = last_blocks(text_layers(stock.transformer), n_unc_layers)
     own = own and last_blocks(text_layers(stock_text_tower(architecture).transformer), n_unc_layers)
-    return HFText(stock, own, o, architecture[part].get("context_length", 77))
+    return HFText(stock, own, o, length)
 
 
 def text_layers(transformer: nn.Module) -> nn.ModuleList:

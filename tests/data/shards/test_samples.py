@@ -7,7 +7,15 @@ import webdataset as wds
 from open_clip_train.data import filter_no_caption_or_no_image
 
 from probemb.data.failures import BadSample
-from probemb.data.shards.samples import Member, group_members, list_samples, parse_sample, read_sample
+from probemb.data.shards.samples import (
+    CAPTIONS,
+    Member,
+    caption_names,
+    group_members,
+    list_samples,
+    parse_sample,
+    read_sample,
+)
 from probemb.data.shards.write import encode_captions, tar_writer
 
 
@@ -28,21 +36,22 @@ def test_a_sample_has_an_image_and_a_text(write_tar, encode):
     image = encode()
     files = [("a.jpg", image), ("a.txt", b"a dog"), ("b.jpg", image), ("c.txt", b"a cat")]
     files += [("d.png", image), ("d.cls", b"3"), ("d.other", b"x" * 99), ("e.mp4", b"")]
-    files += [("f.webp", image), ("f.json", b"{}")]
+    files += [("f.webp", image), ("f.json", b"{}"), ("g.jpg", image), ("g.long.txt", b"a dog"), ("g.url.csv", b"")]
     path = write_tar("a.tar", files)
     samples, others = list_samples(path)
     assert [(span.key, sorted(span.parts)) for span in samples] == [
         ("a", ["jpg", "txt"]),
         ("d", ["cls", "png"]),
         ("f", ["json", "webp"]),
+        ("g", ["jpg", "long.txt"]),
     ]
     assert len(others) == 3
     with open(path, "rb") as file:
         assert read_sample(file.fileno(), samples[0]) == {"jpg": image, "txt": b"a dog"}
 
 
-def captions(**parts):
-    return parse_sample({"jpg": b"image", **parts}).captions
+def captions(names=CAPTIONS, **parts):
+    return parse_sample({"jpg": b"image", **parts}, names=names).captions
 
 
 def test_captions_by_source():
@@ -52,6 +61,17 @@ def test_captions_by_source():
     assert captions(json=b'{"caption": "a\\nb", "url": "x"}', txt=b"c") == ["c"]
     assert captions(json=b'{"caption": "a"}') == ["a"]
     assert captions(txt="one\u2028line".encode()) == ["one\u2028line"]
+
+
+def test_captions_by_name():
+    parts = {"txt": b"", "long.txt": b"a\nb", "json": b'{"x": null, "y": {"z": ["c", "d"]}, "n": 3, "url": "u"}'}
+    parts |= {"syn.json": b'{"text": "e"}', "cls": b"1"}
+    wanted = {"txt": None, "long.txt": ["a", "b"], "json.x": None, "json.y.z": ["c", "d"], "syn.json.text": ["e"]}
+    for name, found in wanted.items():
+        assert captions([name, "json.url"], **parts) == (found or ["u"])  # the next one, if the sample lacks it
+    assert sorted(caption_names(parts)) == ["json.url", "json.y.z", "long.txt", "syn.json.text"]
+    with pytest.raises(BadSample, match=r"json\.n is neither a text nor a list of texts"):
+        captions(["json.n"], **parts)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ import json
 import open_clip
 import pytest
 import torch
+from PIL import Image
 from torch.testing import assert_close
 
 from probemb import distributed
-from probemb.models import create_model, create_tokenizer, save_model
+from probemb.errors import UserError
+from probemb.models import create_model, create_tokenizer, load_model, save_model
 from probemb.models.architectures import architecture
+from probemb.models.formats import export_open_clip
 from tests.ranks import run_ranks
 
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
@@ -66,6 +69,51 @@ def test_mean_equals_open_clip_bit_by_bit(kind, tmp_path):
         with torch.no_grad():
             assert torch.equal(model.encode_image(images).mean, stock.encode_image(images, normalize=True))
             assert torch.equal(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))
+
+
+RESIZED = {"class token": 224, "attention pool": 96, "rotary": 112, "convnext": 96, "resnet": 96, "vit": 64}
+
+
+@pytest.mark.parametrize("kind", RESIZED)
+@torch.no_grad()
+def test_other_sizes_are_open_clip_s_of_the_same_weights(kind, tmp_path):
+    """From its weights, from a run, and from a run of another size; and back as an export, where open_clip has one."""
+    torch.manual_seed(0)
+    name, size = "ViT-Micro-32" if kind == "vit" else f"small {kind}", RESIZED[kind]
+    stock = open_clip.create_model(name, force_custom_text=True)
+    torch.save(stock.state_dict(), tmp_path / "stock.pt")
+    sizes = {"image_size": size, "context_length": 24}
+    ours = create_model(name, pretrained=str(tmp_path / "stock.pt"), **sizes).eval().requires_grad_(False)
+    images = torch.randn(2, 3, size, size)
+    tokens = create_tokenizer(ours)(["a photo of a cat", "two dogs"])
+    assert tokens.shape == (2, 24)
+    save_model(create_model(name, pretrained=str(tmp_path / "stock.pt")), tmp_path / "run")
+    save_model(create_model(name, pretrained=str(tmp_path / "run"), **sizes), tmp_path / "finished")
+    finished = load_model(tmp_path / "finished")
+    assert finished.model.image_size == size
+    assert finished.model.config["preprocess"]["size"] == size
+    assert finished.transforms.evaluate(Image.new("RGB", (90, 70))).shape == (3, size, size)
+    assert torch.equal(finished.tokenizer(["a photo of a cat", "two dogs"]), tokens)
+    again = create_model(name, pretrained=str(tmp_path / "finished"))  # keeps its sizes
+    theirs = [ours]
+    if kind != "resnet":  # whose attention pooling open_clip does not resize
+        forced = {"force_image_size": size, "force_context_length": 24}
+        theirs += [
+            open_clip.create_model(name, pretrained=str(tmp_path / "stock.pt"), force_custom_text=True, **forced)
+        ]
+    if kind in ("class token", "convnext", "resnet", "vit"):  # whose weights have no size, or one that open_clip builds
+        export_open_clip(finished.model, tmp_path / "exported")
+        theirs += [open_clip.create_model(f"local-dir:{tmp_path / 'exported'}")]
+    else:
+        with pytest.raises(UserError, match=r"cannot be exported to open_clip: visual\.trunk\.pos_embed is of"):
+            export_open_clip(finished.model, tmp_path / "exported")
+    for model in theirs[1:]:
+        model.eval().requires_grad_(False)
+        assert torch.equal(ours.encode_image(images).mean, model.encode_image(images, normalize=True))
+        assert torch.equal(ours.encode_text(tokens).mean, model.encode_text(tokens, normalize=True))
+    for model in (finished.model, again.eval().requires_grad_(False)):
+        assert torch.equal(ours.encode_image(images).mean, model.encode_image(images).mean)
+        assert torch.equal(ours.encode_text(tokens).mean, model.encode_text(tokens).mean)
 
 
 def last_trunk_output(tower, images):

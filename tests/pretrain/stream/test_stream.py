@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -165,6 +166,42 @@ def test_seed_epoch_and_caption_choice(corpus, uninterrupted):
     common = first.keys() & second.keys()
     assert 0.4 < np.mean([first[key] != second[key] for key in common]) < 0.95  # drawn anew: two thirds on average
     assert set(captions(read(corpus, steps=5, captions="first")).values()) == {"a"}
+
+
+def test_captions_by_name_are_drawn_by_seed_and_position(tmp_path):
+    """A third of the samples lacks the synthetic ones, and falls back to the first name that it has."""
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (16, 16)).save(image := io.BytesIO(), "JPEG")
+    for number in range(4):
+        with open(tmp_path / "data" / f"{number}.tar", "wb") as file, tar_writer(file) as tar:
+            for i in range(64):
+                texts = {"txt": b"t", "long.txt": b"l", "json": b'{"made": {"by": ["x", "y"]}}' if i % 3 else b"{}"}
+                tar.write({"__key__": f"{i}", "jpg": image.getvalue(), **texts})
+    shards = [Shard(path.name, path, 64, path.stat().st_size) for path in sorted((tmp_path / "data").iterdir())]
+    wanted = {"long.txt": 0.0, "json.made.by": 3.0, "txt": 1.0}
+
+    def seen(steps=32, **settings):
+        batches = read(shards, steps, **{"captions": wanted, "transform": augment, **settings})
+        return [
+            (key, bytes(tokens.tolist())[:1].decode())
+            for batch in batches
+            for key, tokens in zip(batch.keys, batch.tokens, strict=True)
+        ]
+
+    drawn = seen()
+    counts = Counter((int(key.rpartition("/")[2]) % 3 > 0, letter) for key, letter in drawn)
+    have = counts[True, "x"] + counts[True, "y"] + counts[True, "t"]
+    assert counts[True, "t"] / have == pytest.approx(1 / 4, abs=4 * (3 / 16 / have) ** 0.5)
+    assert counts[True, "x"] / (counts[True, "x"] + counts[True, "y"]) == pytest.approx(1 / 2, abs=0.2)
+    assert counts[False, "l"] == pytest.approx(3 / 4 * (256 - have), abs=4 * (3 / 16 * (256 - have)) ** 0.5)
+    assert set(counts) == {(True, "x"), (True, "y"), (True, "t"), (False, "l"), (False, "t")}
+    assert seen(20, start_samples=12 * BATCH, workers=2) == drawn[12 * BATCH :]
+    by_rank = [seen(rank=rank, world_size=2) for rank in range(2)]
+    assert sorted(by_rank[0] + by_rank[1]) == sorted(drawn)
+    assert seen(seed=6) != drawn
+    told = r"256 samples .* the name json\.made\.bye\. Did you mean 'json.made.by'\? They have txt, long\.txt, json"
+    with pytest.raises(UserError, match=told):
+        make(shards, captions={"txt": 1, "json.made.bye": 1})
 
 
 def test_identity_names_what_the_order_depends_on(corpus):
