@@ -51,9 +51,8 @@ class Data:
         workers: processes that read and decode, for each rank.
         lanes: places of the corpus that a batch is drawn from; a divisor of the batch, at most 64 if empty.
         window: samples of a lane that are shuffled together.
-        captions: which caption of an image is used: random (drawn in every epoch) or first; or shares of captions by
-            name, as {txt: 0.4, json.synthetic: 0.6}: lines of a text member, or a key of a JSON member. An image that
-            lacks the drawn name has the first one that it does not lack.
+        captions: which caption of an image is used: random (drawn in every epoch), first, or a draw by shares of names,
+            as {txt: 0.4, json.synthetic: 0.6} (docs/data.md); an image without the drawn one has the first that it has.
         filter: rules that a sample must meet.
         failure_share: share of unreadable samples at which the run stops; of all ranks' samples.
         exif: turn images as their EXIF orientation says; also those of `evaluate`; open_clip does not.
