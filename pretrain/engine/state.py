@@ -21,8 +21,8 @@ class EngineState:
 
     def __init__(self, engine: Engine):
         self.engine, self.stage, self.adam = engine, engine.stage, engine.optimizer
-        self.parameters = {_plain(name): p for name, p in engine.module.named_parameters()}
-        entries = {_plain(name): t for name, t in engine.module.state_dict(keep_vars=True).items()}  # persistent ones
+        self.parameters = dict(engine.module.named_parameters())
+        entries = engine.module.state_dict(keep_vars=True)  # persistent ones
         self.buffers = {n: t for n, t in entries.items() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
         names = {id(p): name for name, p in self.parameters.items()}
         cut = [(names[id(p)], flat, piece) for p, flat, piece in engine.cut()]
@@ -156,7 +156,3 @@ class Average:
             stepped.detach().copy_(mean)
             mean.copy_(weights)
         self._state.publish()
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # torch.compile's wrapper

@@ -202,11 +202,10 @@ def test_ranks_load_in_step_however_slow_one_of_them_is(world, tmp_path):
     assert rounds[-2:] == [1, 2]  # and stopped without waiting again
 
 
-def compiled_steps(rank, world, compile, accumulation, backend):
-    """Two epochs of texts of every length: losses, and the graphs compiled in each."""
+def compiled_steps(rank, world, engine, backend):
+    """Two epochs of texts of every length, an evaluation after each: losses, and the graphs compiled in each."""
     torch.compile = partial(torch.compile, backend=backend)
-    config = replace(CONFIG, log_every=1000, engine=Engine(compile=compile, accumulation=accumulation))
-    config = replace(config, optimizer=replace(CONFIG.optimizer, lr=1e-4))
+    config = replace(CONFIG, log_every=1000, engine=engine, optimizer=replace(CONFIG.optimizer, lr=1e-4))
     trainer = trainer_of(config, tiny())
     images, tokens = next(batches(trainer.engine.module.model))
     mine, losses, graphs = slice(rank * BATCH // world, (rank + 1) * BATCH // world), [], []
@@ -215,25 +214,26 @@ def compiled_steps(rank, world, compile, accumulation, backend):
         for length in range(2, tokens.shape[1] + 1):
             cut = torch.zeros_like(tokens).index_copy_(1, torch.arange(length), tokens[:, -length:])
             losses.append(take_step(trainer, images[mine], cut[mine])["loss"])
+        with torch.no_grad():
+            trainer.evaluate([lambda engine, meet: {"rows": float(len(engine(images[:3], None)[0]))}])
         graphs.append(counters["stats"]["unique_graphs"] - before)
     return losses, graphs
 
 
 @pytest.mark.parametrize(
-    ("compile", "world", "parts", "backend"),
+    ("engine", "world", "backend"),
     [
-        ("step", 1, 1, "eager"),
-        pytest.param("towers", 2, 2, "aot_eager", marks=pytest.mark.slow),
-        pytest.param("step", 2, 1, "inductor", marks=pytest.mark.slow),
+        (Engine(compile="step"), 1, "eager"),
+        pytest.param(Engine(compile="towers", accumulation=2, zero_stage=1), 2, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(Engine(compile="step"), 2, "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_steps_equal_plain_ones_and_nothing_is_compiled_after_all_lengths(compile, world, parts, backend):
-    (plain, none), (losses, graphs) = (
-        run_ranks(world, compiled_steps, mode, parts, backend)[0] for mode in (None, compile)
-    )
+def test_compiled_steps_equal_plain_ones_and_nothing_is_compiled_after_all_lengths(engine, world, backend):
+    plain, none = run_ranks(world, compiled_steps, replace(engine, compile=None), backend)[0]
+    losses, graphs = run_ranks(world, compiled_steps, engine, backend)[0]
     assert none == [0, 0]
-    assert graphs[0] >= 3  # images, and texts of two lengths
-    assert graphs[1] == 0
+    # Of images and texts of two lengths, with and without gradient, and of the loss.
+    assert graphs == [3 * engine.accumulation + (engine.compile == "step"), 0]
     np.testing.assert_allclose(losses, plain, rtol=1e-4)
 
 
