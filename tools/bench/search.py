@@ -34,6 +34,7 @@ K = 10
 NODES = (8, 16, 32, 64, 128, 256, 512)  # efforts of graphs; of inverted files, up to all cells
 CANDIDATES = (10, 20, 50, 100, 200, 500, 1000)
 CHUNK = 50_000
+COLUMNS = ("effort", "CSD recall@10", "queries/s", "two steps recall@10", "queries/s", "candidates", "CSD / two steps")
 
 
 def main() -> None:
@@ -80,11 +81,8 @@ def brute_force(gallery: Gaussian, queries: Gaussian) -> Tensor:
     """The closest items by CSD, (Q, K)."""
     starts = range(0, len(gallery.mean), CHUNK)
     parts = [csd(queries, gallery[start : start + CHUNK]).topk(K, largest=False) for start in starts]
-    distance, place = (
-        torch.cat([p.values for p in parts], 1),
-        torch.cat([p.indices + s for p, s in zip(parts, starts)], 1),
-    )
-    return place.gather(1, distance.topk(K, largest=False).indices)
+    place = torch.cat([p.indices + s for p, s in zip(parts, starts)], 1)
+    return place.gather(1, torch.cat([p.values for p in parts], 1).topk(K, largest=False).indices)
 
 
 def compare_exact(gallery: Gaussian, queries: Gaussian, repeats: int, device: str = "cpu") -> None:
@@ -103,10 +101,12 @@ def compare_exact(gallery: Gaussian, queries: Gaussian, repeats: int, device: st
     }
     same = recall(search(indexes["csd"], queries, K)[1], brute_force(on_device, asked).cpu())
     measured = in_turn({name: timer(run) for name, run in runs.items()}, repeats)
-    title = (
-        f"Flat, {len(gallery.mean):,} items, D = {gallery.mean.shape[1]}, {len(queries.mean)} queries at once, {device}"
-    )
+    title = f"Flat, {size_of(gallery)}, {len(queries.mean)} queries at once, {device}"
     report(f"{title}; {same:.2%} of CSD's items are brute force's", measured, "means")
+
+
+def size_of(gallery: Gaussian) -> str:
+    return f"{len(gallery.mean):,} items, D = {gallery.mean.shape[1]}"
 
 
 def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repeats: int) -> None:
@@ -115,19 +115,9 @@ def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repe
     one_step = build_index(gallery, factory)
     built, size = time.perf_counter() - began, faiss.serialize_index(one_step.parts[0]).nbytes / 2**30
     two_steps = build_index(gallery, factory, "mean")
-    title = (
-        f"{factory}, {len(gallery.mean):,} items, D = {gallery.mean.shape[1]}: built in {built:.0f} s, {size:.2f} GiB"
-    )
+    title = f"{factory}, {size_of(gallery)}: built in {built:.0f} s, {size:.2f} GiB"
     table = Table(title=f"{title}\n{machine()}", title_justify="left")
-    for column in (
-        "effort",
-        "CSD recall@10",
-        "queries/s",
-        "two steps recall@10",
-        "queries/s",
-        "candidates",
-        "CSD / two steps",
-    ):
+    for column in COLUMNS:
         table.add_column(column, justify="right")
     cells = re.search(r"IVF(\d+)", factory)
     for effort in NODES if cells is None else [2**i for i in range(int(cells[1]).bit_length())]:
@@ -136,9 +126,7 @@ def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repe
     Console(width=140).print(table)
 
 
-def compare_steps(
-    one_step: Index, two_steps: Index, queries: Gaussian, truth: Tensor, effort: int, repeats: int
-) -> list[str]:
+def compare_steps(one_step: Index, two_steps: Index, queries: Gaussian, truth: Tensor, effort: int, repeats: int):
     """A row of the table: recall and queries per second of both ways."""
     set_effort(two_steps, effort)
     csd_recall = recall(search(one_step, queries, K)[1], truth)
@@ -150,14 +138,8 @@ def compare_steps(
     measured = in_turn({name: timer(run) for name, run in runs.items()}, repeats)
     speed = {name: f"{len(queries.mean) / times.median:,.0f}" for name, times in measured.items()}
     two_recall = f"{reached:.3f}{' (not reached)' * (reached < csd_recall)}"
-    return [
-        f"{csd_recall:.3f}",
-        speed["one"],
-        two_recall,
-        speed["two"],
-        str(candidates),
-        f"{ratio(measured, 'one', 'two'):.2f}",
-    ]
+    quotient = f"{ratio(measured, 'one', 'two'):.2f}"
+    return [f"{csd_recall:.3f}", speed["one"], two_recall, speed["two"], str(candidates), quotient]
 
 
 def recall(found: Tensor, truth: Tensor) -> float:

@@ -38,7 +38,6 @@ from probemb.models.architectures import OWN, read_architecture
 from tools.bench.loss import on_ranks
 from tools.bench.timing import Variant, in_turn, peak_memory, report, timer
 
-STAGES = (0, 1, 2)
 PEER = "open_clip CLIP"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -180,7 +179,7 @@ def host_times(rank: int, world: int, repeats: int) -> dict[str, Measurement]:
     wrapped = DistributedDataParallel(towers, gradient_as_bucket_view=True, static_graph=True) if world > 1 else towers
     plain = plain_step(lambda: loss_and_terms(config.loss, wrapped(*data))[0], optimizer, config)
     steps = {"DDP" if world > 1 else "plain PyTorch": plain}
-    for stage in STAGES:
+    for stage in (0, 1, 2):
         steps[f"ZeRO {stage}"] = our_step(replace(config, engine=Engine(zero_stage=stage)), data)
     for step in 3 * list(steps.values()):
         step()
