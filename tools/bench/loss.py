@@ -10,6 +10,7 @@ with the ranks.
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 import warnings
@@ -145,6 +146,7 @@ def on_ranks(world: int, fn, *args) -> list:
 
 def _rank(rank: int, world: int, folder: str, fn, args: tuple) -> None:
     torch.set_num_threads(1)
+    os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_RANK=f"{rank}")  # DeepSpeed reads them
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(fn(rank, world, *args)))
     dist.barrier()
