@@ -64,8 +64,8 @@ class PCMEPlusPlus:
         clip: weight of the CLIP loss.
         match: weight of the PCME++ loss.
         distance: between image and text.
-        scale: initial a of the match probability sigmoid(-a d + b).
-        shift: initial b.
+        scale: initial a of the match probability sigmoid(-a d + b); null for that of model.pretrained.
+        shift: initial b; null as for scale.
         pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
         vib: weight beta of the information bottleneck, inside the PCME++ loss.
         log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
@@ -76,8 +76,8 @@ class PCMEPlusPlus:
     clip: NonNegativeFloat = 1.0
     match: NonNegativeFloat = 1.0
     distance: Distance = "csd"
-    scale: float = 1.0
-    shift: float = 1.0
+    scale: float | None = 1.0
+    shift: float | None = 1.0
     pseudo_positive: NonNegativeFloat = 0.0
     vib: NonNegativeFloat = 1e-4
     log_var: float | None = None

@@ -192,6 +192,7 @@ def test_a_run_at_32_pixels_is_finished_at_64(scenes, tmp_path):
     done = start({**options, "out": half})
     assert done.returncode == 0, done.stderr
     options |= {"model.pretrained": half, "model.image-size": 64, "optimizer.lr": 0}
+    options |= {"loss.scale": "null", "loss.shift": "null"}  # which are the first run's
     done = start({**options, "out": whole})
     assert done.returncode == 0, done.stderr
     assert "ViT-Micro-32, 64 pixels, " in done.stdout
@@ -202,6 +203,7 @@ def test_a_run_at_32_pixels_is_finished_at_64(scenes, tmp_path):
     found, wanted = model.encode_image(images), expected.encode_image(images)
     assert torch.allclose(found.mean, wanted.mean, atol=1e-6)
     assert torch.allclose(found.log_var, wanted.log_var, atol=1e-5)
+    assert 1 != model.scale.item() == load_model(half).model.scale.item()
 
 
 def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):
