@@ -202,7 +202,7 @@ def locate(
     """The location of each image of an annotation file, as `find_files`. Raises UserError: images are missing."""
     found = find_files(candidates, images, beside)
     if missing := [name for name, file in zip(names, found) if file is None]:
-        where = images or f"{beside[0]} and {beside[0] / _IMAGE_FOLDERS[0]}"
+        where = os.path.abspath(images or beside[0])
         what = f"{len(missing):,} of the {len(names):,} images of {source} are missing in {where}: {missing[0]} is one."
         remedy = "Name the folder that holds them with --images (--data.images in finetuning), or fetch them."
         raise UserError(what, remedy)

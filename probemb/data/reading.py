@@ -102,7 +102,7 @@ def read_text(path: Path, limit: int = MAX_FILE) -> str:
     except UnicodeDecodeError as error:
         line, wide = content.count(b"\n", 0, error.start) + 1, content[:2] in (b"\xff\xfe", b"\xfe\xff")
         convert = f"iconv -f {'UTF-16' if wide else 'WINDOWS-1252'} -t UTF-8 '{path}' > converted{path.suffix}"
-        why, remedy = f"byte {error.start} is of another encoding", f"Convert it: {convert}."
+        why, remedy = f"byte {error.start} is of another encoding", f"Convert it: {convert}"
         raise malformed(path, "a text in UTF-8", why, f"line {line}", remedy) from None
 
 

@@ -326,7 +326,7 @@ def _inside(given: object, folder: Path, root: Path) -> str:
         name = os.path.relpath(os.path.join(os.path.abspath(folder), name), os.path.abspath(root))
         if name.startswith("../"):
             remedy = "Name the folder that all images are in with --images (--data.images in finetuning)."
-            raise UserError(f"The image {given} lies outside of {root}.", remedy)
+            raise UserError(f"The image {given} lies outside of {os.path.abspath(root)}.", remedy)
     return reading.as_inside(name)
 
 
