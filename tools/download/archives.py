@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from probemb.data.captions.find import coco_captions
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
-from probemb.data.reading import as_id, check_unique, checked, split_name
+from probemb.data.reading import check_unique, checked, split_name
 from probemb.data.remote import FetchPolicy, Remote, fetch, is_remote
 from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from probemb.data.shards.write import encode_captions, tar_writer
@@ -137,18 +138,13 @@ def coco(texts: dict[str, Place]) -> tuple[dict[str, list[Picture]], Counter]:
             raise UserError(what, "Name those of one year.")
         remedy = "Name annotations_trainval2014.zip as COCO publishes it."
         with checked(base, "one of COCO's caption files", remedy):
-            data = json.loads(_text(place))
-            names = {as_id(image["id"], "an image id"): image["file_name"] for image in data["images"]}
-            rows = {number: [] for number in names}
-            for row in data["annotations"]:
-                if text := " ".join(row["caption"].split()):
-                    rows[row["image_id"]].append({"id": as_id(row["id"], "an id"), "caption": text})
+            found = coco_captions(json.loads(_text(place)))
         splits[match[1]] = [
-            Picture(f"{one:012d}", names[one], [row["caption"] for row in own], {"image_id": one, "captions": own})
-            for one, own in sorted(rows.items())
+            Picture(f"{one:012d}", name, [row["caption"] for row in own], {"image_id": one, "captions": own})
+            for one, (name, own) in sorted(found.items())
             if own
         ]
-        dropped["no caption"] += len(names) - len(splits[match[1]])
+        dropped["no caption"] += len(found) - len(splits[match[1]])
     if not any(splits.values()):
         raise UserError("The archives hold no captions, such as captions_train2014.json.", "Name them, too.")
     return splits, +dropped

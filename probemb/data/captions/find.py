@@ -213,21 +213,23 @@ def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
 
 
 def _read_coco(path: Path, content: dict, split: str | None, images: Path | None) -> Listing:
-    what, entries = "COCO's captions", {}
+    with reading.checked(path, "COCO's captions"):
+        found = {one: item for one, item in coco_captions(content).items() if item[1]}
+    texts, ids = ([[row[key] for row in own] for _, own in found.values()] for key in ("caption", "id"))
+    entries = list(map(Entry, found, texts, ids))
+    candidates = [[name, *_image_files(one)] for one, (name, _) in found.items()]
+    located = _locate(candidates, list(map(str, found)), path, images, [path.parent, path.parent.parent])
+    return Listing(entries, located, _choose(split, (), path)[0], path)
 
-    def add(row: dict) -> None:
-        image = reading.as_id(row["image_id"], "the image_id")
-        if text := row["caption"].strip()[:MAX_CAPTION_CHARS]:
-            entry = entries.setdefault(image, Entry(image, [], []))
-            entry.captions.append(text)
-            entry.caption_ids.append(reading.as_id(row["id"], "the id"))
 
-    reading.parse_all(path, what, content["annotations"], add, "annotation")
-    with reading.checked(path, what):
-        files = {row["id"]: reading.as_inside(row["file_name"]) for row in content["images"]}
-    candidates = [[files.get(one, f"{one}.jpg"), *_image_files(one)] for one in entries]
-    located = _locate(candidates, list(map(str, entries)), path, images, [path.parent, path.parent.parent])
-    return Listing([*entries.values()], located, _choose(split, (), path)[0], path)
+def coco_captions(content: dict) -> dict[int, tuple[str, list[dict]]]:
+    """File name and captions, {"id", "caption"}, of each image of COCO's. Raises ValueError, KeyError, TypeError."""
+    names = {reading.as_id(row["id"], "an image id"): reading.as_inside(row["file_name"]) for row in content["images"]}
+    found = {one: (name, []) for one, name in names.items()}
+    for row in content["annotations"]:
+        if text := " ".join(row["caption"].split())[:MAX_CAPTION_CHARS]:
+            found[row["image_id"]][1].append({"id": reading.as_id(row["id"], "an id"), "caption": text})
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- tables and folders

@@ -91,7 +91,7 @@ def test_captions_beside_images_and_what_is_left_out(folder):
     assert find_captions(file).images.bad == [("lost.jpg", "there is no such file"), ("latin.jpg", "it has no caption")]
     save(file, table(["image", "text"], [("lost.jpg", "x")]))
     assert find_captions(file).flat() == ["x"]
-    with pytest.raises(UserError, match=r"1 of the 1 images of .* are missing in .* and .*images: lost.jpg is one"):
+    with pytest.raises(UserError, match=r"1 of the 1 images of .* are missing in .*: lost.jpg is one"):
         _ = find_captions(file).images
 
 
@@ -146,5 +146,5 @@ def test_cocos_own_captions(tmp_path):
         save(tmp_path / "val2017" / f"{one:012d}.jpg", shade(one))
     file = save(tmp_path / "annotations" / "captions_val2017.json", {"images": images, "annotations": rows})
     found = find_captions(file)
-    assert (found.image_ids, found.captions, found.caption_ids) == ([4, 9], [["0", "2"], ["1"]], [[10, 12], [11]])
+    assert (found.image_ids, found.captions, found.caption_ids) == ([9, 4], [["1"], ["0", "2"]], [[11], [10, 12]])
     assert read(file, None, tmp_path / "val2017") == {4: ["0", "2"], 9: ["1"]}
