@@ -5,8 +5,9 @@
 
 The first folder holds open_clip_config.json and open_clip_model.safetensors: a CLIP without the uncertainty branch,
 which `open_clip.create_model_and_transforms("local-dir:exported/x")` and programs built on open_clip load. The second
-is a model of this project, (1 - weight) RUN_A + weight RUN_B in every weight and scalar, variances included. Source:
-WiSE-FT (Wortsman et al. 2022), which keeps accuracy on other distributions that finetuning loses.
+is a model of this project, (1 - weight) RUN_A + weight RUN_B in every weight and scalar; where RUN_A is a point model,
+such as the CLIP that RUN_B started from, the uncertainty branch is RUN_B's. Source: WiSE-FT (Wortsman et al. 2022),
+which keeps accuracy on other distributions that finetuning loses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from probemb.errors import UserError
 # In a model's configuration, what its training was and does not change what its weights mean.
 OF_TRAINING = ("name", "objective", "ranking", "composed_ranking", "max_logit_scale", "temperature_trained")
 OF_TRAINING += ("log_var_start",)
+# What a point model has no use for.
+OF_BRANCH = ("probabilistic", "n_unc_layers", "uncertainty", "covariance", "log_var_range", "uncertainty_bias")
 
 
 def main() -> int:
@@ -63,14 +66,15 @@ def interpolate(first, second, weight: float, names: tuple[str, str]) -> None:
 
     Raises UserError: the two are not of one architecture, or read pixels or texts differently.
     """
-    a, b = ({key: value for key, value in model.config.items() if key not in OF_TRAINING} for model in (first, second))
+    ignored = {*OF_TRAINING, *(OF_BRANCH if not first.probabilistic else ())}
+    a, b = ({key: value for key, value in model.config.items() if key not in ignored} for model in (first, second))
     if different := [key for key in {**a, **b} if a.get(key) != b.get(key)]:
         shown = "; ".join(f"{key}: {str(a.get(key))[:60]} and {str(b.get(key))[:60]}" for key in different[:3])
         what = f"{names[0]} and {names[1]} are not of one architecture ({shown})."
         raise UserError(what, "Name a run and one that started from it with the same head, D and uncertainty branch.")
     theirs = first.state_dict()
     for name, tensor in second.state_dict().items():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and name in theirs:
             tensor.copy_(theirs[name].lerp(tensor, weight))
 
 

@@ -72,14 +72,17 @@ def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_pa
 
 
 def test_weights_between_two_models(tmp_path, monkeypatch):
-    """At the ends either model bit for bit, between them the mean of their weights; other heads are refused."""
+    """At the ends either model bit for bit, between them the mean of their weights; other branches are refused, and
+    a point model has none."""
     for seed, name in enumerate(("a", "b", "other")):
         torch.manual_seed(seed)
         save_model(create_model(NAME, n_unc_layers=1 + (name == "other")), tmp_path / name)
 
-    def between(second, weight):
-        out = tmp_path / f"{second}-{weight}"
-        words = ["export", "--interpolate", str(tmp_path / "a"), str(tmp_path / second), "--out", str(out)]
+    save_model(create_model(NAME, probabilistic=False), tmp_path / "point")
+
+    def between(second, weight, first="a"):
+        out = tmp_path / f"{first}-{second}-{weight}"
+        words = ["export", "--interpolate", str(tmp_path / first), str(tmp_path / second), "--out", str(out)]
         monkeypatch.setattr("sys.argv", [*words, "--weight", str(weight)])
         assert main() == 0
         return load_model(out).model.state_dict()
@@ -88,6 +91,9 @@ def test_weights_between_two_models(tmp_path, monkeypatch):
     for weight in (0.0, 0.25, 1.0):
         for name, tensor in between("b", weight).items():
             assert torch.equal(tensor, a[name] + weight * (b[name] - a[name]) if weight < 0.5 else b[name])
+    point = load_model(tmp_path / "point").model.state_dict()
+    for name, tensor in between("b", 0.0, "point").items():
+        assert torch.equal(tensor, point.get(name, b[name]))
     with pytest.raises(UserError, match=r"not of one architecture \(n_unc_layers: 1 and 2\)"):
         between("other", 0.5)
 
