@@ -44,9 +44,10 @@ def read_architecture(name: str) -> dict | None:
     if name.endswith(".json"):
         remedy = f"Write it as one of the project's, such as {next(iter(OWN.values()))}."
         with refused(f"{name} is no architecture", remedy):
-            config = json.loads(Path(name).read_text(encoding="utf-8"))
+            config = complete(json.loads(Path(name).read_text(encoding="utf-8")))
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                Stock(complete(config))
+                if tower_kind(config, "text_cfg") != "open_clip.hf":  # whose folder text_weights may name
+                    Stock(config)
             return config
     config = open_clip.get_model_config(name) if ":" not in name else None
     return config and complete(config)
