@@ -242,9 +242,9 @@ def size_line(config: UncertaintyConfig, of: str, rows: Sequence[dict]) -> str:
     text += f"or by {smallest[0]['score']} {number(smallest[0]['size'])} on average"
     if smallest[1]:
         apart = smallest[1]["smaller"]
-        same = " (not told apart)" if apart["low"] <= 0 <= apart["high"] else ""
-        text += f"; with the variances, {smallest[1]['score']} by {smallest[1]['by']}, {number(smallest[1]['size'])}, "
-        text += f"{number(apart['value'])} fewer than {smallest[1]['score']} without them{same}"
+        text += f"; with the variances, {smallest[1]['score']} by {smallest[1]['by']}, {number(smallest[1]['size'])}: "
+        fewer = f"{number(abs(apart['value']))} {'fewer' if apart['value'] > 0 else 'more'} than without them"
+        text += SAME if apart["low"] <= 0 <= apart["high"] else fewer
     return f"{text}."
 
 
