@@ -234,16 +234,18 @@ def calibration_line(found: dict) -> str:
 
 def size_line(config: UncertaintyConfig, of: str, rows: Sequence[dict]) -> str:
     """The smallest sets without and with the variances."""
-    known = [row for row in rows if row["score"] in ("LAC", "APS", "RAPS")]
-    both = ([row for row in known if (row["by"] == "means") == plain] for plain in (True, False))
-    smallest = [min(some, default=None, key=lambda row: row["size"]) for some in both]
+    sets = [row for row in rows if row["score"] in ("LAC", "APS", "RAPS")]
+    plain, own = (
+        min((row for row in sets if (row["by"] == "means") == by_means), default=None, key=lambda row: row["size"])
+        for by_means in (True, False)
+    )
     top = next(row for row in rows if row["score"] == "top k")
     text = f"How many results to show for {percent(1 - config.alpha)} % ({QUERIES[of]})? {number(top['size'])} always, "
-    text += f"or by {smallest[0]['score']} {number(smallest[0]['size'])} on average"
-    if smallest[1]:
-        apart = smallest[1]["smaller"]
-        text += f"; with the variances, {smallest[1]['score']} by {smallest[1]['by']}, {number(smallest[1]['size'])}: "
-        fewer = f"{number(abs(apart['value']))} {'fewer' if apart['value'] > 0 else 'more'} than without them"
+    text += f"or by {plain['score']} {number(plain['size'])} on average"
+    if own:
+        apart, less = own["smaller"], own["smaller"]["value"]
+        text += f"; with the variances, {own['score']} by {own['by']}, {number(own['size'])}: "
+        fewer = f"{number(abs(less))} {'fewer' if less > 0 else 'more'} than without them"
         text += SAME if apart["low"] <= 0 <= apart["high"] else fewer
     return f"{text}."
 
