@@ -77,8 +77,8 @@ def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
             if not len(items):  # such as of a shard without captions, which has no inputs either
                 continue
             keys[kind] += zip(items["shard"].to_pylist(), items["key"].to_pylist())
-            more = folder.read_inputs(part) if with_inputs else ()
-            rows.append([torch.from_numpy(x).float() for x in (folder.read(part)[0], *more)])
+            arrays = (folder.read(part)[0], *(folder.read_inputs(part) if with_inputs else ()))
+            rows.append([torch.from_numpy(x).float() for x in arrays])
     place = {key: row for row, key in enumerate(keys["image"])}
     owner = torch.tensor([place.get(key, -1) for key in keys["text"]], dtype=torch.long)
     if not (owner >= 0).any():
