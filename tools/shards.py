@@ -44,14 +44,7 @@ from probemb.data.shards.index import (
     write_columns,
     write_index,
 )
-from probemb.data.shards.samples import (
-    SampleSpan,
-    copy_samples,
-    list_samples,
-    parse_sample,
-    read_sample,
-    sort_groups,
-)
+from probemb.data.shards.samples import SampleSpan, copy_samples, list_samples, parse_sample, read_sample, sort_groups
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.machine import cores
