@@ -60,11 +60,12 @@ QUESTIONS = (  # the queries and the measure that answer each
     ("Which images have a nearest neighbour of another class?", "classes", "r_auroc"),
     ("Which images show none of the classes?", "classes", "ood_auroc"),
 )
-CHARTED = (U, "probit softmax", "max softmax", "entropy", "logistic regression", "logistic regression with u")
+CHARTED = (U, "probit softmax", "adapter's softmax", "max softmax", "entropy", "logistic regression with u")
 NOTES = (
     "± is half of the 95 % interval over resampled items, the same for all scores of a group; green is better and red "
     "worse than the group's best score that needs neither labels nor variances, by a paired interval without zero. "
-    "Scores with labels are few-shot: fitted on one half of the queries and applied to the other, both ways round."
+    "Scores with labels are few-shot: fitted on one half of the queries and applied to the other, both ways round. The "
+    "adapter's softmax was fitted on pairs that finetune.adapt held out."
 )  # fmt: skip
 
 
