@@ -22,7 +22,7 @@ from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
 from probemb.data.shards.index import read_index
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, count, nearest
 
 RANDOM_STATE = 15_000  # bytes of one rank's random state in a checkpoint
 
@@ -183,7 +183,7 @@ def describe(plan: dict[str, Any]) -> str:
         data += f", {_size(c['bytes_per_second'])}/s" if c["bytes_per_second"] else ""
     rows = {
         "ranks": f"{run['nodes']} x {run['gpus_per_node']}, {run['precision']}, ZeRO {run['zero_stage']}",
-        "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts, "
+        "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {count(run['accumulation'], 'part')}, "
         f"{c['flops_per_step'] / 1e12:,.1f} TFLOP a step",
         "data": f"{run['steps']:,} steps, {run['samples']:,} samples{data}",
         "time": time,
