@@ -283,9 +283,7 @@ def score_table(queries: Mapping[str, dict]) -> Table:
 
 
 def cell(row: dict, key: str, than: str | None = None) -> Cell:
-    """A measure with half of its interval, marked where it is told apart from the best free score; than: its difference
-    to another score, marked so.
-    """
+    """A measure with half of its interval, marked against the best free score; than: its difference to another one."""
     found = row.get(key) if than is None else row[key]["differences"].get(than)
     if not found:
         return Cell("")
