@@ -36,7 +36,6 @@ MOST_HELD_OUT = 5_000
 BATCH = 1024
 BLOCK = 32_768  # of method laplace
 PROLIP_BIAS = -10.0  # where the base has none
-SIDES = ("images", "captions")
 PAIRS = 1 << 22  # that temperatures are fitted to; of more queries some are drawn
 
 
@@ -77,14 +76,13 @@ def read_pairs(folder: Embeddings, with_inputs: bool) -> Pairs:
             if not len(items):  # such as of a shard without captions, which has no inputs either
                 continue
             keys[kind] += zip(items["shard"].to_pylist(), items["key"].to_pylist())
-            more = folder.read_inputs(part) if with_inputs else ()
-            rows.append([torch.from_numpy(x).float() for x in (folder.read(part)[0], *more)])
+            arrays = (folder.read(part)[0], *(folder.read_inputs(part) if with_inputs else ()))
+            rows.append([torch.from_numpy(x).float() for x in arrays])
     place = {key: row for row, key in enumerate(keys["image"])}
     owner = torch.tensor([place.get(key, -1) for key in keys["text"]], dtype=torch.long)
     if not (owner >= 0).any():
-        raise UserError(
-            f"{folder.folder} holds no images with captions.", "Embed both: python -m tools.embed without --items."
-        )
+        remedy = "Embed both: python -m tools.embed without --items."
+        raise UserError(f"{folder.folder} holds no images with captions.", remedy)
     images, texts = ([torch.cat(column) for column in zip(*rows)] for rows in found.values())
     known = owner.argsort(stable=True)[(owner < 0).sum() :]
     texts, owner = [x[known] for x in texts], owner[known]
@@ -141,8 +139,8 @@ def adapt(config: AdaptConfig) -> None:
         for key, value in before.items():
             print(f"{key:8} {value:6.2f} -> {after[key]:6.2f}   ({n:,} held-out images)")
         options["temperature"] = temperatures(held_out, *found)
-        told = (f"{t:.3g} u^{power:.3g} of {side}" for (t, power), side in zip(options["temperature"], SIDES))
-        print(f"temperatures of the cosines: {', '.join(told)}")
+        of_images, of_captions = (f"{t:.3g} u^{power:.3g}" for t, power in options["temperature"])
+        print(f"temperatures of the cosines: {of_images} of images, {of_captions} of captions")
     save_model(adapted_model(base, options, adapter, scalars), out / "model")
     replace_text(out / "config.yaml", to_yaml(config))
     replace_text(out / "results.json", json.dumps(results, indent=1) + "\n")

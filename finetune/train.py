@@ -26,13 +26,13 @@ from finetune.task import ComposedTask, PairTask, Task
 from finetune.trainer import REMEDY, Joint, Position, State, Trainer
 from probemb.data.failures import describe_failures
 from probemb.distributed import all_of, control_group, on_main, same_everywhere, settle
-from probemb.errors import UserError, raise_together
+from probemb.errors import UserError, count, raise_together
 from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models import as_one, fill_word_vectors, save_model
 from probemb.models.architectures import reads_regions, reads_vectors
 from probemb.runs.checkpoints import read_state
 from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_endless_starts, refuse_full_disk
-from probemb.runs.log import METRICS, count, headline, step_of
+from probemb.runs.log import METRICS, headline, step_of
 from probemb.runs.preemption import Preemption
 
 
@@ -45,6 +45,9 @@ def train(config: Config, preemption: Preemption) -> int:
         config.out, config.resume, lambda line: say(f"resume  {line}"), config.engine.timeout, method.trained
     )
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
+    saved = read_state(earlier) if earlier else {}
+    if earlier:  # of another model, none could be made
+        refuse_another_run(config, saved, saved["data"], earlier, FREE_TO_CHANGE)
     task = (ComposedTask if method.composes else PairTask)(config)
     networks = make_networks(config, earlier, say, texts=task.texts if method.composes else None)
     objective = method(config.loss, networks[0], task.train, config.epochs)  # before features may draw random numbers
@@ -56,7 +59,6 @@ def train(config: Config, preemption: Preemption) -> int:
     loader = Loader(rows, config.data.workers, pin_memory=pin_memory, failure_share=config.data.failure_share)
     identity, position = {"pairs": rows.digest}, Position()
     if earlier:
-        saved = read_state(earlier)
         refuse_another_run(config, saved, identity, earlier, FREE_TO_CHANGE)
         position = Position(**{field.name: saved[field.name] for field in fields(Position)})
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
@@ -198,6 +200,6 @@ def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps
         f"head {config.model.head}, from {config.model.image_weights or config.model.pretrained or 'random weights'}",
         data=f"{rows.number:,} {rows.what} of {config.data.path} ({split}), {rows.steps} steps an "
         f"epoch{' of each network' if two else ''}{f', {noise:.0%} of the captions at wrong images' if noise else ''}",
-        engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
-        f"{len(rows.share)}",
+        engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = "
+        f"{count(world, 'rank')} x {len(rows.share)}",
     )

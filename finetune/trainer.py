@@ -28,11 +28,11 @@ from finetune.recipe import OPTIMIZERS, Schedule, parameter_groups, set_learning
 from finetune.task import Embedded, Task, of_all_ranks
 from probemb import distributed
 from probemb.data.randomness import number_of
-from probemb.errors import UserError
+from probemb.errors import UserError, count
 from probemb.losses import LossOutput
 from probemb.models import DualEncoder, Encoded, as_one
 from probemb.models.dual_encoder import freeze_backbones
-from probemb.runs.log import METRICS, Window, count
+from probemb.runs.log import METRICS, Window
 from probemb.runs.preemption import SIGNALS, Preemption
 from probemb.runs.watchdog import Progress, Watchdog
 

@@ -13,7 +13,7 @@ from pretrain.schedules import check_schedule
 from pretrain.stream.filter import Filter
 from probemb.cli import ranges
 from probemb.cli.configuration import chosen_options
-from probemb.errors import UserError
+from probemb.errors import UserError, count
 from probemb.models.options import Augmentation, TrainedTowers
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class Config:
         multiple = world_size * self.engine.accumulation * every
         if self.batch_size % multiple:
             copies = f", of each of which every {every}th item is masked" if every > 1 else ""
-            parts = f"{world_size} ranks x {self.engine.accumulation} accumulation parts{copies}"
+            parts = f"{count(world_size, 'rank')} x {count(self.engine.accumulation, 'accumulation part')}{copies}"
             lower = self.batch_size // multiple * multiple
             raise UserError(
                 f"batch_size {self.batch_size} cannot be shared evenly by {parts}.",

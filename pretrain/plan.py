@@ -22,7 +22,7 @@ from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
 from probemb.data.shards.index import read_index
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, count, nearest
 
 RANDOM_STATE = 15_000  # bytes of one rank's random state in a checkpoint
 SPARE = 0.1  # share of a GPU's memory for what is not planned: the CUDA context, NCCL, fragmentation
@@ -188,7 +188,7 @@ def describe(plan: dict[str, Any]) -> str:
     rows = {
         "ranks": f"{run['nodes']} x {run['gpus_per_node']}, {run['precision']}, ZeRO {run['zero_stage']}"
         + (f"; recommended is ZeRO {stage}, the lowest that fits" if stage is not None else ""),
-        "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {run['accumulation']} parts, "
+        "batch": f"{run['batch_size']:,}, {run['rows_per_rank']:,} a rank in {count(run['accumulation'], 'part')}, "
         f"{c['flops_per_step'] / 1e12:,.1f} TFLOP a step",
         "data": f"{run['steps']:,} steps, {run['samples']:,} samples{data}",
         "time": time,

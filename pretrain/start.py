@@ -25,7 +25,7 @@ from pretrain.trainer import Position, Trainer, make_optimizer
 from probemb.data.failures import describe_failures
 from probemb.data.shards.index import read_index
 from probemb.distributed import all_of, init_process_group, same_everywhere, settle, sum_host
-from probemb.errors import UserError
+from probemb.errors import UserError, count
 from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models.create import fill_word_vectors
 from probemb.models.dual_encoder import DualEncoder
@@ -130,6 +130,8 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
     if copy and rank == 0:
         check_copy(copy, out, state["step"] if earlier else None, tell)
+    if earlier:  # of another model, none could be made
+        runs.refuse_another_run(config, state, state["data"], earlier, FREE_TO_CHANGE)
     corpora = [read_index(path) for path in config.train_paths]  # a wrong path is told before the model needs its words
     if config.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
@@ -186,7 +188,7 @@ def describe(config: Config, run: Prepared, world: int) -> str:
         "data": f"{shards}, {order.lanes} lanes, {order.steps} steps an epoch",
         **({"filter": selection.describe()} if selection else {}),
         "engine": f"{world} x {run.device.type}, ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "
-        f"{world} ranks x {e.accumulation} parts x {batch // world // e.accumulation}",
+        f"{count(world, 'rank')} x {count(e.accumulation, 'part')} x {batch // world // e.accumulation}",
     }
     if half_life := config.ema.half_life_samples:
         lines["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"

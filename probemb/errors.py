@@ -58,6 +58,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(lower[one]) for one in found)}?" if found else ""
 
 
+def count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def ended_worker(error: RuntimeError) -> UserError | None:
     """The UserError for PyTorch's report of a dead worker; None for another error."""
     message = " ".join(str(error).split())

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from probemb.gaussian import Gaussian
 
-ROWS = 1024  # items whose products with a block are in memory at once
+ROWS = 256  # items whose products with a block are in memory at once
 PSEUDO_DATA = 10.0  # how many times the pairs count; the authors' τ
 
 

@@ -13,8 +13,7 @@ from probemb.compose import as_query, compose
 def draw(*shape, seed=0):
     g = torch.Generator().manual_seed(seed)
     return Gaussian(
-        torch.randn(*shape, generator=g, dtype=torch.float64),
-        torch.randn(*shape, generator=g, dtype=torch.float64) - 1,
+        torch.randn(*shape, generator=g, dtype=torch.float64), torch.randn(*shape, generator=g, dtype=torch.float64) - 1
     )
 
 

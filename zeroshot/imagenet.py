@@ -8,6 +8,7 @@ Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
@@ -40,6 +41,8 @@ class ImagenetConfig(EvaluationConfig):
         select_on: where settings are chosen: oracle (the scored images), or also train (select_data) or folds:5.
         select_data: labelled images to choose on, for --select-on train; of several data sets, one for each.
     """
+
+    COMMON: ClassVar = ("model", "data", "out", "filter", "classes", "templates", "k", "select_on", "select_data")
 
     model: str = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
     data: list[str] | str = "data/imagenet/val"

@@ -11,7 +11,7 @@ Caption and plausible matches. Source: PCME++ §4.1, §C.5.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt
 
@@ -55,6 +55,11 @@ class RetrievalConfig(CaptionConfig):
         uncertainty: sum (of the variances), log-det (of the covariance) or geometric-mean (of the standard deviations).
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
     """
+
+    COMMON: ClassVar = (
+        *("model", "data", "split", "images", "out", "benchmarks", "rankings", "tolerance"),
+        *("select_data", "select_split", "judgements"),
+    )
 
     second: str | None = "auto"
     benchmarks: str | None = None

@@ -25,14 +25,8 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
         "daa": points.DAA,
         "p2rm": points.P2RM,
     },
-    "noisy captions": {
-        "ncr": noisy.NCR,
-        "decl": noisy.DECL,
-    },
-    "regions": {
-        "scan": regions.SCAN,
-        "vsrn": regions.VSRN,
-    },
+    "noisy captions": {"ncr": noisy.NCR, "decl": noisy.DECL},
+    "regions": {"scan": regions.SCAN, "vsrn": regions.VSRN},
     "autoencoders": {
         "mse": autoencoders.MSE,
         "mmd-mse": autoencoders.MMDMSE,
@@ -51,8 +45,6 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
         "mrn": variant(composed.TIRG, composer="mrn"),
         "tirg": composed.TIRG,
     },
-    "trains nothing": {
-        "clip-zs": variant(Method, trained=False, heads=("clip",)),
-    },
+    "trains nothing": {"clip-zs": variant(Method, trained=False, heads=("clip",))},
 }
 METHODS: dict[str, type[Method]] = {name: cls for group in GROUPS.values() for name, cls in group.items()}

@@ -89,6 +89,8 @@ def read_place(place: Place) -> bytes:
         if size > samples.MAX_IMAGE_BYTES:
             raise BadSample(f"has {size:,} bytes")
         return os.pread(fd, size, place.offset)
+    except OSError as error:
+        raise BadSample(f"cannot be read ({error.strerror})") from None
     finally:
         os.close(fd)
 
@@ -258,8 +260,6 @@ def _decode(images: Images, transform: Callable, rows: list[int]):
             kept.append(row)
         except BadSample as error:
             bad.append((images.places[row].name, str(error)))
-        except Exception as error:  # one image must not end an evaluation
-            bad.append((images.places[row].name, f"cannot be transformed ({type(error).__name__})"))
     return kept, stack(pixels) if pixels else None, bad
 
 

@@ -155,7 +155,8 @@ def unlabelled_confidences(task: Task) -> dict[str, Confidence]:
     if task.epistemic is not None:
         with torch.random.fork_rng(devices=()):  # passes with dropout
             torch.manual_seed(0)
-            found["u, epistemic"] = Confidence(-task.epistemic(task.queries.mean).sum(1).double(), own=True)
+            u = [task.epistemic(means).sum(1).double() for means in task.queries.mean.split(4096)]
+        found["u, epistemic"] = Confidence(-torch.cat(u), own=True)
     return found if task.u is None else {U: Confidence(-task.u, own=True)} | found
 
 

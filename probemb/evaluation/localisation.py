@@ -178,8 +178,6 @@ class _Proposals:
                 inputs = stack([self.transform(crop(picture, box, scale)) for box in boxes[some]])
         except BadSample as error:
             reason = str(error)
-        except Exception as error:  # one image must not end an evaluation
-            reason = f"cannot be transformed ({type(error).__name__})"
         return image, some.stop >= len(boxes), inputs, reason
 
 

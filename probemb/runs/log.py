@@ -66,7 +66,7 @@ def or_tell(what: object, write: Callable[[], object]) -> None:
     try:
         write()
     except Exception as error:  # any, of any package
-        if not _told:
+        if str(what) not in _told:
             reason = getattr(error, "strerror", None) or error
             print(f"warning: {what} cannot be written ({reason}); the run continues.", file=sys.stderr, flush=True)
         _told.add(str(what))
@@ -212,7 +212,3 @@ def rsum_words(values: dict[str, float]) -> str:
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:
     lines["run"] = f"{out}, {length}" + (f", resumed at step {step} from {earlier}" if earlier else "")
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
-
-
-def count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -8,14 +8,7 @@ import torch
 
 from probemb.distances import csd
 from probemb.gaussian import Gaussian
-from probemb.laplace import (
-    LaplaceProjection,
-    curvature,
-    expected_unit,
-    kronecker_factors,
-    prob_cosine,
-    probit_softmax,
-)
+from probemb.laplace import LaplaceProjection, curvature, expected_unit, kronecker_factors, prob_cosine, probit_softmax
 
 pytestmark = pytest.mark.core
 

@@ -8,14 +8,7 @@ from torch.nn import functional as F
 from probemb import Gaussian
 from probemb.compose import compose
 from probemb.data.compositions.dataset import Part, Query
-from probemb.evaluation.composed import (
-    SCORES,
-    ComposedQueries,
-    auc_estimate,
-    composed_scores,
-    infeasibility,
-    ranked_by,
-)
+from probemb.evaluation.composed import SCORES, ComposedQueries, auc_estimate, composed_scores, infeasibility, ranked_by
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.losses.mpc import expected_similarity
 from probemb.metrics.retrieval import closest_items

@@ -1,17 +1,22 @@
 """One short training of every method through the command: what it logs, saves and ranks by, and resuming within it."""
 
+import io
+import itertools
 import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from finetune.methods import METHODS
 from probemb import load_model
 from probemb.cross_attention import CrossAttention
 from tests.finetune.runs import checkpoint, metrics, run_here, saved
+from tests.world import write_tar
 from zeroshot.retrieval import main as retrieval
 
 TRAINED = [name for name, method in METHODS.items() if method.trained]
@@ -101,6 +106,35 @@ def test_it_resumes_bit_for_bit_in_the_middle_of_an_epoch(name, run_of, tmp_path
 def test_a_cross_entropy_above_a_random_choices_is_told(run_of, tmp_path, capsys):
     assert run_here({**run_of("mpc")[1], "out": tmp_path / "run", "loss.temperature": 0.1}) == 0
     assert "query_to_target is above 4.09, a random choice's" in capsys.readouterr().out
+
+
+@pytest.fixture
+def stripes(tmp_path):
+    """Pictures of three of eight colours in stripes, which are their concepts."""
+    colours, random = list(itertools.product((0, 255), repeat=3)), np.random.RandomState(0)
+    rows = [{"id": number, "name": f"colour{number}"} for number in range(len(colours))]
+    (tmp_path / "categories.json").write_text(json.dumps(rows))
+    for split, n in (("train", 240), ("val", 60), ("test", 60)):
+        members = []
+        for i in range(n):
+            held = random.permutation(len(colours))[:3].tolist()
+            pixels, data = np.array([[colours[one] for one in held]], np.uint8), io.BytesIO()
+            Image.fromarray(pixels).resize((24, 24), Image.Resampling.NEAREST).save(data, "PNG")
+            members += [(f"{i:03d}.png", data.getvalue()), (f"{i:03d}.json", json.dumps({"categories": held}).encode())]
+        write_tar(tmp_path / split / "0.tar", members)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_mpc_learns_to_compose(stripes, run_of, tmp_path):
+    """From random weights; every pair of colours is in a tenth of the pictures."""
+    options = {**run_of("mpc")[1], "data.path": stripes, "out": tmp_path / "run", "epochs": 4, "compose.repeats": 43}
+    options |= {"optimizer.freeze-epochs": 0, "optimizer.warmup-epochs": 0.5, "optimizer.decay-epochs": 0}
+    assert run_here({**options, "save-every": 0, "loss.spare_correct": "true"}) == 0
+    trained = [line["query_to_target"] for line in metrics(tmp_path / "run") if "loss" in line]
+    found = [line["r_precision"] for line in metrics(tmp_path / "run") if "r_precision" in line]
+    assert sum(trained[-10:]) / 10 < math.log(60) - 0.4
+    assert found[-1] > 30
 
 
 @pytest.mark.parametrize("head", ["pie", "clip", "mlp", "gpo", "average"])

@@ -157,10 +157,7 @@ def test_networks_that_take_turns_learn_alike(kind):
 
 @pytest.mark.parametrize(
     ("kind", "processes", "refused"),
-    [
-        (DistributedType.FSDP, 2, "AdamP needs whole weights, and FSDP cuts them"),
-        (DistributedType.NO, 1, "started 2"),
-    ],
+    [(DistributedType.FSDP, 2, "AdamP needs whole weights, and FSDP cuts them"), (DistributedType.NO, 1, "started 2")],
 )
 def test_engines_that_would_train_something_else_are_refused(kind, processes, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")

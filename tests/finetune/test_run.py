@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_run_of_other_settings_refused
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     for changes, named in (
         ({"method": "pcme", "batch-size": 8}, ("method: pcmepp -> pcme", "loss.samples: None -> 8", "batch_size: 16")),
-        ({"noise-ratio": 0.5}, ("noise_ratio: 0.0 -> 0.5", "data.pairs: ")),
+        ({"noise-ratio": 0.5, "model.n_unc_layers": 99}, ("noise_ratio: 0.0 -> 0.5", "model.n_unc_layers: ")),
         ({"data.train": "val"}, ("data.pairs: ",)),
     ):
         with pytest.raises(UserError) as caught:
@@ -246,7 +246,7 @@ def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, shards, tmp_path
     check(again)
     told = capsys.readouterr().out
     for word in (
-        "engine  1 x cpu, fp32, batch 16 = 1 ranks x 16",
+        "engine  1 x cpu, fp32, batch 16 = 1 rank x 16",
         "step 1/6 | epoch 0.33 | loss",
         "step 3/6 | validation RSUM",
         "step 3/6 | validation zero-shot top-1",
@@ -311,5 +311,5 @@ ACCELERATE = "accelerate.commands.launch", "-q"  # it looks for a configuration 
 def test_accelerate_as_documented_is_one_process_and_warns_of_nothing(scenes, tmp_path):
     done = launched(tmp_path / "run", scenes, *ACCELERATE, "--config_file", "finetune/accelerate.yaml")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "engine  1 x cpu, fp32, batch 24 = 1 ranks x 24" in done.stdout
+    assert "engine  1 x cpu, fp32, batch 24 = 1 rank x 24" in done.stdout
     assert load_model(tmp_path / "run").model.embed_dim == 16

@@ -100,16 +100,9 @@ def test_authors_loss_and_gradients(parity, family, case, dtype):
     leaves |= {"shift": to("shift"), "negative_scale": to("negative_scale")}
     for leaf in leaves.values():
         leaf.requires_grad_()
-    out = pairwise_match_loss(
-        image,
-        text,
-        None if case == "default_matched" else to(f"matched_{matched}"),
-        scale=leaves["negative_scale"],
-        shift=leaves["shift"],
-        distance={"csd": "csd", "wdist": "wasserstein2"}[family],
-        pseudo_positive=alpha,
-        vib=beta,
-    )
+    match = None if case == "default_matched" else to(f"matched_{matched}")
+    options = dict(distance={"csd": "csd", "wdist": "wasserstein2"}[family], pseudo_positive=alpha, vib=beta)
+    out = pairwise_match_loss(image, text, match, scale=leaves["negative_scale"], shift=leaves["shift"], **options)
     out.loss.backward()
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}[dtype]
     close = lambda x, y: torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)  # noqa: E731
@@ -125,18 +118,10 @@ def test_authors_gathered_case_and_bottleneck(parity):
     to, image, _ = reference(v, torch.float64)
     text = Gaussian(to("rect__mu_t"), to("rect__logvar_t"))
     for alpha in ("0", "0.1"):
-        out = pairwise_match_loss(
-            image,
-            text,
-            to("rect__matched"),
-            scale=to("negative_scale"),
-            shift=to("shift"),
-            pseudo_positive=float(alpha),
-            vib=1e-4,
-        )
-        torch.testing.assert_close(
-            out.loss, to(f"rect__alpha{alpha}__loss").reshape(out.loss.shape), rtol=1e-9, atol=1e-9
-        )
+        options = dict(scale=to("negative_scale"), shift=to("shift"), pseudo_positive=float(alpha), vib=1e-4)
+        out = pairwise_match_loss(image, text, to("rect__matched"), **options)
+        expected = to(f"rect__alpha{alpha}__loss").reshape(out.loss.shape)
+        torch.testing.assert_close(out.loss, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(vib_kl(image), to("kl_value_v"), rtol=1e-9, atol=1e-9)
     wild = Gaussian(image.mean, to("kl_guard_logvar").expand_as(image.mean))
     assert vib_kl(wild, zero_above=10_000) == v["kl_guard_value"]

@@ -79,16 +79,9 @@ def test_authors_loss_and_gradients(parity, case, dtype):
     leaves = {name: to(name).requires_grad_() for name in names}
     for name, g in (("logsigma_v", image), ("logsigma_t", text)):
         leaves[name] = g.log_var.requires_grad_()
-    out = pcme_loss(
-        image,
-        text,
-        samples=(leaves["samples_v"], leaves["samples_t"]),
-        scale=leaves["negative_scale"],
-        shift=leaves["shift"],
-        vib=vib,
-        vib_form="pcme",
-        uniformity_weight=weight,
-    )
+    samples, scale, shift = (leaves["samples_v"], leaves["samples_t"]), leaves["negative_scale"], leaves["shift"]
+    options = dict(vib=vib, vib_form="pcme", uniformity_weight=weight)
+    out = pcme_loss(image, text, samples=samples, scale=scale, shift=shift, **options)
     out.loss.backward()
     close(out.loss, v[f"{case}__loss"], dtype)
     close(out.terms["match"], v[f"{case}__i2t_loss"] + v[f"{case}__t2i_loss"], dtype)
@@ -140,17 +133,9 @@ def test_authors_loss_in_the_comparison_of_pcmepp(parity, code, distance, dtype)
         leaf.requires_grad_()
     z_i = image.mean[:, None] + image.std[:, None] * to("eps_v")
     z_t = text.mean[:, None] + text.std[:, None] * to("eps_t")
-    out = pcme_loss(
-        image,
-        text,
-        samples=(z_i, z_t),
-        scale=leaves["negative_scale"],
-        shift=leaves["shift"],
-        vib=1e-3,
-        vib_form="pcmepp",
-        squared=distance == "squared_l2",
-        eps=0 if code == "iterative" else 1e-6,
-    )
+    options = dict(squared=distance == "squared_l2", eps=0 if code == "iterative" else 1e-6, vib_form="pcmepp")
+    scale, shift = leaves["negative_scale"], leaves["shift"]
+    out = pcme_loss(image, text, samples=(z_i, z_t), scale=scale, shift=shift, vib=1e-3, **options)
     out.loss.backward()
     case = f"pcmepp_pcme__{code}__{distance}"
     close(out.loss, v[f"{case}__loss"], dtype)

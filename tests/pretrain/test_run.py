@@ -145,8 +145,8 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
 
     longer = {**options, "samples": 64}
     refused_here({**longer, "batch-size": 8}, "--resume", what="to: batch_size: 16 -> 8; samples: ", remedy="--out")
-    refused_here({**longer, "model.n_unc_layers": 1}, "--resume", what="model.n_unc_layers", remedy="config.yaml")
-    refused_here({**longer, "data.resize": "pil"}, "--resume", what="data.resize: tensor", remedy="config.yaml")
+    refused_here({**longer, "model.n_unc_layers": 99}, "--resume", what="model.n_unc_layers: ", remedy="config.yaml")
+    refused_here({**options, "data.resize": "pil"}, "--resume", what="data.resize: tensor", remedy="config.yaml")
     other.mkdir()
     (other / "thesis.tex").write_text("precious")
     refused_here({**options, "out": other}, what="something else than a run", remedy="--out")

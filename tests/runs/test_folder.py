@@ -22,7 +22,7 @@ from probemb.runs.checkpoints import (
 )
 from probemb.runs.folder import RunOutput, newest_checkpoint
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
-from probemb.runs.log import Window
+from probemb.runs.log import Window, append_line
 
 
 def save(run, step):
@@ -137,6 +137,13 @@ def test_a_failed_login_at_wandb_leaves_no_run(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="wandb login"):
         RunOutput(config, 0, 10)
     assert newest_checkpoint(config.out, False) is None
+
+
+def test_every_file_that_cannot_be_written_is_told_once(tmp_path, capsys):
+    for name in ("one", "one", "two"):
+        append_line(tmp_path / name / "metrics.jsonl", {})
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split("/")[-2] for line in told] == ["one", "two"]
 
 
 def test_means_over_the_steps_between_two_log_lines():

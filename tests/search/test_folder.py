@@ -16,12 +16,7 @@ from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.rankings import tolerance_scores
 from probemb.metrics.retrieval import ranking
-from probemb.search import (
-    choose_factory,
-    load_index,
-    search,
-    search_weighted,
-)
+from probemb.search import choose_factory, load_index, search, search_weighted
 from probemb.search.embeddings import create_embeddings, item_schema, open_embeddings
 from probemb.search.index import cell_count, training_count
 from tools.build_index import main

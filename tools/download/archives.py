@@ -254,10 +254,7 @@ def write_split(paths: Paths, pictures: list[Picture], images: dict[str, Place],
             tasks.append((paths, number, [(picture, images.get(picture.name)) for picture in chosen], options))
     processes = max(1, min(options.processes, len(tasks)))
     _archive.cache_clear()  # forked processes would share the position in the file
-    with (
-        progress(paths.folder.name, len(tasks)) as advance,
-        process_pool(processes, "--processes") as pool,
-    ):
+    with progress(paths.folder.name, len(tasks)) as advance, process_pool(processes, "--processes") as pool:
         for _ in pool.map(write_shard, tasks):
             advance(1)
 

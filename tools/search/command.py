@@ -28,7 +28,7 @@ from jsonargparse.typing import PositiveInt, restricted_number_type
 from probemb import models
 from probemb.cli.command import Parser, require_output
 from probemb.cli.ranges import Share
-from probemb.errors import UserError
+from probemb.errors import UserError, count
 from probemb.machine import choose_device, machine_memory
 from probemb.progress import progress
 from probemb.reports.results import finite, write_json
@@ -140,7 +140,7 @@ def signed_weights(options: argparse.Namespace) -> list[float] | None:
     except ValueError:
         raise UserError(f"--weights is '{options.weights}'.", remedy) from None
     if len(sizes) != len(signs) or not all(size > 0 for size in sizes):
-        raise UserError(f"--weights is {options.weights} for {len(signs)} parts.", remedy)
+        raise UserError(f"--weights is {options.weights} for {count(len(signs), 'part')}.", remedy)
     return [size * sign for size, sign in zip(sizes, signs)]
 
 

@@ -29,7 +29,7 @@ from probemb.data.images import MAX_PIXELS as MAX_JPEG_PIXELS
 from probemb.data.images import decode_image
 from probemb.data.remote import WEB, FetchPolicy, Remote, fetch_range, is_remote
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
-from probemb.errors import UserError
+from probemb.errors import UserError, count
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device
@@ -104,7 +104,8 @@ class SearchRequest:
         weights = [1.0] * parts if self.weights is None else list(self.weights)
         object.__setattr__(self, "weights", weights)
         if len(weights) != parts:
-            raise UserError(f"The query has {parts} parts and {len(weights)} weights.", "Give one for every part.")
+            what = f"The query has {count(parts, 'part')} and {count(len(weights), 'weight')}."
+            raise UserError(what, "Give one for every part.")
         for weight in weights:
             if not MIN_WEIGHT <= abs(weight) <= MAX_WEIGHT:
                 remedy = f"Give {MIN_WEIGHT} to {MAX_WEIGHT}, negative to leave it out."

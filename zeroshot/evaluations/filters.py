@@ -19,13 +19,7 @@ import torch
 from torch import Tensor
 
 from probemb.errors import UserError, names_of
-from probemb.evaluation.classification import (
-    accuracy,
-    class_accuracy,
-    class_vectors,
-    prefix_vectors,
-    true_ranks,
-)
+from probemb.evaluation.classification import accuracy, class_accuracy, class_vectors, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
 from probemb.metrics.bootstrap import interval, resample_accuracy
 from probemb.metrics.uncertainty import standard_error

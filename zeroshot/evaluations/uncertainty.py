@@ -60,11 +60,12 @@ QUESTIONS = (  # the queries and the measure that answer each
     ("Which images have a nearest neighbour of another class?", "classes", "r_auroc"),
     ("Which images show none of the classes?", "classes", "ood_auroc"),
 )
-CHARTED = (U, "probit softmax", "max softmax", "entropy", "logistic regression", "logistic regression with u")
+CHARTED = (U, "probit softmax", "adapter's softmax", "max softmax", "entropy", "logistic regression with u")
 NOTES = (
     "± is half of the 95 % interval over resampled items, the same for all scores of a group; green is better and red "
     "worse than the group's best score that needs neither labels nor variances, by a paired interval without zero. "
-    "Scores with labels are few-shot: fitted on one half of the queries and applied to the other, both ways round."
+    "Scores with labels are few-shot: fitted on one half of the queries and applied to the other, both ways round. The "
+    "adapter's softmax was fitted on pairs that finetune.adapt held out."
 )  # fmt: skip
 
 
@@ -234,17 +235,19 @@ def calibration_line(found: dict) -> str:
 
 def size_line(config: UncertaintyConfig, of: str, rows: Sequence[dict]) -> str:
     """The smallest sets without and with the variances."""
-    known = [row for row in rows if row["score"] in ("LAC", "APS", "RAPS")]
-    both = ([row for row in known if (row["by"] == "means") == plain] for plain in (True, False))
-    smallest = [min(some, default=None, key=lambda row: row["size"]) for some in both]
+    sets = [row for row in rows if row["score"] in ("LAC", "APS", "RAPS")]
+    plain, own = (
+        min((row for row in sets if (row["by"] == "means") == by_means), default=None, key=lambda row: row["size"])
+        for by_means in (True, False)
+    )
     top = next(row for row in rows if row["score"] == "top k")
     text = f"How many results to show for {percent(1 - config.alpha)} % ({QUERIES[of]})? {number(top['size'])} always, "
-    text += f"or by {smallest[0]['score']} {number(smallest[0]['size'])} on average"
-    if smallest[1]:
-        apart = smallest[1]["smaller"]
-        same = " (not told apart)" if apart["low"] <= 0 <= apart["high"] else ""
-        text += f"; with the variances, {smallest[1]['score']} by {smallest[1]['by']}, {number(smallest[1]['size'])}, "
-        text += f"{number(apart['value'])} fewer than {smallest[1]['score']} without them{same}"
+    text += f"or by {plain['score']} {number(plain['size'])} on average"
+    if own:
+        apart, less = own["smaller"], own["smaller"]["value"]
+        text += f"; with the variances, {own['score']} by {own['by']}, {number(own['size'])}: "
+        fewer = f"{number(abs(less))} {'fewer' if less > 0 else 'more'} than without them"
+        text += SAME if apart["low"] <= 0 <= apart["high"] else fewer
     return f"{text}."
 
 
@@ -280,9 +283,7 @@ def score_table(queries: Mapping[str, dict]) -> Table:
 
 
 def cell(row: dict, key: str, than: str | None = None) -> Cell:
-    """A measure with half of its interval, marked where it is told apart from the best free score; than: its difference
-    to another score, marked so.
-    """
+    """A measure with half of its interval, marked against the best free score; than: its difference to another one."""
     found = row.get(key) if than is None else row[key]["differences"].get(than)
     if not found:
         return Cell("")

@@ -89,6 +89,8 @@ def test_unreadable_images_are_counted_named_and_left_out(with_bad):
     assert sorted(name for name, _ in batches.bad) == ["003", "009", "017"]
     assert "3 images left out: 009 (the cls is not a class index" in describe_bad(batches.bad)
     assert describe_bad([]) == ""
+    with pytest.raises(ZeroDivisionError):  # a fault of the transform is none of the image
+        list(ImageBatches(with_bad, lambda image: 1 / 0, batch_size=5, max_bad=1))
 
 
 @pytest.fixture

@@ -18,15 +18,7 @@ from tests.imagesite import bomb
 from tests.orientation import stored, upright
 from tests.searching import N, open_searcher
 from tools.build_index import main as build
-from tools.search.query import (
-    QueryEncoder,
-    QueryImage,
-    Searcher,
-    SearchRequest,
-    decode_query,
-    read_image,
-    read_picture,
-)
+from tools.search.query import QueryEncoder, QueryImage, Searcher, SearchRequest, decode_query, read_image, read_picture
 
 TEXTS = ["a red circle", "a blue square"]
 

@@ -22,14 +22,7 @@ from tests.searchpage import UPLOAD, post, request, serving
 from tests.webserver import serve as serve_folder
 from tools.build_index import main as build
 from tools.embed import main as embed
-from tools.search.page import (
-    GAP,
-    LARGE_FORM,
-    PICTURES,
-    form_turn,
-    host_check,
-    shrink,
-)
+from tools.search.page import GAP, LARGE_FORM, PICTURES, form_turn, host_check, shrink
 from tools.search.query import QUERIES, Busy, QueryImage, SearchRequest
 
 
@@ -147,12 +140,7 @@ def test_pictures_of_shards_on_a_web_server(elsewhere, gallery, monkeypatch):
     monkeypatch.setattr("tools.search.query.POLICY", FetchPolicy(attempts=1, timeout=0.3))
     site, remote = elsewhere
     assert [remote.picture(row) for row in range(0, N, 8)] == gallery.jpegs[::8]
-    for trouble, message in (
-        (404, "HTTP 404"),
-        (302, "HTTP 302"),
-        ("cut", "broke off"),
-        ("silence", "no answer"),
-    ):
+    for trouble, message in ((404, "HTTP 404"), (302, "HTTP 302"), ("cut", "broke off"), ("silence", "no answer")):
         site.troubles["00000.tar"] = [trouble]
         with pytest.raises(LookupError, match=message) as caught:
             remote.picture(3)
