@@ -168,9 +168,15 @@ def is_image(name: str, endings: Sequence[str] = samples.IMAGE_EXTENSIONS) -> bo
 
 
 def walk_pictures(folder: Path) -> Iterator[str]:
-    """Paths of the images in a folder and those inside it, below the folder, in order; also those not decoded."""
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    """Paths of the images in a folder and those inside it, below the folder, in order; also those not decoded. Follows
+    links, but reads no folder twice.
+    """
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        again = os.path.realpath(root) in seen
+        seen.add(os.path.realpath(root))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not again)
+        names = [] if again else names
         below = os.path.relpath(root, folder)
         for name in sorted(names):
             if is_image(name, (*samples.IMAGE_EXTENSIONS, *_OTHER_PICTURES)):

@@ -73,6 +73,9 @@ def test_absolute_paths_lie_in_the_folder_of_the_images(folder):
 
 def test_captions_beside_images_and_what_is_left_out(folder):
     images = folder / "images"
+    (images / "up").symlink_to(folder)  # a loop
+    (folder / "images").rename(folder.parent / "elsewhere")
+    images.symlink_to(folder.parent / "elsewhere")
     with pytest.raises(UserError, match=r"holds no image with a caption .*Put the captions of x.jpg into x.txt"):
         find_captions(images)
     assert len(find_captions(images, need_caption=False)) == 4
