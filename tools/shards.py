@@ -176,7 +176,7 @@ def make_shards(options: Namespace, captions: CaptionDataset, out: Path) -> None
                     if ending:
                         yield {ending: data, **texts_of(captions, row)}
                     else:
-                        bad.append((_printable(images.places[row].name), data))
+                        bad.append((images.places[row].name, data))
                 total = len(images) + len(images.bad)
                 refuse_too_many(bad, total, captions.source, options.max_bad, "--max-bad")
 
