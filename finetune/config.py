@@ -55,7 +55,7 @@ class Data:
         failure_share: share of unreadable samples at which the run stops.
         exif: turn images as their EXIF orientation says; open_clip does not.
         resize: backend for resizing, in validation too: tensor (torch, fast) or pil (as open_clip).
-        cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
+        cache_features: folder for locked towers' features, so that each image, or text, is read once; empty for none.
         unpaired: additional images and texts, whose pairing is ignored, for the autoencoders; their split `train`.
         unpaired_images: folder of their images.
         unpaired_batch: number of their images, and of their texts, in a batch, over all ranks.
@@ -346,19 +346,27 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
             f"The warm-up ends after {optimizer.freeze_epochs + optimizer.warmup_epochs:g} of {config.epochs} epochs.",
             "Lower --optimizer.warmup-epochs, or raise --epochs.",
         )
-    if config.data.cache_features is not None and not config.model.lock_image:
+    cached, model = config.data.cache_features is not None, config.model
+    if cached and not (model.lock_image or model.lock_text):
         yield UserError(
-            "data.cache_features keeps what the image tower computes, and the tower is trained.",
-            "Add --model.lock-image true, or leave data.cache_features out.",
+            "data.cache_features keeps what a tower computes, and both towers are trained.",
+            "Add --model.lock-image true, or --model.lock-text true, or leave data.cache_features out.",
+        )
+    if cached and model.lock_text and method.wants_words:
+        yield UserError(
+            f"{config.method} reads the captions' words, of which the cache of a locked text tower keeps features.",
+            "Leave model.lock_text or data.cache_features out.",
         )
 
 
+WORDS = "size_augment augment.word_dropping"
 PIXELS = "mix.ratio augment.scale augment.hflip augment.cutout"  # options that change them
 OF_PAIRS = "noise_ratio size_augment data.positives data.cache_features ranking"
 
 
 def _without_effect(config: Config) -> Iterator[UserError]:
     method, name, head = METHODS[config.method], config.method, config.model.head
+    cached = config.data.cache_features is not None
     queries = " ".join(f"compose.{field.name}" for field in fields(Compose))
     for condition, because, names in (
         (method.composes, f"{name} trains on composed queries", OF_PAIRS),
@@ -367,8 +375,10 @@ def _without_effect(config: Config) -> Iterator[UserError]:
         (not method.probabilistic, f"{name} predicts no variances", "ranking model.n_unc_layers compose.ranking"),
         (not method.takes_unpaired, f"{name} learns from pairs alone", "data.unpaired"),
         (method.whole_items, f"{name} is of whole images and captions", "size_augment"),
-        (head in ("clip", "mlp"), f"head {head} pools a single token", "size_augment"),
-        (config.data.cache_features, "data.cache_features has no pixels to change", PIXELS),
+        (head in ("clip", "mlp", "max-mean"), f"head {head} reads pooled features", "size_augment"),
+        (head != "max-mean", f"head {head} has none", "model.dropout"),
+        (cached and config.model.lock_image, "data.cache_features has no pixels to change", PIXELS),
+        (cached and config.model.lock_text, "data.cache_features has no words to change", WORDS),
     ):
         if condition:
             yield from unused(config, because, names)

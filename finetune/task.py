@@ -7,6 +7,7 @@ A task finds its data, reads rows, augments a batch on the device, gathers what 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from finetune.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
 from finetune.config import Config
 from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, shuffle_captions
-from finetune.feature_cache import cache_features, unchanged
+from finetune.feature_cache import cache_features, cache_texts, unchanged
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from probemb import distributed
@@ -149,18 +150,24 @@ class PairTask(Task):
     def prepare(self, networks, device, bf16=False) -> None:
         """With `data.cache_features`, also read the networks' features."""
         super().prepare(networks, device, bf16)
-        o, batch_size = self.config.data, self.config.engine.eval_batch_size
-        for name in ("train", "validation", "unpaired"):
-            if (split := getattr(self, name)) is None:
-                continue
+        o, model, batch_size = self.config.data, self.config.model, self.config.engine.eval_batch_size
+        splits = {name: getattr(self, name) for name in ("train", "validation", "unpaired") if getattr(self, name)}
+        for split in splits.values():
             check_words(networks[0], split)
-            if o.cache_features is not None and self.train is not None:
-                where = o.cache_features, o.resize, device, batch_size, o.workers, o.failure_share
+        if o.cache_features is None or self.train is None:
+            return
+        if model.lock_image:
+            where = o.cache_features, o.resize, device, batch_size, o.workers, o.failure_share
+            for name, split in splits.items():
                 setattr(self, name, cache_features(networks, split, *where))
-                self.transforms = Transforms(unchanged, unchanged)
-        for row, (name, one) in enumerate(self.labelled if self.transforms.evaluate is unchanged else ()):
-            cached = cache_features(networks, CaptionDataset([], [], located=one.images), *where)
-            self.labelled[row] = name, one._replace(images=cached.images)
+            for row, (name, one) in enumerate(self.labelled):
+                cached = cache_features(networks, CaptionDataset([], [], located=one.images), *where)
+                self.labelled[row] = name, one._replace(images=cached.images)
+            self.transforms = Transforms(unchanged, unchanged)
+        if model.lock_text:
+            texts = [split.flat() for split in splits.values()]
+            texts += [prompt_texts(one.classes.names, one.templates) for _, one in self.labelled]
+            self.tokenizer = cache_texts(networks, chain(*texts), self.tokenizer, o.cache_features, device, batch_size)
 
     def rows(self) -> Pairs:
         config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None

@@ -262,7 +262,8 @@ class Trainer:
     def _take_turn(self, network: int) -> None:
         """Freeze or thaw a network for its turn in an epoch, and wrap it."""
         o, epoch = self.config.optimizer, self.position.epoch
-        frozen = self.schedule.frozen(self.position.samples), o.freeze_text and epoch < o.freeze_epochs
+        text = self.config.model.lock_text or (o.freeze_text and epoch < o.freeze_epochs)
+        frozen = self.schedule.frozen(self.position.samples), text
         changed = freeze_backbones(self.networks[network], *frozen)
         if not changed and self.wrapped is not None and network == self.network:
             return

@@ -27,7 +27,6 @@ class Model(TrainedTowers):
     Args:
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 2. Objectives that train points have no branch.
-        lock_text: freeze the text tower's trunk; its heads train.
         unlocked_image_groups: last groups of a locked image tower that train; 1 for the last norm and the projection, 2
             for the last block too, and so on.
         unlocked_text_groups: the same of a locked text tower.
@@ -35,7 +34,6 @@ class Model(TrainedTowers):
     """
 
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
-    lock_text: bool = False
     unlocked_image_groups: NonNegativeInt = 0
     unlocked_text_groups: NonNegativeInt = 0
     patch_dropout: ranges.BelowOne = 0.0
@@ -189,7 +187,7 @@ class Evaluate:
 
 NEEDS = (  # an option, and those of which it needs one
     ("model.lock_image", "model.pretrained", "model.image_weights"),  # else it would freeze random weights
-    ("model.lock_text", "model.pretrained", "model.word_vectors"),
+    ("model.lock_text", "model.pretrained", "model.word_vectors", "model.text_weights"),
     ("model.unlocked_image_groups", "model.lock_image"),
     ("model.unlocked_text_groups", "model.lock_text"),
     ("evaluate.best", "evaluate.pairs", "evaluate.classes"),

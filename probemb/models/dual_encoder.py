@@ -93,8 +93,9 @@ class DualEncoder(nn.Module):
     def cut_padding(self, tokens: Tensor, device: torch.device | None = None, multiple: int = 1) -> Tensor:
         """(B, L) tokens without the columns behind the longest text, or behind the next `multiple` of columns: the same
         embeddings in less time."""
-        length = -(-self.text.trim(tokens).shape[1] // multiple) * multiple
-        return tokens.to(device, non_blocking=True)[:, :length].contiguous()
+        if self.text.feature_layout is None:
+            tokens = tokens[:, : -(-self.text.trim(tokens).shape[1] // multiple) * multiple]
+        return tokens.to(device, non_blocking=True).contiguous()
 
     def normalized(self, images: Tensor) -> Tensor:
         """uint8 images as the floats that `encode_image` also takes, to change them: 0 is the mean colour."""

@@ -22,7 +22,7 @@ from probemb import distributed
 from probemb.data.pixels import normalize
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.models.heads import HEADS, ClipHead, Features, shape_log_var
+from probemb.models.heads import HEADS, ClipHead, Features, MaxMeanHead, shape_log_var
 from probemb.models.options import ModelOptions
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
@@ -77,26 +77,41 @@ class Place(NamedTuple):
 
 
 class FeatureLayout(NamedTuple):
-    """Sizes of a frozen trunk's features as rows: tokens (T, W), (0, 0) where no head reads them; both pooled ones."""
+    """Sizes of a frozen trunk's features as rows: tokens (T, W), (1, W) for their maximum, (0, W) where no head reads
+    them; pooled; those of the log-variance, 0 where they are the mean's. `masked`: tokens that take no part are zeros.
+    """
 
     tokens: tuple[int, int]
     pooled: int
+    unc_tokens: int
     unc_pooled: int
+    masked: bool
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        return math.prod(self.tokens), self.pooled, self.unc_pooled
+    def sizes(self) -> tuple[int, int, int, int]:
+        return math.prod(self.tokens), self.pooled, self.unc_tokens, self.unc_pooled
 
     def pack(self, mean: Features, unc: Features | None) -> Tensor:
         """(B, sum of the sizes)."""
-        tokens = mean.tokens.flatten(1)[:, : self.sizes[0]]
-        return torch.cat([tokens, mean.pooled, *([] if unc is None else [unc.pooled])], 1)
+        unc = unc or mean
+        parts = self._tokens(mean), mean.pooled, self._tokens(unc), unc.pooled
+        return torch.cat([part[:, :size] for part, size in zip(parts, self.sizes)], 1)
+
+    def _tokens(self, features: Features) -> Tensor:
+        if self.tokens[0] == 1:
+            return MaxMeanHead.maximum(features).flatten(1)
+        tokens = features.tokens
+        if self.masked:
+            tokens = F.pad(tokens * features.mask[..., None], (0, 0, 0, self.tokens[0] - tokens.shape[1]))
+        return tokens.flatten(1)
 
     def unpack(self, rows: Tensor) -> BothFeatures:
         """The inverse of `pack`, in at least float32."""
-        tokens, pooled, unc_pooled = rows.float().split(self.sizes, 1)
+        tokens, pooled, unc_tokens, unc_pooled = rows.float().split(self.sizes, 1)
+        unc_tokens = (unc_tokens if self.unc_tokens else tokens).view(len(rows), *self.tokens)
         tokens = tokens.view(len(rows), *self.tokens)
-        return Features(tokens, pooled), Features(tokens, unc_pooled) if self.unc_pooled else None
+        mask = tokens.any(-1) if self.masked else None
+        return Features(tokens, pooled, mask), Features(unc_tokens, unc_pooled if self.unc_pooled else pooled, mask)
 
 
 class Encoder(nn.Module):
@@ -203,7 +218,7 @@ class Encoder(nn.Module):
         else:
             code = head(mean_features)
         mean = F.normalize(code, dim=-1) if head is None else l2_normalize(code)
-        if unc_features is None:
+        if self.log_var_head is None:
             log_var = torch.full_like(mean, POINT_LOG_VAR)
         else:
             log_var = shape_log_var(self.options, self.log_var_head(unc_features), mean.shape)
@@ -230,16 +245,20 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def layout(self, inputs: Tensor) -> FeatureLayout:
-        """Storage layout of the features of such inputs. Raises UserError: the branch has blocks, which train."""
-        if any(self.place(name).part == "branch" for name, _ in self.named_parameters()):
+        """Storage layout of the features of such inputs. Raises UserError: more than heads would train."""
+        names = [name for name, _ in self.named_parameters() if self.place(name).part != "head"]
+        if trained := next((name for name in names if not self.is_pretrained(name)), None):
             raise UserError(
-                "The image tower's uncertainty has blocks of its own, or a token: its features change while it trains.",
+                f"A locked tower's features change, as {trained} trains (blocks of its own for uncertainty, or a GRU).",
                 "Set model.uncertainty to branch and model.n_unc_layers to 0, or to two numbers such as [0, 1], or "
                 "leave data.cache_features out.",
             )
         mean, unc = self.features(inputs)
-        tokens = tuple(mean.tokens.shape[1:]) if getattr(self.mean_head, "reads_tokens", False) else (0, 0)
-        return FeatureLayout(tokens, mean.pooled.shape[1], 0 if unc is None else unc.pooled.shape[1])
+        width, every = mean.tokens.shape[2], getattr(self.mean_head, "reads_tokens", False)
+        n_tokens = mean.tokens.shape[1] if every else int(isinstance(self.mean_head, MaxMeanHead))
+        other = [0 if unc is None or a.equal(b) else b[0].numel() for a, b in zip(mean[:2], unc or mean)]
+        other[0] = n_tokens * width if other[0] else 0
+        return FeatureLayout((n_tokens, width), mean.pooled.shape[1], *other, every and mean.mask is not None)
 
     # ----------------------------------------------------------------------------------------------------- batch norms
 

@@ -160,6 +160,29 @@ class PIEHead(nn.Module):
     embed_tokens = property(lambda self: self.fc)
 
 
+class MaxMeanHead(nn.Module):
+    """A linear map of the pooled features and of every channel's maximum over the tokens, side by side."""
+
+    reads_tokens = False
+
+    def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
+        super().__init__()
+        self.linear, self.dropout = FullPrecisionLinear(width + pooled_width, *_outputs(o, log_var)), o.dropout
+        _start(self.linear, o, log_var)
+
+    def forward(self, features: Features) -> Tensor:
+        both = torch.cat([features.pooled, self.maximum(features)[:, 0]], 1)
+        return self.linear(F.dropout(both, self.dropout, self.training))
+
+    @staticmethod
+    def maximum(features: Features) -> Tensor:
+        """(B, 1, W)."""
+        tokens, mask = features.tokens, features.mask
+        if mask is not None:
+            tokens = tokens.masked_fill(~mask[..., None], torch.finfo(tokens.dtype).min)
+        return tokens.amax(1, keepdim=True)
+
+
 class MLPHead(nn.Module):
     """Two layers of width D with a ReLU between them, or one (`layers`). Source: jWAE §4.2."""
 
@@ -201,7 +224,9 @@ class AverageHead(nn.Module):
         return at_least_float32(self.linear(tokens_BTW))
 
 
-HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "average": AverageHead}
+HEADS = {
+    "clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "average": AverageHead, "max-mean": MaxMeanHead,
+}  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------- poolings
 

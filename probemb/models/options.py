@@ -18,7 +18,7 @@ from probemb.errors import UserError, nearest
 if TYPE_CHECKING:
     from probemb.models.dual_encoder import DualEncoder
 
-Head = Literal["clip", "gpo", "pie", "mlp", "average"]
+Head = Literal["clip", "gpo", "pie", "mlp", "average", "max-mean"]
 Uncertainty = Literal["branch", "token", "prolip-code"]
 Direction = Literal["t2i", "i2t"]
 Aggregation = Literal["lse", "mean", "sum", "max"]
@@ -52,8 +52,10 @@ class Towers:
         name: one of open_clip's models, one of the project's own (probemb/models/configs), or a JSON file like these.
         pretrained: an open_clip tag, a file or folder of open_clip weights, or a run of `pretrain`; empty for random
             weights.
-        head: clip (the tower's own pooling), gpo (pooling over tokens), pie (and attention), mlp or average.
-        embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
+        head: clip (the tower's own pooling), gpo (pooling over tokens), pie (and attention), mlp,
+            average or max-mean.
+        dropout: share of the features that head max-mean drops in training.
+        embed_dim: D; empty for 1024 (heads gpo and pie) or the configuration's own.
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 1, and 0 where a method has none. Of a branch alone.
         image_size: height and width of an image in pixels; empty for the pretrained run's, or the architecture's.
@@ -75,6 +77,7 @@ class Towers:
     name: str = "ViT-B-16"
     pretrained: str | None = None
     head: Head = "clip"
+    dropout: ClosedUnitInterval = 0.0
     embed_dim: PositiveInt | None = None
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
     image_size: PositiveInt | None = None
@@ -192,10 +195,12 @@ class TrainedTowers(Towers):
     Args:
         word_vectors: a file in GloVe's text format that a model's words start from; empty to leave them.
         lock_image: freeze the image tower's trunk; its heads train.
+        lock_text: the same of the text tower.
     """
 
     word_vectors: str | None = None
     lock_image: bool = False
+    lock_text: bool = False
 
     def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank. Its words have no vectors yet, and nothing is locked.

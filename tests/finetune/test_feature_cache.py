@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from finetune.feature_cache import cache_features, unchanged
+from finetune.feature_cache import cache_features, cache_texts, unchanged
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from probemb.models import create_model, create_transforms
+from probemb.models import create_model, create_tokenizer, create_transforms
 
 
 def make(head="gpo", **options):
@@ -26,7 +26,7 @@ def embed(model, images):
     return g.mean, g.log_var
 
 
-@pytest.mark.parametrize("head", ["clip", "gpo"])
+@pytest.mark.parametrize("head", ["clip", "gpo", "max-mean"])
 @pytest.mark.parametrize("probabilistic", [True, False])
 def test_features_give_what_pixels_give(tmp_path, data, head, probabilistic):
     model = make(head, probabilistic=probabilistic)
@@ -38,6 +38,25 @@ def test_features_give_what_pixels_give(tmp_path, data, head, probabilistic):
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # float16
     assert cached.captions == data.captions
+
+
+@pytest.mark.parametrize("head", ["clip", "gpo", "max-mean"])
+def test_features_give_what_texts_give_also_behind_cut_padding(tmp_path, head):
+    model, texts = make(head), ["a dog", "a red bird sits on a branch", "a dog", "two"]
+    tokenizer = create_tokenizer(model)
+    expected = model.encode_text(tokenizer(texts))
+    cached = cache_texts([model], texts, tokenizer, tmp_path)
+    rows = cached(texts)
+    assert rows.dtype == torch.float16
+    assert len(cached) == 3
+    found = model.encode_text(model.cut_padding(rows))
+    torch.testing.assert_close(found.mean, expected.mean, rtol=0, atol=2e-3)
+    torch.testing.assert_close(found.log_var, expected.log_var, rtol=0, atol=2e-3)
+    (file,) = tmp_path.iterdir()
+    before = file.stat().st_mtime_ns
+    assert cache_texts([make(head)], texts, tokenizer, tmp_path)(texts).equal(rows)
+    assert [file] == list(tmp_path.iterdir())
+    assert file.stat().st_mtime_ns == before
 
 
 def test_features_of_turned_or_otherwise_resized_images_are_kept_apart(tmp_path, captioned):
@@ -75,7 +94,7 @@ def test_a_damaged_file_is_computed_anew(damage, tmp_path, data):
 
 def test_what_cannot_be_cached_is_refused(tmp_path, data):
     pair = [make(), create_model("ViT-Micro-32", head="gpo", n_unc_layers=0)]
-    with pytest.raises(UserError, match="different image towers"):
+    with pytest.raises(UserError, match="different image or text towers"):
         cache_features(pair, data, tmp_path)
     with pytest.raises(UserError, match="blocks of its own"):
         cache_features([make(n_unc_layers=1)], data, tmp_path)
