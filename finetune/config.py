@@ -347,6 +347,10 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
             "Lower --optimizer.warmup-epochs, or raise --epochs.",
         )
     cached, model = config.data.cache_features is not None, config.model
+    if model.lock_text and not (model.pretrained or model.text_weights or model.word_vectors):
+        yield UserError(
+            "model.lock_text would freeze random weights.", "Add --model.text-weights or --model.pretrained."
+        )
     if cached and not (model.lock_image or model.lock_text):
         yield UserError(
             "data.cache_features keeps what a tower computes, and both towers are trained.",

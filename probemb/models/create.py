@@ -66,7 +66,9 @@ def create_model(name: str, **options) -> DualEncoder:
         if not text.get("projection", True):  # the states of a GRU in one direction are the embedding
             text["hidden"] = o.embed_dim
     if o.text_weights:
-        text |= dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), str(Path(o.text_weights).absolute()))
+        given = Path(o.text_weights)
+        where = str(given.absolute() if given.is_dir() else given)
+        text |= dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), where)
     if o.vocabulary is not None:
         given = o.vocabulary
         if not reads_words(config):

@@ -50,8 +50,9 @@ def test_every_methods_own_recipe_is_accepted(method):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "clip-zs" and not METHODS[name].composes])
 def test_every_method_of_pairs_accepts_the_examples(path, method):
-    heads = [f"--model.head={head}" for head in METHODS[method].heads]
-    check(resolved("--method", method, "--config", str(path), *heads))
+    more = [f"--model.head={head}" for head in METHODS[method].heads]
+    more += ["--model.dropout=0"] * bool(more) + ["--model.lock_text=false"] * METHODS[method].wants_words
+    check(resolved("--method", method, "--config", str(path), *more))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
