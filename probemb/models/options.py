@@ -66,8 +66,8 @@ class Towers:
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
             training data or above.
         image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
-        text_weights: of a text tower from Hugging Face: the folder of its files, or a hub name; its tokenizer too, which loading the
-            new model needs as well.
+        text_weights: of a text tower from Hugging Face: the folder of its files, or a hub name; its tokenizer
+            too, which loading the new model needs as well.
         crop_pct: share of an image's shorter side that evaluation's centre crop keeps; 0.875 for 224 of 256 pixels,
             empty for the pretrained run's, or 1.
         batch_norm: statistics of batch norms in training: batch (of all ranks), frozen (the stored ones) or auto; auto
