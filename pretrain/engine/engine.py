@@ -64,8 +64,8 @@ class Towers(nn.Module):
 class Flat(nn.Module):
     """A module whose trained parameters are views of a few flat ones, which the optimizer gets in their place.
 
-    With gradient it computes with views that autograd knows: gradients arrive in tens of flat tensors, and what is done
-    for each of them, by hooks, collectives, norms and steps, is not done for each of hundreds of parameters."""
+    It computes with views that autograd knows: gradients arrive in tens of flat tensors, and what is done for each of
+    them, by hooks, collectives, norms and steps, is not done for each of hundreds of parameters."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         super().__init__()
@@ -96,9 +96,7 @@ class Flat(nn.Module):
             yield from zip(chunk, repeat(flat), accumulate(sizes, initial=0))
 
     def forward(self, *inputs):
-        if not torch.is_grad_enabled():
-            return self.module(*inputs)
-        views = {}
+        views = {}  # also without gradient: cuDNN gives the parameters of a GRU that computes other memory
         for flat, (chunk, shapes, sizes) in zip(self.flats, self.held):
             parts = zip(chunk, shapes, flat.split(sizes))
             views.update((p, part.view(shape) if len(shape) > 1 else part) for p, shape, part in parts)
