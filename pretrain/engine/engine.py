@@ -83,6 +83,8 @@ class Flat(nn.Module):
         tables = [m._parameters for m in module.modules()]  # which torch.func.functional_call finds in every call
         trained = {p for chunk in chunks for p in chunk}
         self.uses = [(table, name, p) for table in tables for name, p in table.items() if p in trained]
+        for rnn in (m for m in module.modules() if isinstance(m, nn.RNNBase)):
+            rnn.flatten_parameters = lambda: None  # on a GPU it would give parameters memory of their own, silently
         self.point()
 
     def point(self) -> None:
@@ -99,7 +101,7 @@ class Flat(nn.Module):
         views = {}  # also without gradient: cuDNN gives the parameters of a GRU that computes other memory
         for flat, (chunk, shapes, sizes) in zip(self.flats, self.held):
             parts = zip(chunk, shapes, flat.split(sizes))
-            views.update((p, part.view(shape) if len(shape) > 1 else part) for p, shape, part in parts)
+            views.update((p, part.view(shape) if len(shape) != 1 else part) for p, shape, part in parts)
         try:
             for table, name, p in self.uses:
                 table[name] = views[p]
@@ -129,8 +131,9 @@ class Engine:
     def wrap(self, options: Options) -> None:
         self.flat = Flat(self.module, self.optimizer)
         if distributed.world_size() > 1:
+            for p in self.module.parameters():  # frozen ones too
+                dist.broadcast(p.detach(), 0)
             for flat in self.flat.flats:
-                dist.broadcast(flat.detach(), 0)
                 flat.register_post_accumulate_grad_hook(self._reduce)
 
     def _reduce(self, flat: nn.Parameter) -> None:

@@ -293,7 +293,8 @@ def _read_rows(file: Path, root: Path) -> list[tuple[str, list[str], str]]:
         rows = reading.parse_all(file, TABLE, rows, dict, "row")
         names = list(dict.fromkeys(name for row in rows for name in row))
     else:
-        rows, names = None, next(csv.reader([head], delimiter=mark), [])
+        with reading.checked(file, TABLE):
+            rows, names = None, next(csv.reader([head], delimiter=mark), [])
         if len(names) == 2 and is_image(_PAIR.sub(r"\1", names[0].strip())):
             fields = names = ["image", "caption"]
     known = {name.strip().lower(): name for name in names}

@@ -103,6 +103,7 @@ def test_captions_beside_images_and_what_is_left_out(folder):
     [
         ("file,words\na.jpg,x\n", "no column of images, or none of captions"),
         ("", "no column of images"),
+        ("x" * 200_000, "field larger than field limit"),
         ("caption,image\nx,one.JPG,y\n", "in row 1, it has more fields than the first line"),
         ('image,caption\n"one.JPG,x\n', "in row 1, unexpected end of data"),
         ('{"image": "one.JPG", "caption": 3}', "in row 1, a caption is not a text"),
