@@ -20,7 +20,7 @@ from probemb.data.boxes import Box
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
-from probemb.data.pixels import stack
+from probemb.data.images import stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
 from probemb.data.workers import make_loader, name_workers, next_batch, start_workers
 from probemb.errors import UserError

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib import import_module
 
 
 class UserError(Exception):
@@ -74,6 +75,42 @@ def worker_ended(how: str) -> UserError:
         "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, or too few files may be open "
         "(ulimit -n), allow more.",
     )
+
+
+EXTRAS = {  # the optional install of pyproject.toml that has each package
+    "accelerate": "train",
+    "deepspeed": "train",
+    "tensorboard": "train",
+    "img2dataset": "data",
+    "pandas": "data",
+    "faiss": "search",
+    "flask": "search",
+    "waitress": "search",
+    "submitit": "slurm",
+    "transformers": "hf",
+    "wandb": "wandb",
+    "s3fs": "s3",
+}
+
+
+def not_installed(error: ModuleNotFoundError) -> UserError | None:
+    """The UserError for a missing package of an extra; None for another module."""
+    name = (error.name or "").partition(".")[0]
+    remedy = f"pip install 'probemb[{EXTRAS.get(name)}]', or 'probemb[all]' for every command."
+    return UserError(f"This needs the package {name}, which is not installed.", remedy) if name in EXTRAS else None
+
+
+class Extra:
+    """A module of an extra, imported at its first use. Its attributes raise UserError where it is not installed."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str):
+        try:
+            return getattr(import_module(self._name), attribute)
+        except ModuleNotFoundError as error:
+            raise not_installed(error) or error from None
 
 
 def report(error: UserError) -> None:

@@ -44,8 +44,7 @@ from probemb.cli.ranges import Count, Workers
 from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.image_loader import Place, describe_bad, find_tars, refuse_too_many
-from probemb.data.images import decode_image
-from probemb.data.pixels import stack
+from probemb.data.images import decode_image, stack
 from probemb.data.remote import Remote, fetch, in_background, is_remote
 from probemb.data.shards.index import Shard, read_index, read_index_file
 from probemb.data.shards.samples import (

@@ -28,7 +28,7 @@ from pretrain.stream.filter import select
 from pretrain.stream.order import Order
 from pretrain.stream.samples import Samples, printable
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
-from probemb.data.pixels import empty_stack
+from probemb.data.images import empty_stack
 from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.data.remote import DEFAULT_POLICY, FetchPolicy, Remote, ShardCache
 from probemb.data.shards.index import Shard

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from probemb.cli.ranges import plain, wrong_value
-from probemb.errors import UserError, ended_worker, nearest, report
-from probemb.extras import not_installed
+from probemb.errors import UserError, ended_worker, nearest, not_installed, report
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,8 +21,7 @@ import torch
 from PIL import Image
 
 from probemb.data.failures import BadSample, BadShard
-from probemb.data.images import decode_image
-from probemb.data.pixels import stack
+from probemb.data.images import decode_image, stack
 from probemb.data.reading import MALFORMED, checked, read_npy, reason
 from probemb.data.shards import samples
 from probemb.data.shards.index import expand_braces, read_index

@@ -21,7 +21,7 @@ from probemb.cross_attention import Tokens, attention_scores, unit_tokens
 from probemb.data.boxes import Box, PhraseDataset, Proposals, enclosing, iou
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import refuse_too_many
-from probemb.data.pixels import stack
+from probemb.data.images import stack
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder, KeptTokens, encode_images

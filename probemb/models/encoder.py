@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb import distributed
-from probemb.data.pixels import normalize
+from probemb.data.images import normalize
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.heads import HEADS, ClipHead, Features, MaxMeanHead, shape_log_var

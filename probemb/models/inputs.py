@@ -14,7 +14,7 @@ from torchvision import transforms as tv
 
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.image_loader import Images, RegionImages
-from probemb.data.pixels import as_pixels, resize
+from probemb.data.images import as_pixels, resize
 from probemb.data.words import split_words
 from probemb.errors import UserError
 from probemb.models.architectures import reads_regions, reads_words

@@ -24,8 +24,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from probemb.errors import UserError
-from probemb.extras import Extra
+from probemb.errors import Extra, UserError
 from probemb.files import flush, replace_text
 from probemb.progress import silent
 from probemb.search import index as indexes

@@ -23,8 +23,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from probemb.errors import UserError
-from probemb.extras import Extra
+from probemb.errors import Extra, UserError
 from probemb.gaussian import Gaussian
 
 faiss = Extra("faiss")

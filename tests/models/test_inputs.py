@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import CenterCrop, InterpolationMode, Resize
 
-from probemb.data.pixels import as_pixels, normalize
+from probemb.data.images import as_pixels, normalize
 from probemb.models import create_model, create_tokenizer, create_transforms, load_model, save_model
 
 
