@@ -84,7 +84,9 @@ class Flat(nn.Module):
         trained = {p for chunk in chunks for p in chunk}
         self.uses = [(table, name, p) for table in tables for name, p in table.items() if p in trained]
         for rnn in (m for m in module.modules() if isinstance(m, nn.RNNBase)):
-            rnn.flatten_parameters = lambda: None  # on a GPU it would give parameters memory of their own, silently
+            rnn.flatten_parameters = lambda: (
+                None
+            )  # on a GPU it gives weights memory of their own, which views cannot have
         self.point()
 
     def point(self) -> None:
@@ -98,7 +100,7 @@ class Flat(nn.Module):
             yield from zip(chunk, repeat(flat), accumulate(sizes, initial=0))
 
     def forward(self, *inputs):
-        views = {}  # also without gradient: cuDNN gives the parameters of a GRU that computes other memory
+        views = {}
         for flat, (chunk, shapes, sizes) in zip(self.flats, self.held):
             parts = zip(chunk, shapes, flat.split(sizes))
             views.update((p, part.view(shape) if len(shape) != 1 else part) for p, shape, part in parts)

@@ -20,9 +20,10 @@ class Net(nn.Module):
 
 
 def test_gradients_and_values_reach_recurrent_layers_and_scalars(monkeypatch):
-    def move(rnn):  # as cuDNN's, on a GPU
+    @torch.no_grad()
+    def move(rnn):  # as cuDNN does, on a GPU
         for weight in rnn._flat_weights:
-            weight.data = weight.data.clone()
+            weight.set_(weight.detach().clone())
 
     net, x = Net(), torch.randn(4, 2, 6)
     net(x).square().sum().backward()
