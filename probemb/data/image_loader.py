@@ -180,7 +180,10 @@ def locate(
     found = [find(group) for group in candidates]
     if missing := [name for name, file in zip(names, found) if file is None]:
         what = f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}."
-        raise UserError(what, "Name the folder that holds them (COCO's has train2014 in it), or fetch them.")
+        remedy = (
+            "Name their folder with --images (data.images of finetune.run; COCO's has train2014 in it), fetch them, "
+        )
+        raise UserError(what, f"{remedy}or remove them from the file.")
     return Images(places=[Place(name, file) for name, file in zip(names, found)], source=str(source))
 
 

@@ -220,8 +220,11 @@ def read_csv(path: Path, split: str | None, images: Path | None) -> Listing:
     names = {(name or "").strip().lower(): name for name in found.fieldnames or ()}
     column = {what: next((names[one] for one in known if one in names), None) for what, known in _CSV.items()}
     if not (column["image"] and column["caption"]):
-        remedy = f"Name the columns in its first line: {' or '.join(_CSV['image'][:3])}, and title or caption."
-        raise UserError(f"{path} has no column of images, or none of captions ({head[:80].strip()}).", remedy)
+        remedy = (
+            f"Name both in its first line: {', '.join(_CSV['image'][:2])} or {_CSV['image'][2]}, and title or caption."
+        )
+        what = f"{path} has no column of images, or none of captions: its first line is {head[:80].strip()!r}."
+        raise UserError(what, remedy)
 
     def parse(row: dict) -> tuple[str, str, str] | None:
         image, caption = row[column["image"]].strip(), row[column["caption"]].strip()[:MAX_CAPTION_CHARS]
