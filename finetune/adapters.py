@@ -115,7 +115,7 @@ def adapt(config: AdaptConfig) -> None:
     held_out, train = pairs.of_images(order[:n].sort().values), pairs.of_images(order[n:].sort().values)
     if len(train.images) < FEWEST:
         what = f"{folder.folder} has {len(order)} images with captions, of which {len(train.images)} are to train on."
-        raise UserError(what, "Embed more, a thousand or so, or lower --validation.")
+        raise UserError(what, "Embed more: a thousand images or so.")
     torch.manual_seed(config.seed)
     options, start = adapter_options(config, base, train), time.monotonic()
     adapter = Adapter(options, folder.dim)

@@ -179,7 +179,10 @@ def locate(
 
     found = [find(group) for group in candidates]
     if missing := [name for name, file in zip(names, found) if file is None]:
-        what = f"{len(missing):,} of the {len(names):,} images of {source} are missing, the first is {missing[0]}."
+        where = "" if images is None else f" in {images}"
+        what = (
+            f"{len(missing):,} of the {len(names):,} images of {source} are missing{where}, the first is {missing[0]}."
+        )
         remedy = (
             "Name their folder with --images (data.images of finetune.run; COCO's has train2014 in it), fetch them, "
         )

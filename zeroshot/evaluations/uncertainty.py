@@ -48,6 +48,7 @@ from zeroshot.evaluations import runner
 from zeroshot.evaluations.imagenet import softmax_scale
 from zeroshot.uncertainty import UncertaintyConfig
 
+FEW = 20  # right or wrong answers, below which the page warns
 PAIRS = 1 << 24  # of queries and gallery items; of more queries some are drawn
 QUERIES = {"captions": "captions → images", "images": "images → captions", "classes": "images → classes"}
 QUESTIONS = (  # the queries and the measure that answer each
@@ -195,9 +196,10 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
     """One chart and a sentence for each question, then the tables."""
     queries, sets = results["queries"], results["sets"]
     lines = [told(queries[of]["rows"], text, key) for text, of, key in QUESTIONS if of in queries]
+    few = [few_line(of, found) for of, found in queries.items()]
     figures = [figure for side in queries for figure in charts(side, queries[side])]
     sections: list[tuple[str, list[Block]]] = [
-        ("In short", [figures[:1], *lines, *(calibration_line(of, one) for of, one in queries.items()),
+        ("In short", [figures[:1], *few, *lines, *(calibration_line(of, one) for of, one in queries.items()),
                       *(size_line(config, of, rows) for of, rows in sets.items()), *input_lines(results["inputs"])]),
         ("Every score on the same items", [NOTES, TERMS, score_table(queries)]),
         ("Prediction sets", [
@@ -235,6 +237,16 @@ def told(rows: Sequence[dict], question: str, key: str) -> str:
         level = [row["score"] for row in known if row is not best and not row["labels"] and verdict(row, key) == SAME]
         text += free + (f", not told apart from {', '.join(level)}" if level else "")
     return text + (f"; with {fitted['labels']:,} labels, {fitted['score']} {between(fitted[key])}." if fitted else ".")
+
+
+def few_line(of: str, found: dict) -> str:
+    """A warning where almost all answers are right, or wrong; else ""."""
+    right = round(found["right"]["means"] * found["items"])
+    fewer, kind = min((right, "right"), (found["items"] - right, "wrong"))
+    if fewer >= FEW:
+        return ""
+    share = f"{fewer:,} of {found['items']:,} first answers ({QUERIES[of]}) are {kind}"
+    return f"Only {share}: too few to tell scores apart, whatever the intervals say."
 
 
 def calibration_line(of: str, found: dict) -> str:
