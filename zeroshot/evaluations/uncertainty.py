@@ -74,7 +74,8 @@ TERMS = (
     "gallery, energy of its logits; MCM is the largest probability at temperature 1; probit softmax and match "
     "probability include the variances. Measures: AUROC, FPR95 and AURC of telling wrong first answers from right ones "
     "(E-AURC: above the least possible AURC); R-AUROC, of a nearest neighbour of another class; OOD, of images of no "
-    "class; −S·R², 1 if right answers fall evenly over levels of the score."
+    "class; ECE, the mean gap between probability and accuracy; Spearman with true ambiguity, or with the share that "
+    "people accept; −S·R², 1 if right answers fall evenly over levels of the score."
 )  # fmt: skip
 
 
