@@ -57,9 +57,9 @@ class AdaptConfig:
         batch_size: pairs, 1,024 by default; of laplace, the items that each is compared with, by default 32,768.
         lr: peak learning rate of AdamW, cosine after a tenth of the steps.
         weight_decay: of AdamW.
-        validation: share of the images that are held out, for the recall before and after (5,000 at most), and for T
-            and k of the adapter's softmax, of cosines over T u^k; of gaussian, half of them choose how much of the
-            change of the means is kept.
+        validation: share of the images that are held out (200 to 5,000, of few a fifth), for the recall before and
+            after, and for T and k of the adapter's softmax, of cosines over T u^k; of gaussian, half of them choose
+            how much of the change of the means is kept.
         pseudo_data: of laplace: how many times the pairs count.
         exact: of laplace: the exact posterior of the factors in place of the published one.
         seed: of everything random: weights, order, captions.

@@ -32,7 +32,8 @@ from probemb.options import to_dict, to_yaml
 from probemb.progress import progress
 from probemb.search.embeddings import Embeddings, open_embeddings
 
-MOST_HELD_OUT = 5_000
+FEWEST_HELD_OUT, MOST_HELD_OUT = 200, 5_000  # images; of few, a fifth is held out
+FEWEST = 16  # images to train on
 BATCH = 1024
 BLOCK = 32_768  # of method laplace
 PROLIP_BIAS = -10.0  # where the base has none
@@ -109,10 +110,12 @@ def adapt(config: AdaptConfig) -> None:
     pairs = read_pairs(folder, config.method == "laplace")
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(pairs.images), generator=generator)
-    n = min(MOST_HELD_OUT, max(2, round(config.validation * len(order)))) if config.validation else 0
+    fewest = min(FEWEST_HELD_OUT, len(order) // 5)
+    n = min(MOST_HELD_OUT, max(fewest, round(config.validation * len(order)))) if config.validation else 0
     held_out, train = pairs.of_images(order[:n].sort().values), pairs.of_images(order[n:].sort().values)
-    if len(train.images) < 2:
-        raise UserError(f"{folder.folder} has {len(train.images)} images to train on.", "Embed more.")
+    if len(train.images) < FEWEST:
+        what = f"{folder.folder} has {len(order)} images with captions, of which {len(train.images)} are to train on."
+        raise UserError(what, "Embed more: a thousand images or so.")
     torch.manual_seed(config.seed)
     options, start = adapter_options(config, base, train), time.monotonic()
     adapter = Adapter(options, folder.dim)

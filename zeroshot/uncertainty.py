@@ -1,4 +1,4 @@
-"""The worth of an uncertainty: errors, strangers, ambiguity and guarantees, beside scores that need nothing.
+"""Measure what an uncertainty is worth: wrong answers, OOD images, ambiguity, prediction sets; beside baselines.
 
     python -m zeroshot.uncertainty --model runs/adapted --data data/flickr8k --judgements judgements.tsv.gz
     python -m zeroshot.uncertainty --model runs/adapted --data data/scenes/val --classes data/scenes/classes --ood x
@@ -8,10 +8,10 @@ Every score is measured on the same items, with 95 % intervals. docs/adapt.md sa
 
 from dataclasses import dataclass
 
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import NonNegativeInt, OpenUnitInterval
 
 from probemb.cli.command import run_command
-from probemb.cli.ranges import BelowOne, Count
+from probemb.cli.ranges import Count
 from zeroshot.command import CaptionConfig, evaluation
 
 
@@ -38,7 +38,7 @@ class UncertaintyConfig(CaptionConfig):
     class_names: str | None = None
     templates: str | None = None
     ood: str | None = None
-    alpha: BelowOne = 0.1
+    alpha: OpenUnitInterval = 0.1
     class_conditional: bool = False
     splits: Count = 20
     levels: Count = 10

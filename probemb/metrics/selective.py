@@ -1,4 +1,4 @@
-"""Is a confidence worth something: selective risk, detection of errors and of strangers, retrieval by level.
+"""Measures of a confidence: selective risk, detection of errors and of OOD items, retrieval by level.
 
 Letters: N items, K classes. Confidence κ: (N,), higher is surer; correct: (N,) bool. Where public codes differ on ties
 or thresholds (fd-shifts, CRL, ConfidNet, ViLU), the definitions here are exact: ties in expectation, thresholds that

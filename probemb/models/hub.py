@@ -123,6 +123,9 @@ def _locate(source: str | Path) -> ModelFiles:
         found = _first_layout(lambda file: folder / file if (folder / file).is_file() else None)
     elif is_hub_name(name):
         found = _download(name.removeprefix(HUB_PREFIX))
+    if not found and (config := read_architecture(name)) and is_open_clip(config):
+        what = f"{name} is an architecture, and its weights are not named."
+        raise UserError(what, f"Name a file or a tag of open_clip's: --pretrained weights.pt, or {name}:weights.pt.")
     if not found:
         close = nearest(name.partition(":")[0], supported_names()) if ":" in name else ""
         raise UserError(

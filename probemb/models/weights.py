@@ -66,7 +66,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     except Exception as error:  # of many kinds; torch's messages are not shown: they advise to execute what is inside
         raise UserError(
             f"{path} cannot be read as model weights ({type(error).__name__}).",
-            "Give a whole .safetensors file, or a .pt file that holds nothing but tensors.",
+            "Give an undamaged .safetensors file, or a .pt file of weights, such as open_clip's trainer saves.",
         ) from error
     prefix = "module." if all(key.startswith("module.") for key in state) else ""
     return {key.removeprefix(prefix): value for key, value in state.items()}
@@ -85,7 +85,7 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str | Path
         why = " ".join(str(error).split()[6:])  # behind "Error(s) in loading state_dict for …:"
         raise UserError(
             f"{source} holds the weights of another model ({why[:300]}{'…' * (len(why) > 300)}).",
-            "Name the architecture, head and n_unc_layers that the weights were trained with.",
+            "Name the architecture they were trained with; of a model trained here, also its head and n_unc_layers.",
         ) from error
 
 
@@ -114,7 +114,7 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
             f"The weights '{source}' were trained with another activation than {name} has.",
             f"Name the model {twin} to use them.",
         )
-    remedy = "Check the network, or download them elsewhere and name the file as model.pretrained."
+    remedy = "Check the network, or download them elsewhere and name the file in place of the tag."
     with refused(f"The weights '{source}' of {name} could not be downloaded", remedy):
         path = open_clip.download_pretrained(tag)
     return Path(path), {key: tag[key] for key in PREPROCESS_KEYS if tag.get(key)}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from probemb.data.captions.find import find_captions
+from probemb.errors import UserError
 from probemb.models import load_model
 from zeroshot.uncertainty import main
 
@@ -50,3 +51,9 @@ def test_a_point_model_has_the_scores_that_need_no_variance(run, point_model, ca
     found = run(main, point_model, captioned, *FAST)
     assert not any(row["own"] for one in found.json["queries"].values() for row in one["rows"])
     assert found.json["inputs"] is None
+
+
+def test_options_of_classes_are_refused_without_any(run, point_model, captioned):
+    for option in (("--ood", captioned), ("--class-conditional",)):
+        with pytest.raises(UserError, match=f"{option[0]} needs labelled images"):
+            run(main, point_model, captioned, *option)

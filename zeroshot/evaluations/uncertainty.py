@@ -22,6 +22,7 @@ from probemb.data.labelled import (
     read_templates,
     resolve_classes,
 )
+from probemb.errors import UserError
 from probemb.evaluation.confidence import (
     BASELINES,
     MEASURES,
@@ -47,6 +48,7 @@ from zeroshot.evaluations import runner
 from zeroshot.evaluations.imagenet import softmax_scale
 from zeroshot.uncertainty import UncertaintyConfig
 
+FEW = 20  # right or wrong answers, below which the page warns
 PAIRS = 1 << 24  # of queries and gallery items; of more queries some are drawn
 QUERIES = {"captions": "captions → images", "images": "images → captions", "classes": "images → classes"}
 QUESTIONS = (  # the queries and the measure that answer each
@@ -67,10 +69,22 @@ NOTES = (
     "Scores with labels are few-shot: fitted on one half of the queries and applied to the other, both ways round. The "
     "adapter's softmax was fitted on pairs that finetune.adapt held out."
 )  # fmt: skip
+TERMS = (
+    "Scores: u is the sum of an item's variances; max softmax, margin, entropy and DOCTOR are of the softmax over the "
+    "gallery, energy of its logits; MCM is the largest probability at temperature 1; probit softmax and match "
+    "probability include the variances. Measures: AUROC, FPR95 and AURC of telling wrong first answers from right ones "
+    "(E-AURC: above the least possible AURC); R-AUROC, of a nearest neighbour of another class; OOD, of images of no "
+    "class; ECE, the mean gap between probability and accuracy; Spearman with true ambiguity, or with the share that "
+    "people accept; −S·R², 1 if right answers fall evenly over levels of the score."
+)  # fmt: skip
 
 
 def evaluate(config: UncertaintyConfig) -> None:
     """Answer every question that the data allow. Raises UserError."""
+    needs = [name for name in ("ood", "class_names", "templates", "class_conditional") if getattr(config, name)]
+    if needs and not config.classes:
+        option = f"--{needs[0].replace('_', '-')}"
+        raise UserError(f"{option} needs labelled images.", f"Name them with --classes, or leave {option} out.")
     captions = runner.open_captions(config)
     judgements = None if config.judgements is None else read_judgements(config.judgements, captions)
     labelled = find_classes(config) if config.classes else None
@@ -166,7 +180,7 @@ def classify(
     truth, strangers = torch.tensor([int(labelled.labels[i]) for i in kept]), None
     task = Task(found, vectors, truth, torch.arange(len(truth)), *about)
     if labelled.strangers:
-        other = embedder.images(labelled.strangers, "strangers").gaussian
+        other = embedder.images(labelled.strangers, "OOD images").gaussian
         strangers = Task(other, vectors, None, torch.arange(len(other)), *about)
     nearest = nearest_is_of_class(found.mean, truth)
     sets = evaluate_sets(
@@ -183,13 +197,14 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
     """One chart and a sentence for each question, then the tables."""
     queries, sets = results["queries"], results["sets"]
     lines = [told(queries[of]["rows"], text, key) for text, of, key in QUESTIONS if of in queries]
+    few = [few_line(of, found) for of, found in queries.items()]
     figures = [figure for side in queries for figure in charts(side, queries[side])]
     sections: list[tuple[str, list[Block]]] = [
-        ("In short", [figures[:1], *lines, *(calibration_line(one) for one in queries.values()),
+        ("In short", [figures[:1], *few, *lines, *(calibration_line(of, one) for of, one in queries.items()),
                       *(size_line(config, of, rows) for of, rows in sets.items()), *input_lines(results["inputs"])]),
-        ("Every score on the same items", [NOTES, score_table(queries)]),
+        ("Every score on the same items", [NOTES, TERMS, score_table(queries)]),
         ("Prediction sets", [
-            f"Sets that should hold the truth at a rate of {percent(1 - config.alpha)} %, over {config.splits} splits; "
+            f"Sets that should hold the truth for {100 * (1 - config.alpha):g} % of items; {config.splits} splits; "
             "the band holds 95 % of splits. Half of the items calibrate; 30 % of these choose a temperature, k_reg and "
             "λ, the others the threshold. An image's captions count as one item. Smaller: than with the means alone. "
             "Top k, one whole number for all, may hold more; transported, which sees the tested images, guarantees "
@@ -225,11 +240,22 @@ def told(rows: Sequence[dict], question: str, key: str) -> str:
     return text + (f"; with {fitted['labels']:,} labels, {fitted['score']} {between(fitted[key])}." if fitted else ".")
 
 
-def calibration_line(found: dict) -> str:
+def few_line(of: str, found: dict) -> str:
+    """A warning where almost all answers are right, or wrong; else ""."""
+    right = round(found["right"]["means"] * found["items"])
+    fewer, kind = min((right, "right"), (found["items"] - right, "wrong"))
+    if fewer >= FEW:
+        return ""
+    share = f"{fewer:,} of {found['items']:,} first answers ({QUERIES[of]}) are {kind}"
+    return f"Only {share}: too few to tell scores apart, whatever the intervals say."
+
+
+def calibration_line(of: str, found: dict) -> str:
     """ECE and NLL before and after a temperature, and of the probit softmax."""
     rows = [row for row in found["rows"] if "ece" in row and "nll" in row]
     told = (f"{row['score']} {between(row['ece'])} (NLL {row['nll']['value']:.3f})" for row in rows)
-    text = f"Are the probabilities of {found['items']:,} answers right, among {found['gallery']:,}? ECE: "
+    queries = f"{QUERIES[of]}, {found['items']:,} among {found['gallery']:,}"
+    text = f"Are the probabilities of the first answers right ({queries})? ECE: "
     return f"{text}{'; '.join(told)}." if rows else ""
 
 
@@ -241,11 +267,11 @@ def size_line(config: UncertaintyConfig, of: str, rows: Sequence[dict]) -> str:
         for by_means in (True, False)
     )
     top = next(row for row in rows if row["score"] == "top k")
-    text = f"How many results to show for {percent(1 - config.alpha)} % ({QUERIES[of]})? {number(top['size'])} always, "
-    text += f"or by {plain['score']} {number(plain['size'])} on average"
+    text = f"How many results hold the right one for {100 * (1 - config.alpha):g} % of queries ({QUERIES[of]})? "
+    text += f"{number(top['size'])} if always as many, {number(plain['size'])} on average by {plain['score']}"
     if own:
         apart, less = own["smaller"], own["smaller"]["value"]
-        text += f"; with the variances, {own['score']} by {own['by']}, {number(own['size'])}: "
+        text += f"; with the variances, {number(own['size'])} by {own['score']} of {own['by']}: "
         fewer = f"{number(abs(less))} {'fewer' if less > 0 else 'more'} than without them"
         text += SAME if apart["low"] <= 0 <= apart["high"] else fewer
     return f"{text}."
@@ -257,11 +283,17 @@ def input_lines(found: dict | None) -> list[str]:
         return []
     lines = [f"u of captions against their number of words: Spearman {plus_minus(found['length'], 1, 3, signed=True)}."]
     if found["larger_of_nested"]:
-        lines.append(f"Of two captions, u is larger for the more general one: {between(found['larger_of_nested'])}.")
+        lines.append(
+            f"Share of pairs of captions whose more general one has the larger u: {between(found['larger_of_nested'])}."
+        )
     if test := found["crop"]:
-        lines.append(f"u grows when an image is cropped: {plus_minus(test['share'])} % of {test['images']:,}.")
-    rises = [f"{what} {one['spearman']:+.3f}" for what, one in (found["erased"] or {}).items() if one["spearman"]]
-    return lines + ([f"u against what is erased, Spearman: {', '.join(rises)}."] if rises else [])
+        lines.append(f"When cropped, {plus_minus(test['share'])} % of {test['images']:,} images have a larger u.")
+    parts = {"ends": "words at the end"}
+    rises = [
+        f"{parts.get(what, what)} {one['spearman']:+.3f}"
+        for what, one in (found["erased"] or {}).items() if one["spearman"]
+    ]  # fmt: skip
+    return lines + ([f"u against the share that is erased, Spearman: {', '.join(rises)}."] if rises else [])
 
 
 def score_table(queries: Mapping[str, dict]) -> Table:

@@ -300,8 +300,9 @@ def _read_rows(file: Path, root: Path) -> list[tuple[str, list[str], str]]:
     known = {name.strip().lower(): name for name in names}
     image, caption = (next((known[one] for one in some if one in known), None) for some in (_IMAGE, _CAPTION))
     if image is None or caption is None:
-        remedy = f"Name the columns in its first line: {' or '.join(_IMAGE[:3])}, and title or caption."
-        raise UserError(f"{file} has no column of images, or none of captions ({head[:80].strip()}).", remedy)
+        remedy = f"Name both in its first line: {', '.join(_IMAGE[:2])} or {_IMAGE[2]}, and title or caption."
+        what = f"{file} has no column of images, or none of captions: its first line is {head[:80].strip()!r}."
+        raise UserError(what, remedy)
     if rows is None:
         rows = csv.DictReader(io.StringIO(text), fields, restval="", delimiter=mark, strict=True)
 
