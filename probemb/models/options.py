@@ -254,6 +254,7 @@ SAVED = (  # in config.json, beside "name", "architecture" and "preprocess"
     *("head", "embed_dim", "n_unc_layers", "probabilistic", "n_embeddings", "ranking", "attention", "composer"),
     *("composed_ranking", "objective", "match", "max_logit_scale", "temperature_trained", "covariance"),
     *("log_var_range", "uncertainty", "unit_features", "log_var_start", "uncertainty_bias", "pooling", "adapter"),
+    "dropout",
 )
 DEFAULTS = {field.name: field.default for field in fields(ModelOptions) if field.name in SAVED}
 

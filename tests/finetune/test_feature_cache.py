@@ -59,6 +59,15 @@ def test_features_give_what_texts_give_also_behind_cut_padding(tmp_path, head):
     assert file.stat().st_mtime_ns == before
 
 
+def test_dropout_is_of_training_alone_also_of_kept_features(tmp_path):
+    model, texts = make("max-mean", dropout=0.5), ["a dog", "two"]
+    rows = cache_texts([model], texts, create_tokenizer(model), tmp_path)(texts)
+    trained = model.encode_text(rows).mean
+    evaluated = model.eval().encode_text(rows).mean
+    assert not trained.allclose(evaluated, atol=1e-2)
+    assert evaluated.equal(model.encode_text(rows).mean)
+
+
 def test_features_of_turned_or_otherwise_resized_images_are_kept_apart(tmp_path, captioned):
     for exif, resize in ((False, "pil"), (True, "pil"), (True, "tensor")):
         cache_features([make(image_size=24)], find_captions(captioned, None, exif=exif), tmp_path, resize)
