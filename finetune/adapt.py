@@ -42,7 +42,7 @@ class AdaptConfig:
 
     Args:
         embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Better of
-            data that the model was not trained on: of pairs that it has memorised there are no failures to learn from.
+            data that the model was not trained on: memorised pairs show no failures to learn from.
         method: its name in docs/adapt.md; gaussian (means and variances by PCME++'s or ProLIP's loss), laplace
             (BayesVLM, trains nothing), loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.

@@ -225,7 +225,8 @@ def print_answer(answer: dict) -> None:
         print(f"no certain enough result among the {answer['looked_at']:,} closest")
     else:
         if answer["coverage"]:
-            print(f"of {answer['coverage']} % of queries as uncertain, the right one is among {len(answer['results'])}")
+            first = f"the right one is among the first {len(answer['results'])}"
+            print(f"for {answer['coverage']} % of queries this uncertain, {first}")
         print("rank  distance  uncertainty  match              key  caption")
         for one in answer["results"]:
             p, texts = one["match"], (one["key"], *one["captions"][:1])
