@@ -65,6 +65,7 @@ from probemb.progress import progress
 from probemb.reports.text import web_link
 from probemb.runs.preemption import Preemption
 from probemb.search.embeddings import KINDS, Embeddings, create_embeddings, item_schema
+from tools.pools import part_of
 
 PROG = "python -m tools.embed"
 AHEAD = 2  # remote shards that are fetched while one is read
@@ -145,11 +146,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 def share(part: str) -> tuple[int, int]:
     """(first, step) of this process's shards: --part, shared among a launcher's ranks. Raises UserError."""
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise UserError(f"--part {part} is not a part.", "Write it as 3/16, the third of sixteen.")
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(found[1]) - 1) * world + rank, int(found[2]) * world
+    (i, n), world = part_of(part), int(os.environ.get("WORLD_SIZE", "1"))
+    return (i - 1) * world + int(os.environ.get("RANK", "0")), n * world
 
 
 def local_device(device: str) -> str:

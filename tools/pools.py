@@ -1,7 +1,8 @@
-"""Processes that share the work of a command."""
+"""Processes, and jobs, that share the work of a command."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -15,19 +16,22 @@ from probemb.errors import UserError
 def process_pool(processes: int, option: str, context: BaseContext | None = None) -> Iterator[ProcessPoolExecutor]:
     """A pool of processes; leaving the block cancels jobs that have not started.
 
-    Args:
-        option: the command's option for the number of processes.
-        context: their start method; None for the system's default.
-
-    Raises:
-        UserError: one of them was killed.
+    `option`: the command's, for their number; `context`: their start method, None for the system's default. Raises
+    UserError: one of them was killed.
     """
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         try:
             yield pool
         except BrokenProcessPool:
-            raise UserError(
-                "A process was killed; it probably ran out of memory.", f"Start the command again with fewer {option}."
-            ) from None
+            what = "A process was killed; it probably ran out of memory."
+            raise UserError(what, f"Start the command again with fewer {option}.") from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """I and N of --part I/N, from 1/N to N/N. Raises UserError."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part is {text}.", "Write it as 3/16: the third of sixteen parts.")
+    return int(found[1]), int(found[2])

@@ -191,7 +191,7 @@ def read_checked(place: Place) -> tuple[str, bytes | str]:
     try:
         data = read_place(place)
         decode_image(data)
-    except (BadSample, OSError) as error:
+    except BadSample as error:
         return "", str(error)
     return {b"\xff\xd8": "jpg", b"\x89P": "png"}.get(data[:2], "webp"), data
 

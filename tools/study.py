@@ -167,10 +167,8 @@ class Runner:
             seconds = self.seconds_left([job for job in left if job not in failed], every)
             rest = "estimating" if seconds is None else f"about {timedelta(seconds=int(seconds))} left"
             done = sum(job.record() is not None for job in every)
-            print(
-                f"[{done}/{len(every)} | {timedelta(seconds=int(time.monotonic() - began))} | {rest}] {what}",
-                flush=True,
-            )
+            took = timedelta(seconds=int(time.monotonic() - began))
+            print(f"[{done}/{len(every)} | {took} | {rest}] {what}", flush=True)
 
         with ThreadPoolExecutor(self.workers) as pool:
             running = {pool.submit(self.run_one, job): job for job in left}
@@ -228,11 +226,8 @@ class Runner:
                     last = "".join(f"\n    {line}" for line in log.read().splitlines()[-5:])
                     return f"{job.name} ended with code {code}: {shlex.join(words)}{last}\n    all of it: {log.name}"
         content = {"before": job.before, "commands": job.commands, "seconds": time.monotonic() - began}
-        content |= {
-            "date": provenance()["date"],
-            "version": __version__,
-            "machine": f"{platform.platform()}, {cores()} cores",
-        }
+        content |= {"date": provenance()["date"], "version": __version__}
+        content["machine"] = f"{platform.platform()}, {cores()} cores"
         replace_text(job.file("finished", ".json"), json.dumps(content, indent=1) + "\n")
         return None
 

@@ -44,7 +44,7 @@ from probemb.runs.preemption import REQUEUE
 from tools.download.archives import TITLES, fetch_archives
 from tools.download.lists import CORPORA, KEPT, Dropped, find_lists, read_list
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
-from tools.pools import process_pool
+from tools.pools import part_of, process_pool
 
 PROG = "python -m tools.download"
 PROCESSES = min(16, cores())
@@ -160,12 +160,10 @@ def _check(options: Download) -> tuple[int, int]:
         raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
     if options.part is None:
         return 1, 1
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--part is {options.part}.", "Write it as 3/8: the third of eight parts.")
+    part = part_of(options.part)
     if options.retry_failed:
         raise UserError("--part and --retry-failed exclude each other.", "Retry with one command for all parts.")
-    return int(match[1]), int(match[2])
+    return part
 
 
 def fetch_lists(paths: Paths, state: State, sources: Sequence[str], options: Download, part: tuple[int, int]) -> None:

@@ -27,6 +27,8 @@ from tools.download.records import HASH, Paths
 from tools.download.web import Limits, install
 from tools.shards import check_shard
 
+OPT_OUT = ["noai", "noimageai", "noindex", "noimageindex", "none"]
+
 
 class UprightResizer(Resizer):
     """img2dataset's, of images that `decode_image` has decoded: only JPEG, PNG and WebP of bounded size, upright."""
@@ -79,10 +81,7 @@ class Fetcher(Downloader):
             encode_format="jpg",
             retries=0,  # --retry-failed does it later
             user_agent_token=options.user_agent,
-            disallowed_header_directives=(
-                options.respect_opt_out and ["noai", "noimageai", "noindex", "noimageindex", "none"]
-            )
-            or None,
+            disallowed_header_directives=OPT_OUT if options.respect_opt_out else None,
         )
 
     def fetch(self, number: int, rows: str) -> str:

@@ -16,18 +16,7 @@ from probemb.data.boxes import Box
 from probemb.data.compositions.find import CATEGORIES, COMBINATIONS, read_concept_shards, sample_tuples
 from probemb.data.shards.write import encode_captions
 from tools.make_scenes.drawing import boxes, jpeg
-from tools.make_scenes.world import (
-    CAMERA,
-    COLOURS,
-    CORNERS,
-    KINDS,
-    MIDDLE,
-    SHAPES,
-    Scene,
-    Thing,
-    pick,
-    pick_weighted,
-)  # fmt: skip
+from tools.make_scenes.world import CAMERA, COLOURS, CORNERS, KINDS, MIDDLE, SHAPES, Scene, Thing, pick, pick_weighted
 
 SETTINGS = {"drawing": "drawing", "dark": "dark picture", "bright": "bright picture"}  # value of the camera -> text
 CONCEPTS = (*KINDS, *SETTINGS.values())  # a concept's number is its place here

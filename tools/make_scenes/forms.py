@@ -126,16 +126,15 @@ def region_features(image: Image.Image, regions: list[Box]) -> np.ndarray:
 
 
 def write_entities(form: Form) -> None:
-    captions, annotations, pictures = (form.folder / x for x in ("Sentences", "Annotations", "flickr30k-images"))
-    for folder in (captions, annotations, pictures):
+    sentences, annotations, pictures = (form.folder / x for x in ("Sentences", "Annotations", "flickr30k-images"))
+    for folder in (sentences, annotations, pictures):
         folder.mkdir()
     for split, first in (("val", 1_000_000), ("test", 2_000_000)):
         for index in range(form.count):
             number, scene = first + index, world.scene(form.seed.removesuffix(form.part) + split, index)
             drawn = draw_captions(scene, CAPTIONS)
             ids = phrase_ids(scene, drawn, 16 * number)
-            sentences = "".join(f"{marked(scene, caption, ids)}\n" for caption in drawn)
-            (captions / f"{number}.txt").write_text(sentences, encoding="utf-8")
+            form.lines(f"Sentences/{number}.txt", (marked(scene, caption, ids) for caption in drawn))
             (annotations / f"{number}.xml").write_text(annotation(scene, ids, f"{number}.jpg", form.size))
             (pictures / f"{number}.jpg").write_bytes(jpeg(scene, form.size))
         form.lines(f"{split}.txt", range(first, first + form.count))
