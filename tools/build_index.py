@@ -82,10 +82,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     if not math.isfinite(options.tolerance):
         raise UserError(f"--tolerance is {options.tolerance}.", "Give a finite number, such as -1.")
     if options.memory_gib > machine_memory() / GIB:
-        raise UserError(
-            f"--memory-gib is {options.memory_gib:g}, and this machine has {machine_memory() / GIB:.1f}.",
-            "Give less; for a search on a larger machine use --factory, and --part-items for the items of a part.",
-        )
+        what = f"--memory-gib is {options.memory_gib:g}, and this machine has {machine_memory() / GIB:.1f}."
+        remedy = "Give less; for a search on a larger machine use --factory, and --part-items for the items of a part."
+        raise UserError(what, remedy)
     return options
 
 
@@ -101,10 +100,8 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
         raise UserError(f"The index '{choice.factory}' always searches everything.", "Leave --effort out.")
     options.part_items = options.part_items or max(1, min(count, memory // item_bytes(dim)))
     if count > MAX_PARTS * options.part_items:
-        raise UserError(
-            f"Parts of {options.part_items:,} items cut {count:,} into more than {MAX_PARTS:,}.",
-            f"Give more --memory-gib, or at least --part-items {-(-count // MAX_PARTS)}.",
-        )
+        what = f"Parts of {options.part_items:,} items cut {count:,} into more than {MAX_PARTS:,}."
+        raise UserError(what, f"Give more --memory-gib, or at least --part-items {-(-count // MAX_PARTS)}.")
     return Choice(choice.factory, choice.why, options.effort)
 
 

@@ -35,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     captions = sum(count_captions(data, options.split, counts) for data in options.data)
     words = frequent_words(counts, options.min_count, options.max_words)
     if not words:
-        raise UserError(
-            f"None of the {len(counts):,} words occurs {options.min_count} times.", "Give a smaller --min-count."
-        )
+        what = f"None of the {len(counts):,} words occurs {options.min_count} times."
+        raise UserError(what, "Give a smaller --min-count.")
     try:
         write_vocabulary(options.out, words)
     except OSError as error:

@@ -484,10 +484,9 @@ def report_damaged(damaged: Sequence[str], skip: bool) -> None:
     if damaged and skip:
         print(f"damaged, embedded as far as they can be read: {shown}", file=sys.stderr)
     elif damaged:
-        raise UserError(
-            f"{len(damaged):,} shard{'s are' if len(damaged) > 1 else ' is'} not embedded ({shown}); all others are.",
-            "Fetch them again and repeat the command, allow more with --max-bad, or use --skip-damaged.",
-        )
+        what = f"{len(damaged):,} shard{'s are' if len(damaged) > 1 else ' is'} not embedded ({shown}); all others are."
+        remedy = "Fetch them again and repeat the command, allow more with --max-bad, or use --skip-damaged."
+        raise UserError(what, remedy)
 
 
 if __name__ == "__main__":

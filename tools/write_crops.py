@@ -92,9 +92,8 @@ def crops(data: PhraseDataset, boxes, least: float, counts: dict[str, int]) -> I
                 picture = data.images.open(image)
                 scale = scale_of(picture, *data.sizes[image])
             except BadSample as error:
-                raise UserError(
-                    f"The image {data.image_ids[image]} cannot be used: it {error}.", "Repair it, or leave it out."
-                ) from None
+                what = f"The image {data.image_ids[image]} cannot be used: it {error}."
+                raise UserError(what, "Repair it, or leave it out.") from None
             for i in hits.any(dim=0).nonzero()[:, 0].tolist():
                 texts = list(dict.fromkeys(phrase.text for phrase, hit in zip(phrases, hits[:, i]) if hit))
                 counts["captions"] += len(texts)
@@ -104,9 +103,8 @@ def crops(data: PhraseDataset, boxes, least: float, counts: dict[str, int]) -> I
                 about["class"] = f"{data.image_ids[image]}/{int(group[i])}"
                 yield {"jpg": encoded.getvalue(), "txt": encode_captions(texts), "json": json.dumps(about).encode()}
     if not counts["captions"]:
-        raise UserError(
-            f"No box has an IoU of {least:g} with that of any phrase.", "Give more proposals, or a lower --iou."
-        )
+        what = f"No box has an IoU of {least:g} with that of any phrase."
+        raise UserError(what, "Give more proposals, or a lower --iou.")
 
 
 if __name__ == "__main__":

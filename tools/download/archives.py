@@ -74,9 +74,8 @@ def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) 
     """Fetch COCO or Flickr8k and write shards, indexes and report."""
     corpus = state.corpus
     if options.part or options.retry_failed:
-        raise UserError(
-            f"--part and --retry-failed are for lists of addresses; {corpus} comes in archives.", "Leave them out."
-        )
+        what = f"--part and --retry-failed are for lists of addresses; {corpus} comes in archives."
+        raise UserError(what, "Leave them out.")
     published = PUBLISHED if corpus == "coco" else {}
     sources = [source for word in sources for source in published.get(word, [word])]
     if not sources:

@@ -128,10 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         typed = {word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words[own:]}
         for name in STORED:
             if name in typed and getattr(options, name) != state.settings[name]:
-                raise UserError(
-                    f"{paths.folder} was started with --{name.replace('_', '-')} {state.settings[name]}.",
-                    "Give the same value, or name another folder with --out.",
-                )
+                what = f"{paths.folder} was started with --{name.replace('_', '-')} {state.settings[name]}."
+                raise UserError(what, "Give the same value, or name another folder with --out.")
         options = replace(options, **state.settings)
     state = state or State(corpus, {name: getattr(options, name) for name in STORED})
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -145,10 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REQUEUE
     except (pa.ArrowException, OSError) as error:
         name = getattr(error, "filename", None) or options.out
-        raise UserError(
-            f"{name} cannot be used: {getattr(error, 'strerror', None) or error}.",
-            "Free some space, make it writable, or remove it if it is damaged; the same command then resumes.",
-        ) from error
+        what = f"{name} cannot be used: {getattr(error, 'strerror', None) or error}."
+        remedy = "Free some space, make it writable, or remove it if it is damaged; the same command then resumes."
+        raise UserError(what, remedy) from error
     return 0
 
 
@@ -215,10 +212,8 @@ def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
         if path.name not in state.lists:
             new.append(path)
         elif state.lists[path.name]["bytes"] != size:
-            raise UserError(
-                f"{path} is not the list that {paths.folder} was started with: it has changed.",
-                "Restore it, or name another folder with --out.",
-            )
+            what = f"{path} is not the list that {paths.folder} was started with: it has changed."
+            raise UserError(what, "Restore it, or name another folder with --out.")
     for number, path in paths.pending():
         if number >= state.shards:  # of a command that was killed before it had read its lists
             os.unlink(path)
@@ -240,10 +235,8 @@ def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
     if not state.shards:
         why = ", ".join(f"{n:,} {cause}" for listed in state.lists.values() for cause, n in listed["dropped"].items())
         shutil.rmtree(paths.home)
-        raise UserError(
-            f"The lists hold no usable row ({why}).",
-            f"Check that they are the published lists of {CORPORA[state.corpus].title}.",
-        )
+        what = f"The lists hold no usable row ({why})."
+        raise UserError(what, f"Check that they are the published lists of {CORPORA[state.corpus].title}.")
     if new:
         state.write(paths)  # makes the planned shards official
 
@@ -292,10 +285,8 @@ def run(paths: Paths, state: State, options: Download, part: tuple[int, int]) ->
             ) from None
         raise
     if left := len(paths.pending(part)):
-        raise UserError(
-            f"{left} of {len(tasks)} shards could not be finished: {reason[:300].rstrip('.')}.",
-            "Remove the cause, such as a full disk; the same command then resumes with these shards.",
-        )
+        what = f"{left} of {len(tasks)} shards could not be finished: {reason[:300].rstrip('.')}."
+        raise UserError(what, "Remove the cause, such as a full disk; the same command then resumes with these shards.")
 
 
 def fetch_shards(paths: Paths, options: Download, columns: tuple[str, ...], tasks: Sequence[tuple[int, str]]) -> str:

@@ -174,9 +174,8 @@ def stored_image(searchers: Mapping[str, Searcher], like: str) -> QueryImage:
     """The picture of INDEX/ROW, INDEX an identity. Raises UserError: there is none."""
     found = re.fullmatch(r"(\w{1,40})/(\d{1,15})", like, re.ASCII)
     if not found or found[1] not in searchers:
-        raise UserError(
-            "The result to search with is of an index that is not here, or was built anew.", "Search for it again."
-        )
+        what = "The result to search with is of an index that is not here, or was built anew."
+        raise UserError(what, "Search for it again.")
     return searchers[found[1]].stored_image(int(found[2]))
 
 
@@ -424,9 +423,8 @@ def make_server(app: Flask, host: str, port: int, max_upload: int):
         )  # fmt: skip
     except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"The page cannot be served at {host}:{port} ({reason}).", "Choose another --port or --host."
-        ) from None
+        what = f"The page cannot be served at {host}:{port} ({reason})."
+        raise UserError(what, "Choose another --port or --host.") from None
     for listening in {id(one): one for one in (server, *server._map.values())}.values():
         if isinstance(listening, BaseWSGIServer):  # several if the host has several addresses
             listening.channel_class = Channel
