@@ -41,8 +41,8 @@ class AdaptConfig:
     """Options of an adapter.
 
     Args:
-        embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Better of
-            data that the model was not trained on: memorised pairs show no failures to learn from.
+        embeddings: a folder that tools.embed wrote, images and captions; with --inputs for method laplace. Best of
+            pairs that the model was not trained on: memorised ones show no failures to learn from.
         method: its name in docs/adapt.md; gaussian (means and variances by PCME++'s or ProLIP's loss), laplace
             (BayesVLM, trains nothing), loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
@@ -57,7 +57,7 @@ class AdaptConfig:
         batch_size: pairs, 1,024 by default; of laplace, the items that each is compared with, by default 32,768.
         lr: peak learning rate of AdamW, cosine after a tenth of the steps.
         weight_decay: of AdamW.
-        validation: share of the images that are held out (200 to 5,000, of few a fifth), for the recall before and
+        validation: share of the images that are held out (200 to 5,000; a fifth of few), for the recall before and
             after, and for T and k of the adapter's softmax, of cosines over T u^k; of gaussian, half of them choose
             how much of the change of the means is kept.
         pseudo_data: of laplace: how many times the pairs count.

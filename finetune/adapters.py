@@ -32,7 +32,7 @@ from probemb.options import to_dict, to_yaml
 from probemb.progress import progress
 from probemb.search.embeddings import Embeddings, open_embeddings
 
-FEWEST_HELD_OUT, MOST_HELD_OUT = 200, 5_000  # images; of few, a fifth is held out
+FEWEST_HELD_OUT, MOST_HELD_OUT = 200, 5_000  # images; a fifth of few
 FEWEST = 16  # images to train on
 BATCH = 1024
 BLOCK = 32_768  # of method laplace
@@ -114,7 +114,7 @@ def adapt(config: AdaptConfig) -> None:
     n = min(MOST_HELD_OUT, max(fewest, round(config.validation * len(order)))) if config.validation else 0
     held_out, train = pairs.of_images(order[:n].sort().values), pairs.of_images(order[n:].sort().values)
     if len(train.images) < FEWEST:
-        what = f"{folder.folder} has {len(order)} images with captions, of which {len(train.images)} are to train on."
+        what = f"{folder.folder} has {len(order)} images with captions, which leaves {len(train.images)} to train on."
         raise UserError(what, "Embed more: a thousand images or so.")
     torch.manual_seed(config.seed)
     options, start = adapter_options(config, base, train), time.monotonic()

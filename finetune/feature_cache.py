@@ -1,7 +1,7 @@
 """Cache of frozen towers' features, so that heads and other towers train without them.
 
 FOLDER/KEY.npy has a row of float16 per image, NaN for an unreadable one, or per distinct text, and ends with its
-CRC-32. KEY is a digest of the trunk's weights, its preprocessing, who resizes, and the images or texts.
+CRC-32. KEY is a digest of the trunk's weights, its preprocessing, the resize backend, and the images or texts.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ def cache_texts(
     batch_size: int = 64,
 ) -> CachedTexts:  # fmt: skip
     """Features of texts; collective. Raises UserError: as `_rows`."""
-    for network in networks:
-        network.text_tower.feature_layout = None
+    networks[0].text_tower.feature_layout = None  # else `cut_padding` takes the tokens for features
     cached = CachedTexts((text, row) for row, text in enumerate(dict.fromkeys(texts)))
     tokens = networks[0].cut_padding(tokenizer(list(cached)))
     order = (tokens != 0).sum(1).argsort(stable=True).split(batch_size)

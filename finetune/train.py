@@ -46,7 +46,7 @@ def train(config: Config, preemption: Preemption) -> int:
     )
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     saved = read_state(earlier) if earlier else {}
-    if earlier:  # of another model, none could be made
+    if earlier:  # its weights may fit no model of this configuration
         refuse_another_run(config, saved, saved["data"], earlier, FREE_TO_CHANGE)
     task = (ComposedTask if method.composes else PairTask)(config)
     networks = make_networks(config, earlier, say, texts=task.texts if method.composes else None)

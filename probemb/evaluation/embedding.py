@@ -60,7 +60,7 @@ def encode_images(
             parts.append(found.to("cpu", torch.float32))
             progress(len(batch))
     if not parts:
-        raise UserError("There is nothing to encode.", "Check that the data holds images and the class file names.")
+        raise UserError("There is nothing to encode.", "Check that there are images, and names in the class file.")
     both = Gaussian.cat(parts)
     if not all(x.isfinite().all() for x in (both.mean, both.log_var, both.uncertainty())):
         what = "The model gives embeddings, or variances of embeddings, that are not finite numbers."

@@ -95,19 +95,18 @@ def test_other_sizes_are_open_clip_s_of_the_same_weights(kind, tmp_path):
     assert finished.transforms.evaluate(Image.new("RGB", (90, 70))).shape == (3, size, size)
     assert torch.equal(finished.tokenizer(["a photo of a cat", "two dogs"]), tokens)
     again = create_model(name, pretrained=str(tmp_path / "finished"))  # keeps its sizes
-    theirs = [ours]
+    theirs = []
     if kind != "resnet":  # whose attention pooling open_clip does not resize
         forced = {"force_image_size": size, "force_context_length": 24}
-        theirs += [
-            open_clip.create_model(name, pretrained=str(tmp_path / "stock.pt"), force_custom_text=True, **forced)
-        ]
+        weights = str(tmp_path / "stock.pt")
+        theirs.append(open_clip.create_model(name, pretrained=weights, force_custom_text=True, **forced))
     if kind in ("class token", "convnext", "resnet", "vit"):  # whose weights have no size, or one that open_clip builds
         export_open_clip(finished.model, tmp_path / "exported")
-        theirs += [open_clip.create_model(f"local-dir:{tmp_path / 'exported'}")]
+        theirs.append(open_clip.create_model(f"local-dir:{tmp_path / 'exported'}"))
     else:
         with pytest.raises(UserError, match=r"cannot be exported to open_clip: visual\.trunk\.pos_embed is of"):
             export_open_clip(finished.model, tmp_path / "exported")
-    for model in theirs[1:]:
+    for model in theirs:
         model.eval().requires_grad_(False)
         assert torch.equal(ours.encode_image(images).mean, model.encode_image(images, normalize=True))
         assert torch.equal(ours.encode_text(tokens).mean, model.encode_text(tokens, normalize=True))
