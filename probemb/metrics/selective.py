@@ -58,7 +58,8 @@ def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor |
 
 
 def calibration_error(probability: Tensor, right: Tensor, weights_RN: Tensor, n_bins: int = 15) -> Tensor:
-    """Expected calibration errors of resamples, (R,), centred on that of the data, whose noise resampling would double.
+    """Expected calibration errors of resamples, (R,), not below 0, centred on that of the data, whose noise resampling
+    would double.
 
     probability, right: (N,); weights_RN: its first row is the data itself. Source: Guo et al. 2017, Eq. 3.
     """
@@ -66,7 +67,7 @@ def calibration_error(probability: Tensor, right: Tensor, weights_RN: Tensor, n_
     apart, n = probability.double() - right.double(), weights_RN.double().sum(1)
     bins = torch.zeros(len(weights_RN), n_bins, dtype=torch.float64)
     error = bins.index_add_(1, place, weights_RN.double() * apart).abs().sum(1) / n
-    return torch.cat([error[:1], error[1:] + error[0] - error[1:].mean()])
+    return torch.cat([error[:1], error[1:] + error[0] - error[1:].mean()]).clamp(min=0)
 
 
 def rank_correlations(a: Tensor, b: Tensor, weights_RN: Tensor) -> Tensor:

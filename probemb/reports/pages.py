@@ -144,7 +144,7 @@ def print_page(page: Page) -> None:
             continue
         table = RichTable(title=Text(printable(block.title)))
         for i, heading in enumerate(block.headings):
-            table.add_column(Text(printable(heading)), justify="left" if i < block.left else "right")
+            table.add_column(Text(printable(heading)), justify="left" if i < block.left else "right", overflow="fold")
         for row in block.rows:
             cells = (Cell(one) if isinstance(one, str) else one for one in row)
             if row:
