@@ -84,7 +84,7 @@ class Flat(nn.Module):
         trained = {p for chunk in chunks for p in chunk}
         self.uses = [(table, name, p) for table in tables for name, p in table.items() if p in trained]
         for rnn in (m for m in module.modules() if isinstance(m, nn.RNNBase)):
-            rnn.flatten_parameters = lambda: None  # gives weights memory of their own, which views cannot have
+            rnn.flatten_parameters = lambda: None  # on a GPU it moves weights, which views cannot follow
         self.point()
 
     def point(self) -> None:
