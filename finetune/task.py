@@ -76,7 +76,7 @@ class Task:
 
     def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
         """Fit the data to the models. Raises UserError: they do not fit, or too much of a split is unusable."""
-        for split in filter(None, (self.train, self.validation, self.unpaired)):
+        for split in (one for one in (self.train, self.validation, self.unpaired) if one is not None):
             bad, share = split.images.bad, self.config.data.failure_share
             refuse_too_many(bad, len(split) + len(bad), split.source, share, "--data.failure-share")
             check_images(networks[0], split.images)
@@ -151,7 +151,8 @@ class PairTask(Task):
         """With `data.cache_features`, also read the networks' features."""
         super().prepare(networks, device, bf16)
         o, model, batch_size = self.config.data, self.config.model, self.config.engine.eval_batch_size
-        splits = {name: getattr(self, name) for name in ("train", "validation", "unpaired") if getattr(self, name)}
+        splits = {name: getattr(self, name) for name in ("train", "validation", "unpaired")}
+        splits = {name: split for name, split in splits.items() if split is not None}
         for split in splits.values():
             check_words(networks[0], split)
         if o.cache_features is None or self.train is None:
