@@ -13,7 +13,7 @@ from probemb import load_model
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 40
+STEPS = 240  # ten seconds: signals and queues take one or two to reach a running job
 OPTIONS = {
     "model.name": "ViT-Micro-32",
     "batch-size": 16,
