@@ -1,4 +1,4 @@
-"""Give a trained CLIP, SigLIP or other dual encoder an uncertainty, in minutes on a CPU.
+"""Make a trained CLIP, SigLIP or other dual encoder probabilistic, in minutes on a CPU.
 
     python -m tools.embed --model runs/clip --data data/train --out embeddings/clip     # once
     python -m finetune.adapt --embeddings embeddings/clip --method gaussian --out runs/adapted
@@ -46,8 +46,8 @@ class AdaptConfig:
         method: its name in docs/adapt.md; gaussian (means and variances by PCME++'s or ProLIP's loss), laplace
             (BayesVLM, trains nothing), loss-order (Pretrained Visual Uncertainties), asymvlm (texts alone), probvlm.
         out: folder of the new model.
-        loss: gaussian: pcmepp or prolip, asymvlm: power-spherical or von-mises-fisher, probvlm: density (the paper's)
-            or published (the public code's).
+        loss: of gaussian pcmepp or prolip, of asymvlm power-spherical or von-mises-fisher, of probvlm density (as in
+            the paper) or published (as in its code).
         clip: of gaussian: weight of the CLIP loss.
         vib: of gaussian: weight of PCME++'s or ProLIP's bottleneck.
         directions: of asymvlm: take the learned means of texts too, as published; recall is lower.
@@ -57,11 +57,11 @@ class AdaptConfig:
         batch_size: pairs, 1,024 by default; of laplace, the items that each is compared with, by default 32,768.
         lr: peak learning rate of AdamW, cosine after a tenth of the steps.
         weight_decay: of AdamW.
-        validation: share of the images that are held out (200 to 5,000; a fifth of few), for the recall before and
-            after, and for T and k of the adapter's softmax, of cosines over T u^k; of gaussian, half of them choose
-            how much of the change of the means is kept.
+        validation: share of the images that are held out, to report recall and to fit the adapter's softmax; 200 to
+            5,000, or a fifth of few. The softmax is of cosines over T u^k, whose T and k they fit; of gaussian, half of
+            them choose how much of the change of the means is kept.
         pseudo_data: of laplace: how many times the pairs count.
-        exact: of laplace: the exact posterior of the factors in place of the published one.
+        exact: of laplace: the factors' exact posterior, not the published one.
         seed: of everything random: weights, order, captions.
     """
 

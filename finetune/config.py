@@ -43,22 +43,22 @@ class Data:
     """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
-        path: images with captions, in a form of docs/data.md: a table, images with a .txt beside each, shards, a json,
+        path: images with captions, in a form of docs/data.md; a table, images with a .txt beside each, shards, a json,
             or the folder of a data set.
         images: folder of the images that a file names.
-        format: of the captions; empty to detect it.
+        format: of `path`; empty to detect it.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none. Of data without splits, a tenth of the images is drawn
             as val, and train is the others.
-        positives: image (captions match their own image) or class (all images of it), in training and validation.
+        positives: image (captions match their own image) or class (all images of it); in training and validation.
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable samples at which the run stops.
-        exif: turn images as their EXIF orientation says; open_clip does not.
-        resize: backend for resizing, in validation too: tensor (torch, fast) or pil (as open_clip).
-        cache_features: folder for locked towers' features, so that each image, or text, is read once; empty for none.
-        unpaired: additional images and texts, whose pairing is ignored, for the autoencoders; their split `train`.
+        exif: apply EXIF orientation; open_clip does not.
+        resize: backend for resizing: tensor (torch, fast) or pil (as open_clip); in validation too.
+        cache_features: folder for locked towers' features; each image, or text, is then read once. Empty for none.
+        unpaired: images and texts to reconstruct, whose pairing is ignored; for the autoencoders, their split `train`.
         unpaired_images: folder of their images.
-        unpaired_batch: number of their images, and of their texts, in a batch, over all ranks.
+        unpaired_batch: their images, and their texts, in a batch, over all ranks.
     """
 
     path: str | None = None
@@ -83,7 +83,7 @@ class Mix:
 
     Args:
         mode: element (each image by itself) or batch (all of a batch, or none).
-        ratio: share of the images that are mixed with another one, in mode element; 0 for none, in both modes.
+        ratio: share of the images that are mixed; in mode element. 0 for none, in both modes.
         prob: probability that an image is mixed, beside the ratio; in mode batch, that a batch is.
         mixup: parameter of Mixup's Beta distribution; 0 for CutMix alone.
         cutmix: parameter of CutMix's; 0 for Mixup alone.
@@ -105,10 +105,10 @@ class Augment:
     """Random crops and mirroring of images, and erased parts of images and texts.
 
     Args:
-        scale: share of the image's area that a random crop keeps, from and to.
+        scale: share of the image's area that a crop keeps, from and to.
         hflip: share of the images that are mirrored; captions that say left or right are wrong for them.
-        cutout: share of every image that a grey square covers, at a random place; 0 for none.
-        word_dropping: probability of every word to become the unknown word; 0 for none.
+        cutout: share of an image that a grey square covers; at a random place, 0 for none.
+        word_dropping: probability that a word becomes the unknown word; 0 for none.
     """
 
     scale: tuple[PositiveFloat, PositiveFloat] = (0.9, 1.0)
@@ -123,13 +123,13 @@ class Compose:
 
     Args:
         parts: concepts in a query.
-        setup: seen (validation asks for the combinations that are trained) or unseen (the test asks for others).
+        setup: seen (validation has the combinations of training) or unseen (the test has others).
         lists: folder of MPC's published lists; empty to look beside the data, and to draw combinations otherwise.
         seed: of drawn splits and combinations.
         repeats: examples of each combination in an epoch; more where that is less than a batch.
         queries: validation queries.
-        ranking: of the validation: cosine of the means, or density, a target's expected log-density under the
-            composition; empty for what the loss compares.
+        ranking: of the validation: cosine, or density; of the means, or a target's expected log-density under the
+            composition. Empty for what the loss compares.
     """
 
     parts: Parts = 2
@@ -148,14 +148,14 @@ class Optimizer:
     Args:
         name: adamp, adamw or adam.
         lr: of the heads; the towers' is a multiple of it.
-        scalars: multiplier of lr for a, b and a temperature that is a plain factor.
+        scalars: multiplier of lr for a, b and infonce's temperature.
         weight_decay: on all but scalars.
         image_backbone: multiplier of the image tower's lr.
         text_backbone: multiplier of the text tower's lr.
         layer_decay: further multiplier, per block from the last one down.
         decay_uncertainty: apply these multipliers to the uncertainty branch's blocks too.
         freeze_epochs: first epochs, in which the image tower is frozen.
-        freeze_text: freeze in these epochs the text tower's trunk, or its word vectors, too.
+        freeze_text: freeze the text tower's trunk, or word vectors, in these epochs too.
         warmup_epochs: epochs of linear warm-up after that.
         schedule: step (the last decay_epochs at a tenth) or cosine (down to 0 over the whole run).
         decay_epochs: last epochs, in which every lr is a tenth, of schedule step; [20, 10]: a tenth in the last 20, and
@@ -194,7 +194,7 @@ class Evaluate:
     """Zero-shot classification after every epoch, beside the validation, which selects the model.
 
     Args:
-        classes: labelled images (class folders or shards); empty switches it off. One set, or several as PATH or
+        classes: labelled images, in a form of docs/data.md; empty switches it off. One set, or several as PATH or
             NAME=PATH, logged as NAME/zeroshot_top1, …
         templates: single ("a photo of a {}.") or all (CLIP's 80).
     """
@@ -229,18 +229,18 @@ class Config:
     Args:
         method: its name in docs/papers.md.
         out: the run folder.
-        resume: continue from the newest checkpoint in `out`, if there is one.
+        resume: continue from the newest checkpoint in `out`, if any.
         seed: of everything random: weights, order, captions, augmentation.
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over the data.
-        ranking: of the validation, which selects the epoch: empty for the method's own, csd, mean or tolerance
-            (docs/concepts.md).
-        noise_ratio: share of the training captions that are moved to wrong images.
+        ranking: of the validation: csd, mean or tolerance; it selects the epoch, docs/concepts.md. Empty for the
+            method's own.
+        noise_ratio: share of training captions moved to wrong images.
         size_augment: share of tokens that SizeAugment drops; 0 for none.
-        swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.
+        swa_epochs: last epochs to average into model-swa/; 0 for none.
         stop_after_epochs: stop after so many epochs, to resume later; empty for none.
         save_every: steps between two checkpoints within an epoch; 0 saves at the ends of epochs only.
-        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_checkpoints: newest checkpoints to keep.
         log_every: steps between two log lines.
         wandb: a Weights & Biases project.
         loss: options of the method, see finetune/methods.

@@ -1,4 +1,4 @@
-"""Finetune PCME++, and every method it is compared with, under one recipe.
+"""Finetune PCME++, or any method it is compared with.
 
     accelerate launch -q --config_file finetune/accelerate.yaml finetune/run.py --method pcmepp \\
         --data.path dataset_coco.json --data.images coco --out runs/coco

@@ -25,12 +25,12 @@ class Model(TrainedTowers):
     """The towers (see probemb.models.create_model).
 
     Args:
-        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
-            tower and 1 of the text tower; empty for 2. Objectives that train points have no branch.
+        n_unc_layers: blocks of every tower that its uncertainty branch duplicates; [2, 1] for 2 of the image tower and
+            1 of the text tower; empty for 2. Objectives that train points have no branch.
         unlocked_image_groups: last groups of a locked image tower that train; 1 for the last norm and the projection, 2
             for the last block too, and so on.
         unlocked_text_groups: the same of a locked text tower.
-        patch_dropout: share of an image's patches that the tower does not read in training.
+        patch_dropout: share of an image's patches that training leaves out.
     """
 
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
@@ -49,16 +49,16 @@ class Data:
         workers: processes that read and decode, for each rank.
         lanes: places of the corpus that a batch is drawn from; a divisor of the batch, at most 64 if empty.
         window: samples of a lane that are shuffled together.
-        captions: which caption of an image is used: random (drawn in every epoch), first, or a draw by shares of names,
-            as {txt: 0.4, json.synthetic: 0.6} (docs/data.md); an image without the drawn one has the first that it has.
+        captions: which of an image's is used: random (drawn in every epoch), first, or a draw by shares of names
+            (docs/data.md); {txt: 0.4, json.synthetic: 0.6}; an image without the drawn one has the first that it has.
         filter: rules that a sample must meet.
         failure_share: share of unreadable samples at which the run stops; of all ranks' samples.
-        exif: turn images as their EXIF orientation says; also those of `evaluate`; open_clip does not.
-        resize: backend for resizing, in validation too: tensor (torch, fast) or pil (as open_clip).
+        exif: apply EXIF orientation; also to images of `evaluate`; open_clip does not.
+        resize: backend for resizing: tensor (torch, fast) or pil (as open_clip); in validation too.
         augmentation: random crops and colours, as open_clip's.
-        verify_hash: compare each shard with its index' SHA-256 when it is opened; the run stops at a difference.
-        cache: folder on a local disk where shards from the web stay; empty for a temporary one.
-        cache_gib: its largest size, of each rank without `cache`; it holds one or two shards for each lane here.
+        verify_hash: check each shard's SHA-256 when it is opened; the run stops at a difference from the index.
+        cache: local folder where remote shards stay; empty for a temporary one.
+        cache_gib: its largest size; without `cache`, that of each rank's. One or two shards for each lane are here.
     """
 
     train: list[str] | str = field(default_factory=list)
@@ -88,7 +88,7 @@ class Optimizer:
         eps: AdamW's epsilon.
         weight_decay: on matrices only, not on norms, biases and scalars.
         warmup_samples: length of the linear warm-up.
-        cooldown_samples: last samples, in which the rate falls to end_lr; of constant-cooldown, wsd and inverse-sqrt.
+        cooldown_samples: last samples, while the rate falls to end_lr; of constant-cooldown, wsd and inverse-sqrt.
         cooldown_power: shape of constant-cooldown's fall, (1 - x)^power; 1 is linear.
         end_lr: learning rate at the end of a schedule that falls.
         layer_decay: multiplier of lr, per block from the last one down; embeddings are one below the first block.
@@ -115,7 +115,7 @@ class Ema:
     Args:
         half_life_samples: samples seen after which a step counts half; 0 keeps no average. timm's decay d of a step is
             batch_size * ln 2 / -ln d: 0.9999 at a batch of 1,024 is 7.1 million.
-        rampup: largest half-life as a share of the samples seen, which forgets the first weights; 0 has no such limit.
+        rampup: largest half-life as a share of the samples seen; the first weights are forgotten. 0 has no such limit.
     """
 
     half_life_samples: NonNegativeInt = 0
@@ -130,14 +130,13 @@ class Engine:
         zero_stage: what the ranks share out: 0 nothing, 1 Adam's moments, 2 gradients, 3 weights; the lowest that fits
             (`pretrain.plan`) is the fastest. 1 to 3 are DeepSpeed's.
         precision: fp32, bf16 (autocast), or auto: bf16 if the GPU has it; weights, losses and moments stay float32.
-        accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
+        accumulation: parts of a rank's share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
-        compile: torch.compile the towers, or of a whole step also the loss; texts are padded to four lengths.
-        tf32: float32 products of a bf16 model (heads, projections) in TF32: heads, all (also the loss'), or null.
-        gradient_dtype: of the gradients that ranks exchange: fp32, or bf16 for half of the traffic.
-        gc_every: steps between two collections of Python's garbage, on all ranks in the same step; 0 leaves the moment
-            to each process.
-        deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
+        compile: torch.compile the towers, or also the loss (step); texts are padded to four lengths.
+        tf32: which float32 products of a bf16 model use TF32: heads, all (also the loss's), or null.
+        gradient_dtype: of exchanged gradients: fp32, or bf16 for half of the traffic.
+        gc_every: steps between two garbage collections; all ranks collect in the same step. 0: on their own.
+        deterministic: kernels that repeat the same bits on a GPU too; some are slower.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
         timeout: minutes that a phase of a step may take; such as the wait for data or for other ranks.
     """
@@ -160,16 +159,16 @@ class Evaluate:
     """Evaluation while training: zero-shot classification, and loss and retrieval on held-out pairs.
 
     Args:
-        pairs: images with captions (shards, a Karpathy json, precomp files); empty switches it off. One set, or several
+        pairs: images with captions; shards, a Karpathy json, precomp files; empty switches it off. One set, or several
             as PATH or NAME=PATH, whose values are logged as NAME/rsum, …; without a name, that of the folder or file.
         pairs_split: their split, or one for each set; null for all of the data.
-        classes: labelled images (class folders or shards); empty switches it off. One set or several, as `pairs`;
+        classes: labelled images, in a form of docs/data.md; empty switches it off. One set or several, as `pairs`;
             shards have KEY.cls and classes.txt.
         every_samples: samples between two evaluations; 0 evaluates at the end only.
-        best: a metric of the evaluations, as it is logged (rsum, flickr/rsum, zeroshot_top1, validation_loss, …); the
-            checkpoint with its best value is kept beside the newest, and its weights in model-best/.
+        best: metric that selects model-best/, as it is logged (rsum, flickr/rsum, zeroshot_top1, validation_loss, …);
+            the checkpoint with its best value is kept beside the newest.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
-        max_images: number of images of each set, spread evenly over its data; 0 for all.
+        max_images: images of each set; spread evenly over its data, 0 for all.
         batch_size: images or texts encoded at a time.
         max_bad: largest share of images that may be unreadable.
     """
@@ -201,7 +200,7 @@ class Config:
 
     Args:
         out: the run folder.
-        resume: continue from the newest checkpoint in `out`, if there is one.
+        resume: continue from the newest checkpoint in `out`, if any.
         allow_changes: resume although the recipe or the data has changed.
         batch_size: global batch, over all ranks and accumulation parts.
         epochs: passes over the data; may be a fraction.
@@ -210,14 +209,14 @@ class Config:
         seed: of everything random: weights, order, captions, augmentation.
         log_every: steps between two log lines.
         save_every: steps between two checkpoints; 0 saves at the end only.
-        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_checkpoints: newest checkpoints to keep.
         keep_every: also keep the checkpoints at multiples of this step; 0 for none.
-        on_nonfinite: at a loss or gradient of NaN or Inf: stop, or skip the step on all ranks.
-        log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
-        profile: the first and the last step of a trace by torch's profiler, of rank 0, in profile/; 20 steps at most.
+        on_nonfinite: at NaN or Inf in a loss or gradient: stop, or skip the step; on all ranks.
+        log_samples: log the keys of every step's samples, to samples/rank-R.jsonl.
+        profile: first and last step to trace with torch's profiler, in profile/; of rank 0, 20 steps at most.
         wandb: a Weights & Biases project; empty for none.
-        remote_copy: where checkpoints are copied to in the background: s3://BUCKET/FOLDER, another address of fsspec's,
-            or a folder; with `resume`, a run folder without a checkpoint continues from there.
+        remote_copy: folder or address, as s3://BUCKET/FOLDER, to copy checkpoints to; in the background, by fsspec;
+            with `resume`, a run folder without a checkpoint continues from there.
         objective: pcmepp (the CLIP loss plus the PCME++ loss), clip, siglip or prolip; clip and siglip train points.
         loss: options of the objective.
     """

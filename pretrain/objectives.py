@@ -66,10 +66,10 @@ class PCMEPlusPlus:
         distance: between image and text.
         scale: initial a of the match probability sigmoid(-a d + b); null for that of model.pretrained.
         shift: initial b; null as for scale.
-        pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
-        vib: weight beta of the information bottleneck, inside the PCME++ loss.
+        pseudo_positive: weight alpha of the pseudo-positives; inside the PCME++ loss.
+        vib: weight beta of the information bottleneck; inside the PCME++ loss.
         log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
-        exchange: ring, gather (one collective), or null: ring for batches over 16,384 on up to 64 ranks; null gathers
+        exchange: ring, gather, or null: ring for batches over 16,384 on up to 64 ranks; null gathers
             for pseudo-positives and match-probability too. A ring's memory does not grow with the ranks.
     """
 
@@ -120,9 +120,9 @@ class CLIP:
     """L_clip of points, open_clip's InfoNCE. Source: Radford et al., Learning Transferable Visual Models (ICML 2021).
 
     Args:
-        logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained, or of the
+        logit_scale: initial inverse temperature; at most 100 later, null for that of model.pretrained, or of the
             architecture (1 / 0.07).
-        exchange: ring, gather (one collective), or null: ring for batches over 16,384 on up to 64 ranks.
+        exchange: ring, gather, or null: ring for batches over 16,384 on up to 64 ranks.
     """
 
     logit_scale: PositiveFloat | None = None
@@ -173,12 +173,12 @@ class ProLIP(SigLIP):
     """L_ppcl + vib * L_vib + inclusion * L_inclusion + masked_inclusion * L_masked. Source: ProLIP §3.2, §3.3.
 
     Args:
-        vib: weight of the information bottleneck.
+        vib: weight beta of the information bottleneck.
         inclusion: weight of an image's inclusion in its text.
-        masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens; of
+        masked_inclusion: weight of an item's inclusion in its masked copy; with a quarter of its patches or tokens, of
             every eighth item; 1e-3 as published, for towers that can read parts.
         inclusion_scale: c of -log sigmoid(c H).
-        form: exact, or code, the formulas of the authors' public code.
+        form: exact, or code; the formulas of the authors' public code.
         log_var: initial log-variance; null for -log D.
     """
 

@@ -1,4 +1,4 @@
-"""Export the deterministic part of a model to open_clip, or interpolate the weights of two models.
+"""Export the means of a model to open_clip, or interpolate two models.
 
     python -m tools.export --model runs/x --out exported/x
     python -m tools.export --interpolate runs/pretrained runs/finetuned --weight 0.5 --out models/between

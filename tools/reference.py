@@ -27,8 +27,8 @@ PAGE = ROOT / "docs" / "reference.md"
 INTRODUCTION = """# Reference
 
 Written by `python -m tools.reference`. An option is a key of the YAML file that `--config` names, or `--key value`,
-with `-` or `_`. Options win over files, and files over these defaults; `--no-KEY` is null, shown as –. What an option
-means is said where it comes first. `--help` lists a command's common options, `--help-all` all; of the tools, `--help`.
+with `-` or `_`. Options win over files, files over these defaults. No default, or –, means null; `--no-KEY` sets it.
+Each is explained where it comes first. `--help` lists a command's common options, `--help-all` all of them.
 
 ## Commands
 
@@ -66,7 +66,7 @@ def _commands() -> Iterator[tuple[str, str]]:
         yield command.module, re.split(r"[:;] |, (?=as |with |for )", command.about)[0].rstrip(".")
 
 
-def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def _blocks(config: Any, said: dict[tuple[str, str], Any], prefix: str = "") -> Iterator[str]:
     """A line per option, group after group; one that an earlier command explains is named, with another default."""
     texts, hints, lines, again, groups = _texts(type(config)), get_type_hints(type(config)), [], [], []
     for field in fields(config):
@@ -75,14 +75,14 @@ def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str
         names = [name for one in types if get_origin(one) is Literal for name in get_args(one)]
         if text and not any(str(name) in text for name in names):
             text += f": {listed(names, 'or')}" if names else ""
-        before, about = said.get(key, (value, None))
+        known = field.name, text
         if is_dataclass(value):
             groups += [(key, value)] * (field.name != "loss")  # whose options depend on another one
-        elif about == text:
-            again.append(f"`{key}`" + f" {_shown(value)}" * (value != before))
+        elif known in said:
+            again.append(f"`{key}`" + f" {_shown(value)}" * (value != said[known]))
         else:
-            lines.append(f"`{key}` {_shown(value)}: {text}")
-        said[key] = value, text
+            lines.append(f"`{key}` {_shown(value)}".removesuffix(" –") + f": {text}")
+        said[known] = value
     lines += [f"As above: {', '.join(again)}"] * bool(again)
     yield "\\\n".join(lines) + "\n"
     for key, value in groups:
@@ -91,7 +91,7 @@ def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str
 
 
 def _choices(said: dict, names: Any, classes: Mapping[str, Any], own: Mapping[str, dict]) -> Iterator[str]:
-    """A line per class with its options: of a subclass of an earlier one those that differ, help where it is new.
+    """A line per class with its options: beside those of an earlier one, those that differ, and help where it is new.
 
     `said`: the help given last, by option; `own`: defaults by name, in place of the class'.
     """
@@ -99,7 +99,8 @@ def _choices(said: dict, names: Any, classes: Mapping[str, Any], own: Mapping[st
     done: dict[str, type] = {}
     for name in names:
         options, shown = classes[name], []
-        base = next((other for other in reversed(done) if issubclass(options, done[other])), None)
+        bases = [other for other in reversed(done) if defaults[other].keys() <= defaults[name].keys()]
+        base = max(bases, key=lambda other: len(defaults[other].items() & defaults[name].items()), default=None)
         before, texts = (defaults[base], _texts(done[base])) if base else ({}, {})
         for field in fields(options):
             key, text, default = field.name, _texts(options).get(field.name, ""), defaults[name][field.name]

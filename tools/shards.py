@@ -1,4 +1,4 @@
-"""Make, index, verify, repair and measure a folder of webdataset shards.
+"""Make, index, verify, repair and measure webdataset shards.
 
     python -m tools.shards make captions.csv --out data/mine      # images with captions in any form (docs/data.md)
     python -m tools.shards index data/cc3m                        # write index.json, which training needs

@@ -1,4 +1,4 @@
-"""Run the command lines of a YAML file over seeds, and tabulate what they measured.
+"""Run command lines over seeds, and tabulate what they measured.
 
     python -m tools.study tools/studies/claims.yaml --out claims --workers 2          # run again to resume
     python -m tools.study tools/studies/methods-flickr8k.yaml --set data=data/flickr8k --only vse,pcmepp --out OUT

@@ -1,4 +1,4 @@
-"""Optimise points in a plane, to compare what training distances make of uncertainty.
+"""Optimise points in a plane under every training distance.
 
     python -m tools.toy2d                          # all losses, a table and toy2d.png
     python -m tools.toy2d --distance csd --seeds 5

@@ -17,12 +17,12 @@ class EvaluationConfig:
     """Options of every evaluation.
 
     Args:
-        model: a run, anything else that load_model reads (docs/models.md), or with `pretrained` one of open_clip's
+        model: a run, or anything that load_model reads (docs/models.md); with `pretrained`, one of open_clip's
             architectures.
         pretrained: open_clip's weights: a tag such as openai, or a file.
         data: what the command reads.
         out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
-        resize: backend for resizing: pil (as open_clip) or tensor (torch, faster); within a rounding of each other.
+        resize: backend for resizing: tensor (torch, fast) or pil (as open_clip); within a rounding of each other.
         batch_size: images or crops in a batch.
         text_batch_size: texts in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -49,10 +49,10 @@ class CaptionConfig(EvaluationConfig):
     """Options of evaluations on images with captions.
 
     Args:
-        data: images with captions, in a form of docs/data.md: shards, a json, a CSV, or the folder of a data set.
+        data: images with captions, in a form of docs/data.md; shards, a json, a CSV, or the folder of a data set.
         split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
         images: folder of the images that a file names.
-        exif: turn images as their EXIF orientation says; open_clip does not.
+        exif: apply EXIF orientation; open_clip does not.
     """
 
     split: str | None = "auto"

@@ -24,20 +24,20 @@ class ImagenetConfig(EvaluationConfig):
     Args:
         data: labelled images, in a form of docs/data.md; several of them for one table: --data a b c, or NAME=PATH for
             a name of its own.
-        out: folder for results.json and report.html, and one of each data set; by default zeroshot/ in the run folder.
-        exif: turn images as their EXIF orientation says; open_clip does not.
+        out: folder for results.json and report.html; by default zeroshot/ in the run folder. With one of each data set.
+        exif: apply EXIF orientation; open_clip does not.
         filter: {zeroshot.evaluations.filters.FILTERS}, several of them separated by commas, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
         templates: a file, with {} in each line, or JSON {class name: [prompts]}; by default the data's, or CLIP's 80.
         labels: a file of "NAME LABEL" lines, for images without class folders.
         k: prompts that topk keeps; by default the best number on these images, an oracle.
-        temperature: of weighted, in standard deviations of a class' uncertainties.
-        deviations: class-deviation keeps prompts below a class' mean uncertainty + so many standard deviations.
-        threshold: uncertainty below which threshold keeps a prompt of any class.
-        quantile: share of the most certain of all prompts that quantile keeps.
+        temperature: of weighted; in standard deviations of a class's uncertainties.
+        deviations: c of class-deviation; it keeps prompts below a class's mean uncertainty + c standard deviations.
+        threshold: largest uncertainty of a prompt, of threshold.
+        quantile: share of all prompts that quantile keeps; the most certain.
         shots: labelled images of each class for reweighted.
         unlabelled: images, without their labels, for reweighted-unlabelled.
-        prior: pseudo-images of each class, evenly over its prompts, for both; 0 for maximum likelihood.
+        prior: pseudo-images of each class, for both; evenly over its prompts, 0 for maximum likelihood.
         select_on: where settings are chosen: oracle (the scored images), or also train (select_data) or folds:5.
         select_data: labelled images to choose on, for --select-on train; of several data sets, one for each.
     """

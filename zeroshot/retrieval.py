@@ -38,22 +38,22 @@ class RetrievalConfig(CaptionConfig):
     """`python -m zeroshot.retrieval`.
 
     Args:
-        second: another model, evaluated together with the first by the mean of their similarities; auto: the second
+        second: another model, whose similarities are averaged with the first's; auto: the second
             network of the run that --model names, if it trained two; --no-second for none.
         benchmarks: coco, cxc, eccv, pmrp, separated by commas; by default all that the data allows.
-        instances: COCO's instances_val2014.json, or a file of its form: which objects the images show, for pmrp.
+        instances: COCO's instances_val2014.json, or a file of its form, for pmrp; which objects the images show.
         rankings: {probemb.evaluation.rankings.RANKINGS}, separated by commas; by default the first eight, and the one
             it was trained for.
         tolerance: weights of the variances in the ranking tolerance; without them they are chosen on --select-data, or
             on these images, an oracle.
         select_data: other images with captions, to choose the weights of tolerance on.
         select_split: their split; --no-select-split: all of them.
-        factory: the FAISS index of the faiss rankings, such as Flat, HNSW32 or IVF256,Flat.
-        candidates: how many neighbours of the means faiss-rerank re-ranks.
+        factory: FAISS index of the faiss rankings; such as Flat, HNSW32 or IVF256,Flat.
+        candidates: neighbours of the means that faiss-rerank re-ranks.
         samples: samples of each item for match-probability.
         judgements: a file of human judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
-        uncertainty: sum (of the variances), log-det (of the covariance) or geometric-mean (of the standard deviations).
-        erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
+        uncertainty: sum (of variances), log-det (of the covariance) or geometric-mean (of standard deviations).
+        erased: images, and captions, to erase in part; to see their uncertainty grow. 0 skips that.
     """
 
     COMMON: ClassVar = (

@@ -22,15 +22,15 @@ class UncertaintyConfig(CaptionConfig):
     Args:
         judgements: a file of human judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
         classes: labelled images, in a form of docs/data.md.
-        class_names: a class-name file for them, or "imagenet"; by default the data's own.
-        templates: a file of prompt templates; by default the data's, or CLIP's 80.
+        class_names: a class-name file for `classes`, or "imagenet"; by default the data's own.
+        templates: a file, with {} in each line, or JSON {class name: [prompts]}; by default the data's, or CLIP's 80.
         ood: images of nothing that the classes name: a folder, or shards.
         alpha: share of the prediction sets that may miss the truth.
-        class_conditional: promise that share within every class, which takes 1 / alpha images of each or more.
+        class_conditional: guarantee alpha within every class; it takes 1 / alpha images of each or more.
         splits: random halves into calibration and test, for the prediction sets.
-        levels: equal groups of queries, from certain to uncertain, that R@1 is compared over.
-        vilu: training steps of the failure predictor, which sees half of the labels; 0 leaves it out.
-        probes: images, and captions, that are cropped and erased to see their uncertainty grow; 0 skips that.
+        levels: equal groups of queries, by uncertainty, to compare R@1 over.
+        vilu: training steps of the failure predictor; it sees half of the labels. 0 leaves it out.
+        probes: images, and captions, to crop and erase; to see their uncertainty grow. 0 skips that.
     """
 
     judgements: str | None = None

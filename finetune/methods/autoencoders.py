@@ -33,13 +33,13 @@ class MSE(Method):
         """Reconstruction. Source: jWAE Eqs. 5-7; weights of jWAE-MSE.
 
         Args:
-            image_weight: of the reconstruction of image features.
-            text_weight: of the reconstruction of captions.
-            image_norm: of the image features' error, l1 or l2.
+            image_weight: of the images' reconstruction.
+            text_weight: of the captions' reconstruction.
+            image_norm: l1 or l2; of the image features' error.
             reduce: of both errors: sum (Eq. 6), or mean (public code); the codes' distance of Eq. 7 is a mean. With the
                 mean and norm l2 the distance outweighs them, and all codes become one.
-            word_dropout: share of the words that the text decoder does not see (public code).
-            word_width: of the text decoder's word embeddings.
+            word_dropout: share of words hidden from the text decoder; as in the public code.
+            word_width: of the decoder's word embeddings.
             hidden: of the text decoder's GRU.
         """
 
@@ -117,7 +117,7 @@ class MMDMSE(MSE):
 
         Args:
             mmd_weight: of the discrepancy.
-            kernel: rbf or imq, see `probemb.losses.jwae.mmd`.
+            kernel: rbf or imq; see `probemb.losses.jwae.mmd`.
         """
 
         mmd_weight: NonNegativeFloat = 0.2

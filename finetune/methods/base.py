@@ -53,9 +53,9 @@ class Hinge:
     """Triplet loss. Source: VSE++ §3; PCME++ §B.2.
 
     Args:
-        margin: of the hinges, in units of the similarity.
-        warmup_epochs: first epochs, with all negatives, then the hardest; towers from random weights collapse with the
-            hardest alone.
+        margin: of the hinges; in units of the similarity.
+        warmup_epochs: first epochs, with all negatives; then the hardest, with which alone towers from random weights
+            collapse.
         hardest: the hardest negative's hinge rather than the sum of all.
     """
 

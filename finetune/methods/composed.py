@@ -39,13 +39,12 @@ class PCMEAddition(Composed):
         """Softmax over targets of a similarity of samples. Source: MPC Eq. 5 to 8.
 
         Args:
-            samples: of every target, J of Eq. 5 and 6; of Eq. 5 of every composition too.
+            samples: of every target, J; of Eq. 5 and 6, and of Eq. 5 of every composition too.
             temperature: divides the similarities; Eq. 7 has none, which is 1, for means of any length. Here they have
                 unit length, and the log-densities of Eq. 6, in nats, lie so far apart that nothing is learned at 1.
-            reverse: weight of the softmax over queries for every target; the other direction has the rest.
+            reverse: weight of the softmax over queries; the other direction has the rest.
             log_var_l2: weight of the mean squared log-variance (Eq. 8).
-            spare_correct: targets of other rows that have all concepts of a query are no negatives; the paper has them
-                as negatives.
+            spare_correct: other targets that fit a query are no negatives; the paper has them as negatives.
         """
 
         samples: PositiveInt = 7
@@ -75,7 +74,7 @@ class MPC(PCMEAddition):
         """Softmax over targets of how probable they are under the composition. Source: MPC Eq. 2 to 8.
 
         Args:
-            similarity: sampled (Eq. 6), expected (its closed form) or code (the public code's); in the last one the
+            similarity: sampled (Eq. 6), expected (in closed form) or code; the public code's. In the last one the
                 normaliser cancels.
         """
 
@@ -98,8 +97,8 @@ class TIRG(Composed):
         """Softmax over targets of a scaled cosine. Source: TIRG §3.3 (kernel of a dot product).
 
         Args:
-            scale: of the cosine at the start, before it is squared; trained.
-            spare_correct: targets of other rows that have all concepts of a query are no negatives.
+            scale: initial factor of the cosine; trained, before the cosine is squared.
+            spare_correct: other targets that fit a query are no negatives.
         """
 
         scale: PositiveFloat = 4.0

@@ -18,7 +18,7 @@ class Clean:
     """Options of both.
 
     Args:
-        margin: largest margin of the hinges, in units of the cosine.
+        margin: largest margin of the hinges; in units of the cosine.
         warmup_epochs: first epochs, in which all pairs count as clean.
     """
 
@@ -38,7 +38,7 @@ class NCR(Method):
         """Triplet loss with a margin for each pair. Source: NCR.
 
         Args:
-            soft_margin: how the margin follows the estimated correctness of a pair.
+            soft_margin: how margins follow a pair's estimated correctness.
         """
 
         soft_margin: Literal["linear", "exponential", "sin"] = "exponential"

@@ -24,9 +24,9 @@ class PCMEPlusPlus(Method):
         Args:
             scale: initial a of the match probability sigmoid(-a d + b); null for that of the run in model.pretrained,
                 or 5 without one.
-            shift: initial b, or null.
+            shift: initial b; null as for scale.
             pseudo_positive: weight alpha of the pseudo-positives.
-            clip: weight of the CLIP loss beside the match loss, as in pretraining.
+            clip: weight of the CLIP loss; beside the match loss, as in pretraining.
             vib: weight beta of the information bottleneck.
             distance: between image and text.
         """

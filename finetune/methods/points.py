@@ -71,7 +71,7 @@ class Order(VSE):
         """Triplet loss of order penalties. Source: order embeddings (Vendrov et al.) §5.1, VSE++ §4.4.
 
         Args:
-            squared: the squared penalty; False for its root, as in VSE++'s public code.
+            squared: square the penalty; False for its root, as in VSE++'s public code.
         """
 
         squared: bool = True
@@ -90,7 +90,7 @@ class P2RM(Method):
         """Triplet loss and point-to-rectangle matching.
 
         Args:
-            weight: of point-to-rectangle matching; this project's choice, see probemb/losses/noisy.py.
+            weight: of the rectangles' triplets; this project's choice, see probemb/losses/noisy.py.
         """
 
         weight: NonNegativeFloat = 1.0
@@ -136,8 +136,8 @@ class PVSE(Method):
 
         Args:
             embeddings: K of every item; 1, 2 and 4 in PCME's comparison. With 1 the triplet loss is alone.
-            diversity: weight of the cosines of an item's residuals.
-            mmd: weight of the discrepancy of images and captions.
+            diversity: weight of the diversity; the cosines of an item's residuals.
+            mmd: weight of the discrepancy; of images and captions.
             kernel: rbf or unsquared; exp(-|x - y|^2 / 2), or the public code's exp(-|x - y| / 2).
         """
 

@@ -26,7 +26,7 @@ class PCME(Method):
         """Match probability of samples. Source: PCME++ §B.2 (scale, shift and bottleneck as PCME++'s).
 
         Args:
-            scale: initial a of the match probability, the mean over sample pairs of sigmoid(2 (b - a d)); the 2 is the
+            scale: initial a of the match probability; the mean over sample pairs of sigmoid(2 (b - a d)). The 2 is the
                 public code's, to which the published a and b belong, and the paper has sigmoid(b - a d).
             shift: initial b.
             samples: drawn of each item.
@@ -64,13 +64,13 @@ class ProLIP(Method):
         """L_ppcl + vib * L_vib + inclusion * L_inclusion. Source: ProLIP §3.2, §3.3.
 
         Args:
-            vib: weight of the information bottleneck.
+            vib: weight beta of the information bottleneck.
             inclusion: weight of an image's inclusion in its text.
             inclusion_scale: c of -log sigmoid(c H).
-            form: exact, or code, the formulas of the authors' public code.
-            logit_scale: initial inverse temperature, at most 100 later; null for that of the run in model.pretrained.
-            logit_bias: initial bias of the logits, or null.
-            log_var: initial log-variance of a new head; null for -log D.
+            form: exact, or code; the formulas of the authors' public code.
+            logit_scale: initial inverse temperature; at most 100 later, null for that of the run in model.pretrained.
+            logit_bias: initial bias of the logits; null as for logit_scale.
+            log_var: initial log-variance; of a new head, null for -log D.
         """
 
         vib: NonNegativeFloat = 1e-4
@@ -110,14 +110,12 @@ class ProbVSEPlusPlus(Method):
         """Triplet loss of a similarity of normals. Source: Probabilistic VSE++/VSRN Eq. 3 to 8, §4.2.
 
         Args:
-            margin: of the hinges, in units of the similarity.
-            warmup_epochs: first epochs, with all negatives.
-            similarity: wasserstein2, min-kl, kl, of the image from the caption, or reverse-kl, of the caption from the
-                image; the paper: wasserstein2 for COCO, min-kl for VSE++ with a trained image tower, kl on Flickr30k.
-            negatives: hardest (Eq. 3), semi-hard (the paper's text) or all; semi-hard: the hardest one that is farther
-                than the pair.
-            covariance: ellipsoidal (a variance for each dimension), spherical-mean (their mean), or spherical (one
-                predicted value).
+            margin: of the hinges; in units of the similarity.
+            warmup_epochs: first epochs, with all negatives; then `negatives`.
+            similarity: wasserstein2, min-kl, kl or reverse-kl; kl of the image from the caption. The paper:
+                wasserstein2 for COCO, min-kl for VSE++ with a trained image tower, kl on Flickr30k.
+            negatives: hardest (Eq. 3), semi-hard (the text) or all; semi-hard is the hardest one farther than the pair.
+            covariance: ellipsoidal, spherical-mean or spherical; a variance for each dimension, their mean, one value.
         """
 
         margin: PositiveFloat = 0.2

@@ -27,8 +27,8 @@ class SCAN(Method):
         """Triplet loss of attention scores. Source: SCAN §3, §4.2.
 
         Args:
-            direction: t2i, words attend to regions, or i2t, regions to words.
-            aggregation: of the cosines of a pair: lse, mean, sum or max.
+            direction: t2i (words attend to regions) or i2t.
+            aggregation: of cosines: lse, mean, sum or max.
             norm: of the products over the tokens that attend.
             lambda_softmax: inverse temperature of the attention; empty for 9 (t2i) or 4 (i2t).
             lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
@@ -71,9 +71,9 @@ class Captioned(Method):
         """Captions generated from regions.
 
         Args:
-            caption_weight: of the captions' negative log-likelihood, a mean over captions (VSRN: 1); 0 for no decoder.
+            caption_weight: of the captions' negative log-likelihood; a mean over captions, in VSRN 1. 0 for no decoder.
             word_width: of the decoder's word embeddings.
-            hidden: of the GRUs that read the regions and generate the words.
+            hidden: units of the GRUs; these read the regions and generate the words.
         """
 
         caption_weight: NonNegativeFloat = 1.0

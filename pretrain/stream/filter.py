@@ -26,7 +26,7 @@ class Filter:
     Args:
         min_side: least pixels of an image's shorter side.
         max_side: most pixels of its longer side.
-        max_aspect: longest side / shortest side at most.
+        max_aspect: largest ratio of its sides.
         min_words: least words of each of a sample's captions.
         max_words: most words.
         min_chars: least characters of each caption.
@@ -34,9 +34,9 @@ class Filter:
         score: name of a score, as given to `--score`.
         min_score: its least value; samples without a score are left out.
         max_score: its largest value.
-        keep: file with the keys of the samples to use, one a line; KEY, SHARD.tar/KEY for a shard's, or
+        keep: file with the keys of samples to use; one a line: KEY, SHARD.tar/KEY for a shard's, or
             FOLDER/SHARD.tar/KEY where several corpora have such a shard.
-        drop: file with the keys of samples to leave out, such as duplicates.
+        drop: file with the keys of samples to leave out; such as duplicates.
         columns: columns.npz of each of `train`; empty for those beside the shards.
     """
 

@@ -49,28 +49,27 @@ class Towers:
     """The towers (see probemb.models.create_model).
 
     Args:
-        name: one of open_clip's models, one of the project's own (probemb/models/configs), or a JSON file like these.
-        pretrained: an open_clip tag, a file or folder of open_clip weights, or a run of `pretrain`; empty for random
+        name: an architecture of docs/models.md, or a JSON file; one of open_clip's, or of probemb/models/configs.
+        pretrained: an open_clip tag, open_clip's weights (file or folder), or a run of `pretrain`; empty for random
             weights.
-        head: clip (the tower's own pooling), gpo (pooling over tokens), pie (and attention), mlp,
-            average or max-mean.
+        head: clip, gpo, pie, mlp, average or max-mean; docs/models.md describes them.
         dropout: share of the features that head max-mean drops in training.
         embed_dim: D; empty for 1024 (heads gpo and pie) or the configuration's own.
-        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
-            tower and 1 of the text tower; empty for 1, and 0 where a method has none. Of a branch alone.
+        n_unc_layers: blocks of every tower that its uncertainty branch duplicates; [2, 1] for 2 of the image tower and
+            1 of the text tower; empty for 1, and 0 where a method has none. Of a branch alone.
         image_size: height and width of an image in pixels; empty for the pretrained run's, or the architecture's.
             Positions of pretrained weights are interpolated.
         context_length: most tokens of a text, as image_size.
-        uncertainty: what the variance is read from: branch (PCME++), token (ProLIP) or prolip-code (its published
-            weights); a token is beside the class token.
+        uncertainty: source of the variance: branch (PCME++), token (ProLIP) or prolip-code (its published weights); a
+            token is beside the class token.
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
             training data or above.
-        image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
-        text_weights: of a text tower from Hugging Face: the folder of its files, or a hub name; its tokenizer
-            too, which loading the new model needs as well.
+        image_weights: of a timm image tower: timm (its default weights), another tag, or a file.
+        text_weights: of a Hugging Face text tower: its folder, or a hub name; its tokenizer too, which loading the new
+            model needs as well.
         crop_pct: share of an image's shorter side that evaluation's centre crop keeps; 0.875 for 224 of 256 pixels,
             empty for the pretrained run's, or 1.
-        batch_norm: statistics of batch norms in training: batch (of all ranks), frozen (the stored ones) or auto; auto
+        batch_norm: statistics of batch norms: batch (of all ranks), frozen (the stored ones) or auto; auto in training
             is batch in a tower that starts from random weights, frozen in a pretrained or locked one.
     """
 

@@ -1,4 +1,4 @@
-"""Fetch a corpus by its published lists and write it as shards for training.
+"""Download a corpus by its published lists, as shards.
 
     python -m tools.download cc3m Train_GCC-training.tsv --out data/cc3m
     python -m tools.download cc12m cc12m.tsv --out data/cc12m --processes 16 --threads 64

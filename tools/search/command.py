@@ -1,4 +1,4 @@
-"""Search an index with texts and images, from the shell or on a page.
+"""Search an index with texts and images, in the shell or on a page.
 
     python -m tools.search "two dogs on grass" --index index/cc3m                      # a table
     python -m tools.search "the same, at night" --image x.jpg --index index/cc3m --json
