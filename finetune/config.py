@@ -351,10 +351,10 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
         yield UserError(
             "model.lock_text would freeze random weights.", "Add --model.text-weights or --model.pretrained."
         )
-    if cached and not (model.lock_image or model.lock_text):
+    if cached and not (model.lock_image or (model.lock_text and not method.composes)):
         yield UserError(
-            "data.cache_features keeps what a tower computes, and both towers are trained.",
-            "Add --model.lock-image true, or --model.lock-text true, or leave data.cache_features out.",
+            "data.cache_features keeps what a frozen tower computes, of composed queries the image tower.",
+            "Add --model.lock-image true, or, for pairs, --model.lock-text true, or leave data.cache_features out.",
         )
     if cached and model.lock_text and method.wants_words:
         yield UserError(
@@ -365,7 +365,7 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
 
 WORDS = "size_augment augment.word_dropping"
 PIXELS = "mix.ratio augment.scale augment.hflip augment.cutout"  # options that change them
-OF_PAIRS = "noise_ratio size_augment data.positives data.cache_features ranking"
+OF_PAIRS = "noise_ratio size_augment data.positives ranking"
 
 
 def _without_effect(config: Config) -> Iterator[UserError]:
@@ -382,7 +382,11 @@ def _without_effect(config: Config) -> Iterator[UserError]:
         (head in ("clip", "mlp", "max-mean"), f"head {head} reads pooled features", "size_augment"),
         (head != "max-mean", f"head {head} has none", "model.dropout"),
         (cached and config.model.lock_image, "data.cache_features has no pixels to change", PIXELS),
-        (cached and config.model.lock_text, "data.cache_features has no words to change", WORDS),
+        (
+            cached and config.model.lock_text and not method.composes,
+            "data.cache_features has no words to change",
+            WORDS,
+        ),
     ):
         if condition:
             yield from unused(config, because, names)
@@ -392,7 +396,7 @@ def unused(config: Config, because: str, names: str) -> Iterator[UserError]:
     """Errors for these options, dotted names between spaces, that are set although nothing reads them."""
     for name in names.split():
         value, off = (reduce(getattr, name.split("."), of) for of in (config, Config(size_augment=0.0)))
-        if value and value != off:
+        if value and value not in (off, (1, 1)):  # the whole image, where a method's file has a scale
             value, off = (list(x) if isinstance(x, tuple) else x for x in (value, off))
-            remedy = f"Set {name} to {off}." if off == 0 else f"Leave {name} out."
+            remedy = f"Set {name} to {off}." if off in (0, [0.9, 1.0]) else f"Leave {name} out."
             yield UserError(f"{name} is {value} and would have no effect: {because}.", remedy)

@@ -1,7 +1,7 @@
 """Cache of frozen towers' features, so that heads and other towers train without them.
 
-FOLDER/KEY.npy has a row of float16 per image, NaN for an unreadable one, or per distinct text, and ends with its
-CRC-32. KEY is a digest of the trunk's weights, its preprocessing, the resize backend, and the images or texts.
+FOLDER/KEY.npy has a row of float16 per image and part of one, NaN for an unreadable one, or per distinct text, and ends
+with its CRC-32. KEY is a digest of the trunk's weights, its preprocessing, the resize backend, and the images or texts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from probemb import distributed
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.compositions.dataset import Crop, crop_images
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, Images, image_digest
 from probemb.errors import UserError
@@ -33,13 +33,17 @@ Batches = Iterable[tuple[Sequence[int], Tensor]]  # numbers of rows, and their i
 
 @dataclass(kw_only=True)
 class CachedImages(Images):
-    """Images whose features stand in for their pixels: `open` gives a row, (width,) float16."""
+    """Images whose features stand in for their pixels: rows of (width,) float16, of the images and then of `crops`."""
 
     rows: np.ndarray
+    crops: dict[Crop, int]  # and their rows
 
     def open(self, index: int) -> Tensor:
-        """The features of one image. Raises BadSample."""
-        row = torch.from_numpy(np.array(self.rows[index]))
+        return self.part(index, None)
+
+    def part(self, index: int, box) -> Tensor:
+        """The features of an image, or of a crop of it. Raises BadSample."""
+        row = torch.from_numpy(np.array(self.rows[index if box is None else self.crops[Crop(index, box)]]))
         if row.isnan().any():
             raise BadSample("could not be read when its features were computed")
         return row
@@ -60,13 +64,13 @@ def unchanged(row: Tensor) -> Tensor:
 
 
 def cache_features(
-    networks: Sequence[DualEncoder], dataset: CaptionDataset, folder: str | Path, resize: str = "pil", device="cpu",
-    batch_size: int = 64, workers: int = 0, failure_share: float = 0.05,
-) -> CaptionDataset:  # fmt: skip
-    """The same images and captions with features instead of pixels; collective. Raises UserError: as `_rows`, too many
-    unreadable images.
+    networks: Sequence[DualEncoder], images: Images, folder: str | Path, resize: str = "pil", device="cpu",
+    batch_size: int = 64, workers: int = 0, failure_share: float = 0.05, crops: Sequence[Crop] = (),
+) -> CachedImages:  # fmt: skip
+    """The same images, and crops of them, with features instead of pixels; collective. Raises UserError: as `_rows`,
+    too many unreadable images.
     """
-    tower, images = networks[0].image_tower, dataset.images
+    tower = networks[0].image_tower
     if not hasattr(tower, "image_size"):
         raise UserError(
             "The image tower reads precomputed regions, which need no cache.", "Leave data.cache_features out."
@@ -75,17 +79,19 @@ def cache_features(
     sample = torch.linspace(-1, 1, 6 * height * width).view(2, 3, height, width)
 
     def batches() -> Iterator[tuple[Sequence[int], Tensor]]:
-        transform, done = create_transforms(networks[0], resize=resize).evaluate, 0
-        read = ImageBatches(images, transform, batch_size, workers, failure_share, "data.failure_share")
-        for pixels in read:
-            yield read.kept[done:], pixels
-            done = len(read.kept)
+        transform = create_transforms(networks[0], resize=resize).evaluate
+        for first, some in ((0, images), (len(images), cropped)):
+            read, done = ImageBatches(some, transform, batch_size, workers, failure_share, "data.failure_share"), 0
+            for pixels in read:
+                yield [first + row for row in read.kept[done:]], pixels
+                done = len(read.kept)
 
-    config = networks[0].config
+    config, cropped = networks[0].config, crop_images(images, crops)
     about = config["architecture"]["vision_cfg"], config["preprocess"], images.source, images.exif, resize
-    named = [f"|{place.name}|{image_digest(place)}" for place in images.places]
+    named = [f"|{place.name}|{image_digest(place)}" for place in images.places] + [str(tuple(crop)) for crop in crops]
     rows = _rows([network.image_tower for network in networks], sample, about, named, batches(), folder, device)
-    return replace(dataset, located=CachedImages(places=images.places, source=images.source, bad=images.bad, rows=rows))
+    of_crop = {crop: row for row, crop in enumerate(crops, len(images))}
+    return CachedImages(places=images.places, source=images.source, bad=images.bad, rows=rows, crops=of_crop)
 
 
 def cache_texts(

@@ -7,6 +7,7 @@ A task finds its data, reads rows, augments a batch on the device, gathers what 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import ClassVar
 
@@ -60,6 +61,7 @@ class Task:
     rows()                          the training rows; raises UserError: settings that do not fit the data
     inputs(batch, model, step)      augmented images, tokens and the mask of image tokens, on the device, and the `Mix`
     gather(embedded, batch, mix, epoch, step, network)      the examples of all ranks, with gradient
+    cached(split, cache)            a split with the features that `cache` gives for its images
     measure(model)                  validation, in percent
     """
 
@@ -74,10 +76,17 @@ class Task:
         named, templates = named_paths(config.evaluate.classes, "evaluate.classes"), config.evaluate.templates
         self.labelled = [(of.name, zero_shot_set(of.path, templates, config.data.exif)) for of in named]
 
+    @property
+    def splits(self) -> dict:
+        """Those that there are, by the names of their attributes."""
+        named = {name: getattr(self, name) for name in ("train", "validation", "unpaired")}
+        return {name: split for name, split in named.items() if split is not None}
+
     def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
         """Fit the data to the models. Raises UserError: they do not fit, or too much of a split is unusable."""
-        for split in (one for one in (self.train, self.validation, self.unpaired) if one is not None):
-            bad, share = split.images.bad, self.config.data.failure_share
+        data = self.config.data
+        for split in self.splits.values():
+            bad, share = split.images.bad, data.failure_share
             refuse_too_many(bad, len(split) + len(bad), split.source, share, "--data.failure-share")
             check_images(networks[0], split.images)
         if self.labelled:
@@ -86,6 +95,15 @@ class Task:
         self.transforms = create_transforms(networks[0], augmentation, self.config.data.resize)
         self.tokenizer = create_tokenizer(networks[0])
         self.device, self.evaluated_by = device, Device(str(device), "bf16" if bf16 else "fp32")
+        if data.cache_features is not None and self.train is not None and self.config.model.lock_image:
+            cache = partial(
+                cache_features, networks, folder=data.cache_features, resize=data.resize, device=device,
+                batch_size=self.config.engine.eval_batch_size, workers=data.workers, failure_share=data.failure_share,
+            )  # fmt: skip
+            for name, split in self.splits.items():
+                setattr(self, name, self.cached(split, cache))
+            self.labelled = [(name, one._replace(images=cache(one.images))) for name, one in self.labelled]
+            self.transforms = Transforms(unchanged, unchanged)
 
     def generator(self, step: int, what: int, device: torch.device | str = "cpu") -> torch.Generator:
         """Random numbers of one use in one step, the same on all ranks: drawn for the whole batch."""
@@ -148,27 +166,18 @@ class PairTask(Task):
         return self.train.flat()
 
     def prepare(self, networks, device, bf16=False) -> None:
-        """With `data.cache_features`, also read the networks' features."""
+        """And cache the texts' features."""
         super().prepare(networks, device, bf16)
-        o, model, batch_size = self.config.data, self.config.model, self.config.engine.eval_batch_size
-        splits = {name: getattr(self, name) for name in ("train", "validation", "unpaired")}
-        splits = {name: split for name, split in splits.items() if split is not None}
-        for split in splits.values():
+        folder, batch_size = self.config.data.cache_features, self.config.engine.eval_batch_size
+        for split in self.splits.values():
             check_words(networks[0], split)
-        if o.cache_features is None or self.train is None:
-            return
-        if model.lock_image:
-            where = o.cache_features, o.resize, device, batch_size, o.workers, o.failure_share
-            for name, split in splits.items():
-                setattr(self, name, cache_features(networks, split, *where))
-            for row, (name, one) in enumerate(self.labelled):
-                cached = cache_features(networks, CaptionDataset([], [], located=one.images), *where)
-                self.labelled[row] = name, one._replace(images=cached.images)
-            self.transforms = Transforms(unchanged, unchanged)
-        if model.lock_text:
-            texts = [split.flat() for split in splits.values()]
+        if folder is not None and self.train is not None and self.config.model.lock_text:
+            texts = [split.flat() for split in self.splits.values()]
             texts += [prompt_texts(one.classes.names, one.templates) for _, one in self.labelled]
-            self.tokenizer = cache_texts(networks, chain(*texts), self.tokenizer, o.cache_features, device, batch_size)
+            self.tokenizer = cache_texts(networks, chain(*texts), self.tokenizer, folder, device, batch_size)
+
+    def cached(self, split, cache) -> CaptionDataset:
+        return replace(split, located=cache(split.images))
 
     def rows(self) -> Pairs:
         config, inputs, unpaired = self.config, (self.transforms.train, self.tokenizer), None
@@ -271,6 +280,9 @@ class ComposedTask(Task):
     @property
     def texts(self) -> list[str]:
         return self.train.texts
+
+    def cached(self, split, cache):
+        return replace(split, images=cache(split.images, crops=split.boxes()))
 
     def rows(self) -> Tuples:
         config, data, place = self.config, self.train, (distributed.rank(), distributed.world_size())

@@ -253,6 +253,7 @@ def _become(words: list[str], log: str) -> None:
         os.dup2(out.fileno(), 2)
     if words[:2] != ["python", "-m"]:
         os.execvp(sys.executable if words[0] == "python" else words[0], words)
+    multiprocessing.set_start_method(None, force=True)  # of workers: as without a server
     sys.argv[:] = words[2:]
     runpy.run_module(words[2], run_name="__main__", alter_sys=True)
 

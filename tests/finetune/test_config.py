@@ -100,7 +100,7 @@ REFUSED = {  # words -> what is said of them
     "--optimizer.freeze_epochs=25": "freeze_epochs is 25 of 25 epochs: .* less than 25",
     "--optimizer.warmup_epochs=24": "warm-up ends after 26 of 25 epochs",
     "--mix.mixup=0 --mix.cutmix=0": "are both 0",
-    "--data.cache_features=x": "both towers are trained",
+    "--data.cache_features=x": "keeps what a frozen tower computes",
     "--method=scan --model.head=gpo": "scan works with head average alone. Set model.head to average",
     "--epochs=0": "epochs is 0: nothing would be trained",
     "--method=vse --mix.ratio=0.25": "mix.ratio is 0.25 and would have no effect: vse needs pairs that match or do not",

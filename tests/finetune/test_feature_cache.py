@@ -5,6 +5,7 @@ import torch
 
 from finetune.feature_cache import cache_features, cache_texts, unchanged
 from probemb.data.captions.find import find_captions
+from probemb.data.compositions.dataset import Crop
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, create_transforms
 
@@ -33,11 +34,21 @@ def test_features_give_what_pixels_give(tmp_path, data, head, probabilistic):
     transform = create_transforms(model).evaluate
     pixels = [transform(data.images.open(i)) for i in range(6)]
     expected = embed(model, pixels)
-    cached = cache_features([model], data, tmp_path)
-    found = embed(model, [unchanged(cached.images.open(i)) for i in range(6)])
+    cached = cache_features([model], data.images, tmp_path)
+    found = embed(model, [unchanged(cached.open(i)) for i in range(6)])
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # float16
-    assert cached.captions == data.captions
+
+
+def test_crops_give_what_their_pixels_give(tmp_path, data):
+    model, crops = make(), [Crop(4, (2.0, 3.0, 20.5, 30.0)), Crop(0, (0.0, 0.0, 9.0, 9.0))]
+    transform = create_transforms(model).evaluate
+    expected = embed(model, [transform(data.images.part(*crop)) for crop in (*crops, Crop(4, None))])
+    cached = cache_features([model], data.images, tmp_path, crops=crops)
+    assert len(cached.rows) == len(data.images) + 2
+    found = embed(model, [cached.part(*crop) for crop in (*crops, Crop(4, None))])
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # float16
 
 
 @pytest.mark.parametrize("head", ["clip", "gpo", "max-mean"])
@@ -70,43 +81,43 @@ def test_dropout_is_of_training_alone_also_of_kept_features(tmp_path):
 
 def test_features_of_turned_or_otherwise_resized_images_are_kept_apart(tmp_path, captioned):
     for exif, resize in ((False, "pil"), (True, "pil"), (True, "tensor")):
-        cache_features([make(image_size=24)], find_captions(captioned, None, exif=exif), tmp_path, resize)
+        cache_features([make(image_size=24)], find_captions(captioned, None, exif=exif).images, tmp_path, resize)
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_they_are_computed_once_and_keyed_by_weights_and_images(tmp_path, data, capsys):
     model = make()
-    cache_features([model], data, tmp_path)
+    cache_features([model], data.images, tmp_path)
     (first,) = tmp_path.iterdir()
     before = first.stat().st_mtime_ns
-    cache_features([make()], data, tmp_path)
+    cache_features([make()], data.images, tmp_path)
     assert first.stat().st_mtime_ns == before
     with torch.no_grad():
         model.visual.mean_head.linear.weight.add_(1)  # heads do not matter
-    cache_features([model], data, tmp_path)
+    cache_features([model], data.images, tmp_path)
     assert list(tmp_path.iterdir()) == [first]
     with torch.no_grad():
         model.visual.conv1.weight.add_(0.1)
-    cache_features([model], data, tmp_path)
+    cache_features([model], data.images, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("damage", ["zeros", "end"])
 def test_a_damaged_file_is_computed_anew(damage, tmp_path, data):
-    cache_features([make()], data, tmp_path)
+    cache_features([make()], data.images, tmp_path)
     (file,) = tmp_path.iterdir()
     good = file.read_bytes()
     file.write_bytes(good[:-60] + bytes(40) + good[-20:] if damage == "zeros" else good[:-20])
-    cache_features([make()], data, tmp_path)
+    cache_features([make()], data.images, tmp_path)
     assert file.read_bytes() == good
 
 
 def test_what_cannot_be_cached_is_refused(tmp_path, data):
     pair = [make(), create_model("ViT-Micro-32", head="gpo", n_unc_layers=0)]
     with pytest.raises(UserError, match="different image or text towers"):
-        cache_features(pair, data, tmp_path)
+        cache_features(pair, data.images, tmp_path)
     with pytest.raises(UserError, match="blocks of its own"):
-        cache_features([make(n_unc_layers=1)], data, tmp_path)
+        cache_features([make(n_unc_layers=1)], data.images, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written .* GB: make room"):
-        cache_features([make()], data, tmp_path / "file")
+        cache_features([make()], data.images, tmp_path / "file")

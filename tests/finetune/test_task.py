@@ -142,6 +142,28 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(queries):
     assert batch.match.sum() > n  # some other target of the batch is correct too
 
 
+def test_a_step_of_kept_features_is_one_of_pixels(queries, tmp_path):
+    off = (
+        "--augment.cutout=0",
+        "--augment.word_dropping=0",
+        "--augment.hflip=0",
+        "--augment.scale=[1,1]",
+        "--data.validation=val",
+    )
+    found = []
+    for more in ((), (f"--data.cache_features={tmp_path}",)):
+        trainer = composed(queries, *off, "--model.lock_image=true", "--optimizer.freeze_epochs=0", *more)
+        given = next(trainer.loader.epoch(0))
+        images = trainer.task.inputs(given, trainer.model, 0)[0][0]
+        found.append((given, trainer.model.encode_image(images).mean, trainer.task.measure(trainer.model.eval())))
+    (pixels, expected, quality), (features, mean, kept_quality) = found
+    assert features.images.ndim == 2  # rows of features
+    assert features.part_rows.equal(pixels.part_rows)
+    targets = slice(len(features.part_rows))  # square: training's crop of a part is another one than evaluation's
+    torch.testing.assert_close(mean[targets], expected[targets], rtol=0, atol=5e-3)  # float16
+    assert kept_quality == pytest.approx(quality, abs=2)
+
+
 def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):
     """DDP waits for the gradient of every parameter."""
     trainer = composed(queries)

@@ -74,6 +74,12 @@ def test_finished_rows_are_kept_and_a_wider_study_runs_the_rest(run, tmp_path):
     assert results["rows"][0]["commands"][0].startswith("python -c")
 
 
+def test_a_command_reads_with_workers_as_if_started_alone(run, tmp_path, run_folder, captioned):
+    embed = f"python -m tools.embed --model {run_folder} --data {captioned} --out {{out}} --workers 1"
+    run("--seeds", "1", commands=[embed], prepare=[], rows={"a": {}}, numbers={}, comparisons=[])
+    assert (tmp_path / "out/rows/a-seed-0/embeddings.json").is_file()
+
+
 def test_a_changed_command_line_is_refused_and_run_again_when_asked(run, tmp_path):
     run("--seeds", "1")
     changed = {"rows": {"a b": {"value": 1}, "c": {"value": 4}}}

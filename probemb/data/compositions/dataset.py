@@ -146,6 +146,11 @@ class Compositions:
                 found[concept].append(Crop(image, box))
         return list(map(Crops, found))
 
+    def boxes(self) -> list[Crop]:
+        """Every part of an image that a query may show, once."""
+        asked = [Crop(part.image, part.box) for query in self.queries or () for part in query.parts if part.is_image]
+        return sorted({crop for some in (asked, *self.crops) for crop in some if crop.box is not None})
+
     def targets(self, concepts: Sequence[int] | np.ndarray) -> np.ndarray:
         """Images that have all of the concepts, ascending, (R,) int64."""
         found, *others = sorted((self.of_concept[one] for one in concepts), key=len)
@@ -301,6 +306,17 @@ class CroppedImages(Images):
         return self.whole.part(*self.crops[index])
 
 
+def crop_images(images: Images, crops: Sequence[Crop]) -> CroppedImages:
+    """Crops as images, named by image and box."""
+
+    def place(image: int, box: Box | None) -> Place:
+        found = images.places[image]
+        return found if box is None else found._replace(name=f"{found.name} {tuple(round(at) for at in box)}")
+
+    places, whole = [place(*crop) for crop in crops], replace(images, draft=None)
+    return CroppedImages(places=places, source=images.source, whole=whole, crops=list(crops))
+
+
 def query_parts(images: Images, queries: Sequence[Query]) -> tuple[CroppedImages, list[str], np.ndarray]:
     """The inputs to encode for Q queries of k parts each; a part that several queries share is there once.
 
@@ -317,11 +333,4 @@ def query_parts(images: Images, queries: Sequence[Query]) -> tuple[CroppedImages
         ]
         for query in queries
     ]
-
-    def place(image: int, box: Box | None) -> Place:
-        found = images.places[image]
-        return found if box is None else found._replace(name=f"{found.name} {tuple(round(at) for at in box)}")
-
-    places, whole = [place(*crop) for crop in crops], replace(images, draft=None)
-    cropped = CroppedImages(places=places, source=images.source, whole=whole, crops=list(crops))
-    return cropped, list(texts), np.array(rows, np.int64).reshape(len(queries), -1)
+    return crop_images(images, list(crops)), list(texts), np.array(rows, np.int64).reshape(len(queries), -1)
