@@ -43,8 +43,7 @@ class Data:
     """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
-        path: images with captions, in a form of docs/data.md; a table, images with a .txt beside each, shards, a json,
-            or the folder of a data set.
+        path: images with captions: a table, images with a .txt beside each, shards or a json (docs/data.md).
         images: folder of the images that a file names.
         format: of `path`; empty to detect it.
         train: split to train on; COCO's restval belongs to train. Empty for all of the data.
@@ -233,7 +232,7 @@ class Config:
         seed: of everything random: weights, order, captions, augmentation.
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over the data.
-        ranking: of the validation: csd, mean or tolerance; it selects the epoch, docs/concepts.md. Empty for the
+        ranking: of the validation: csd, mean or tolerance; it selects the epoch (docs/concepts.md). Empty for the
             method's own.
         noise_ratio: share of training captions moved to wrong images.
         size_augment: share of tokens that SizeAugment drops; 0 for none.

@@ -49,7 +49,7 @@ class CaptionConfig(EvaluationConfig):
     """Options of evaluations on images with captions.
 
     Args:
-        data: images with captions, in a form of docs/data.md; shards, a json, a CSV, or the folder of a data set.
+        data: images with captions: a table, images with a .txt beside each, shards or a json (docs/data.md).
         split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
         images: folder of the images that a file names.
         exif: apply EXIF orientation; open_clip does not.
