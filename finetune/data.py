@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from probemb.data.boxes import Box
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
 from probemb.data.images import stack

@@ -22,7 +22,8 @@ from finetune.feature_cache import cache_features, cache_texts, unchanged
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from probemb import distributed
-from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
+from probemb.data.captions.dataset import HELD_OUT, CaptionDataset
+from probemb.data.captions.find import find_captions
 from probemb.data.compositions.find import find_compositions
 from probemb.data.image_loader import refuse_too_many
 from probemb.data.labelled import prompt_texts, zero_shot_set

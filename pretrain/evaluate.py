@@ -19,7 +19,7 @@ from pretrain.config import Config
 from pretrain.objectives import Pairs
 from probemb import distributed
 from probemb.data import labelled
-from probemb.data.captions.find import find_captions
+from probemb.data.captions.dataset import list_captions
 from probemb.data.image_loader import ImageBatches, Images, refuse_too_many
 from probemb.distances import csd
 from probemb.errors import UserError, nearest
@@ -142,7 +142,7 @@ class Validator(Evaluator):
         self, of: NamedPath, split: str | None, config: Config, transform: Callable, tokenizer: Callable, rank: int,
         world: int,
     ):  # fmt: skip
-        captions = find_captions(of.path, split, exif=config.data.exif)
+        captions = list_captions(of.path, split, exif=config.data.exif)
         super().__init__(of, captions.images, config, transform, rank, world)
         captions = captions.only(self.taken)
         self.objective, self.loss_batch = config.loss, config.batch_size

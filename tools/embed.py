@@ -41,7 +41,8 @@ from torch import Tensor
 from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
-from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
+from probemb.data.captions.dataset import HELD_OUT, CaptionDataset
+from probemb.data.captions.find import find_captions
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.image_loader import Place, describe_bad, find_tars, refuse_too_many
 from probemb.data.images import decode_image, stack

@@ -29,9 +29,11 @@ from probemb import models
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Workers
 from probemb.data.boxes import Box, PhraseDataset, Proposals, find_phrases, grid_proposals, read_proposals
-from probemb.data.captions.find import PER_IMAGE, CaptionDataset, find_captions
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.captions.find import PER_IMAGE, find_captions
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import ImageBatches, RegionImages
+from probemb.data.image_loader import ImageBatches
+from probemb.data.regions import RegionImages
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop
 from probemb.files import replace_file, replace_text

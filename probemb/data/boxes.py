@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from probemb.data import reading
-from probemb.data.image_loader import REGIONS, Images, RegionImages, locate, read_regions
+from probemb.data.image_loader import Images, locate
+from probemb.data.regions import REGIONS, RegionImages, read_regions
 from probemb.errors import UserError
 
 Box = tuple[float, float, float, float]

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from probemb.compose import compose
 from probemb.data.boxes import CropTriplet, PhraseDataset, Proposals, crop_triplets
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.distances import elk, inclusion
 from probemb.errors import UserError
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, exact_match

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from probemb import models
 from probemb.cross_attention import Tokens, unit_tokens
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import ImageBatches, Images
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.errors import UserError, names_of
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, embed_pairs, exact_match
 from probemb.evaluation.rankings import NUMBERS, RANKINGS, Ranker, RankingOptions, Scores, Tolerance, tolerance_scores

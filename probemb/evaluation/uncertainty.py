@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, log_softmax, logsigmoid, pad
 
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.distances import csd, inclusion, squared_euclidean
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, exact_match, true_ambiguity

@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision import transforms as tv
 
-from probemb.data.captions.find import CaptionDataset
-from probemb.data.image_loader import Images, RegionImages
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.image_loader import Images
 from probemb.data.images import as_pixels, resize
 from probemb.data.words import split_words
 from probemb.errors import UserError
@@ -177,7 +177,7 @@ def _config(model_or_config) -> dict:
 def check_images(model, images: Images) -> None:
     """Raise UserError for regions and a model that reads pixels, the reverse, or regions of another shape."""
     wanted = getattr(getattr(model, "image_tower", None), "region_shape", None)
-    given = images.shape if isinstance(images, RegionImages) else None
+    given = getattr(images, "shape", None)  # of `RegionImages`
     if wanted != given:
         read, held = ("pixels" if x is None else f"{x[0]} regions of {x[1]} numbers" for x in (wanted, given))
         raise UserError(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.captions.find import find_captions
 from probemb.data.compositions.find import read_objects
 from probemb.distances import csd
 from probemb.evaluation import retrieval

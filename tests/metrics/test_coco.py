@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.evaluation.embedding import EmbeddedPairs
 from probemb.evaluation.rankings import Ranker, Scores
 from probemb.evaluation.retrieval import all_kinds, measure

@@ -11,7 +11,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from probemb.data.boxes import find_phrases, read_region_proposals
-from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop
 from tools import write_regions

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from probemb.data.captions.find import coco_captions
+from probemb.data.captions.dataset import coco_captions
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.reading import check_unique, checked, split_name

@@ -35,7 +35,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 
 from probemb.cli.command import Parser
 from probemb.cli.ranges import Processes
-from probemb.data.captions.find import TRUTH
+from probemb.data.captions.dataset import TRUTH
 from probemb.data.shards.index import Shard, file_sha256, write_index
 from probemb.data.shards.write import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from probemb.data.boxes import find_phrases
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.errors import UserError
 from probemb.evaluation import analyses

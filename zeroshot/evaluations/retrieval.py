@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.captions.find import find_captions
 from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.data.compositions.find import read_objects
 from probemb.errors import UserError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from probemb.data.captions.find import HELD_OUT, CaptionDataset, find_captions
+from probemb.data.captions.dataset import HELD_OUT, CaptionDataset
+from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import Images, describe_bad
 from probemb.data.look_alikes import leave_out
 from probemb.errors import UserError

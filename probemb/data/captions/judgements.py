@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from probemb.data.captions.find import CaptionDataset
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import Images
 from probemb.data.reading import parse_lines, read_text
 from probemb.errors import UserError

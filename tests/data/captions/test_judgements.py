@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.captions.find import find_captions
 from probemb.data.captions.judgements import read_judgements
 from probemb.errors import UserError
 

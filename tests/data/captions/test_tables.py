@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from probemb.data.captions.find import HELD_OUT, find_captions
+from probemb.data.captions.dataset import HELD_OUT
+from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from tests.world import save, shade, which
 
