@@ -135,7 +135,6 @@ class Engine:
         compile: torch.compile the towers, or also the loss (step); texts are padded to four lengths.
         tf32: which float32 products of a bf16 model use TF32: heads, all (also the loss's), or null.
         gradient_dtype: of exchanged gradients: fp32, or bf16 for half of the traffic.
-        gc_every: steps between two garbage collections; all ranks collect in the same step. 0: on their own.
         deterministic: kernels that repeat the same bits on a GPU too; some are slower.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
         timeout: minutes that a phase of a step may take; such as the wait for data or for other ranks.
@@ -148,7 +147,6 @@ class Engine:
     compile: Literal["towers", "step"] | None = None
     tf32: Literal["heads", "all"] | None = "heads"
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    gc_every: NonNegativeInt = 1000
     deterministic: bool = False
     threads: ranges.Threads = 0
     timeout: ranges.Minutes = 30.0

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 MAX_SKIPPED = 100  # steps in a row; more come from the weights, not the samples
 SHOWN = 8  # sample keys in a message
+COLLECT_EVERY = 1000  # steps
 
 
 class Position(NamedTuple):
@@ -126,27 +127,23 @@ class Trainer:
         masks = draw_masks(config, model, images, tokens, self.samples)
         # ---- forward, loss, backward
         with tf32(engine.module.half and o.tf32 is not None):
-            if parts == 1:
-                inputs = [(images, tokens, *masks)]
-                cached = [engine(*inputs[0])]
-            else:  # the gradient cache
-                inputs = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
-                with torch.no_grad():
-                    states, cached = zip(*((random_state(), engine(*given)) for given in inputs))
+            inputs = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
+            with torch.set_grad_enabled(parts == 1):  # of several parts, the gradient cache
+                states, cached = zip(*((random_state(), engine(*given)) for given in inputs))
             *embeddings, scalars = zip(*cached)  # means and log-variances (B, D), scalars (3,)
             outputs = [t.detach().requires_grad_() for t in (*map(torch.cat, embeddings), scalars[0])]
             with tf32(engine.module.half and o.tf32 == "all"):
                 loss, terms = self.loss_and_terms(outputs)
                 gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
-            after = random_state() if parts > 1 else None  # the loss may draw, too
-            for part, given in enumerate(inputs):
+            after = random_state()  # the loss may draw, too
+            for part, (given, state, found) in enumerate(zip(inputs, states, cached)):
                 if parts > 1:
-                    set_random_state(states[part])
-                *embeddings, scalars = cached[0] if parts == 1 else engine(*given)
+                    set_random_state(state)
+                    found = engine(*given)
+                *embeddings, scalars = found
                 carried = sum((e * g.chunk(parts)[part]).sum() for e, g in zip(embeddings, gradients))
                 engine.backward(carried + (scalars * gradients[-1]).sum() / parts)  # which every part has
-            if parts > 1:
-                set_random_state(after)
+            set_random_state(after)
         # ---- step, unless the loss or the gradient is NaN or Inf on any rank
         own, clip = engine.gradient_norm(), config.optimizer.clip_grad_norm
         nonfinite = ~(loss.detach().isfinite() & own.isfinite())
@@ -216,9 +213,9 @@ class Trainer:
             self.window.restart()
 
     def _collect_garbage(self) -> None:
-        """Every `engine.gc_every` steps, on all ranks at once: collections that Python starts when it has made many
-        objects make all others wait for one rank. What is there after the first step is not looked through again."""
-        if (every := self.config.engine.gc_every) and (self.step == self.first or self.step % every == 0):
+        """Every so many steps, on all ranks at once: collections that Python starts when it has made many objects make
+        all others wait for one rank. What is there after the first step is not looked through again."""
+        if self.step == self.first or self.step % COLLECT_EVERY == 0:
             gc.disable()
             gc.collect()
             if self.step == self.first:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from pretrain.engine import zero
 from pretrain.engine.engine import Towers, make_engine
 from pretrain.engine.state import Average, EngineState
 from pretrain.run_folder import RunFolder
@@ -18,8 +19,9 @@ CPU = torch.device("cpu")
 def engine_of(config, model, persistent=0):
     """An engine in float32 on the CPU; at ZeRO 3 it shares out even the smallest parameters."""
     init_process_group()
+    zero.PERSISTENT = persistent
     optimizer = make_optimizer(model, config.optimizer)
-    return make_engine(Towers(model, "fp32"), optimizer, config.engine, config.batch_size, CPU, persistent)
+    return make_engine(Towers(model, "fp32"), optimizer, config.engine, config.batch_size, CPU)
 
 
 def trainer_of(config, model, steps=100, persistent=0) -> Trainer:

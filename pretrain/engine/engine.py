@@ -204,20 +204,14 @@ def piece(start: int, numel: int, offset: int) -> Piece:
 
 
 def make_engine(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: Options,
-    batch_size: int,
-    device: torch.device,
-    persistent_elements: int = 100_000,
+    module: nn.Module, optimizer: torch.optim.Optimizer, options: Options, batch_size: int, device: torch.device
 ) -> Engine:
-    """An engine around a module, such as `Towers`, in the ranks' process group; collective. `batch_size`: of all ranks;
-    `persistent_elements`: parameters up to this size stay whole on every rank at ZeRO-3."""
+    """An engine around a module, such as `Towers`, in the ranks' process group; collective. `batch_size`: of all."""
     if not options.zero_stage:
         return Engine(module, optimizer, options, device)
     from pretrain.engine.zero import Sharded  # DeepSpeed takes seconds to import
 
-    return Sharded(module, optimizer, options, batch_size, device, persistent_elements)
+    return Sharded(module, optimizer, options, batch_size, device)
 
 
 @contextmanager

@@ -38,13 +38,14 @@ import deepspeed.ops  # noqa: E402
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # Without a GPU, init would compile a shared-memory communication kernel for a minute; gloo does that work.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+PERSISTENT = 100_000  # elements up to which a parameter stays whole on every rank at stage 3
 
 
 class Sharded(Engine):
     """The optimizer's state shared out (ZeRO 1), the gradients too (2), and the weights (3)."""
 
-    def __init__(self, module, optimizer, options: Options, batch_size: int, device, persistent_elements: int):
-        self.stage, self.batch_size, self.persistent_elements = options.zero_stage, batch_size, persistent_elements
+    def __init__(self, module, optimizer, options: Options, batch_size: int, device):
+        self.stage, self.batch_size = options.zero_stage, batch_size
         super().__init__(module, optimizer, options, device)
 
     def wrap(self, options: Options) -> None:
@@ -61,7 +62,7 @@ class Sharded(Engine):
                 "contiguous_gradients": True,
                 "reduce_bucket_size": BUCKET,
                 "allgather_bucket_size": BUCKET,
-                "stage3_param_persistence_threshold": self.persistent_elements,
+                "stage3_param_persistence_threshold": PERSISTENT,
                 "memory_efficient_linear": False,  # its own backward pass ignores autocast
             },
             "communication_data_type": options.gradient_dtype,

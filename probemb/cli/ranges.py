@@ -1,5 +1,6 @@
 """Types of options with bounds, beside jsonargparse's own (PositiveInt, ClosedUnitInterval, …)."""
 
+import re
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse.typing import restricted_number_type, restricted_string_type
@@ -28,21 +29,27 @@ Distance = Literal[
 Precision = Literal["auto", "fp32", "bf16"]
 Resize = Literal["tensor", "pil"]
 
+KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+BOUNDS = {">": "above", ">=": "of at least", "<": "below", "<=": "at most"}
+
 
 def takes(hint: Any) -> str:
-    """The values that a type takes, in short: "int v>=0 and v<=64", "csd or elk"."""
+    """The values that a type takes, in short: "a whole number of at least 0 and at most 64", "csd or elk"."""
     options = [one for one in get_args(hint) if one is not type(None)]
     if get_origin(hint) is Literal:
         return " or ".join(map(str, options))
     if get_origin(hint) in (list, tuple):
-        kinds = " ".join(takes(one) for one in options if one is not Ellipsis)
-        return f"a list of {kinds} (1 2 on the command line, [1, 2] in a file)"
+        kinds = " or ".join(dict.fromkeys(takes(one) for one in options if one is not Ellipsis))
+        return f"a list, each {kinds} (1 2 on the command line, [1, 2] in a file)"
     if get_origin(hint) is dict:
-        return f"{{{options[0].__name__}: {takes(options[1])}, …}}"
+        return f"{{name: {takes(options[1])}, …}}"
     if options:
         return " or ".join(map(takes, options))
-    bounds = getattr(hint, "_expression", "")
-    return f"{hint._type.__name__} {bounds}" if bounds and hint is not Folder else getattr(hint, "__name__", str(hint))
+    if hint is Folder:
+        return "the name of a folder"
+    bounds = re.sub("v([<>]=?)", lambda found: f"{BOUNDS[found[1]]} ", getattr(hint, "_expression", ""))
+    kind = KINDS.get(getattr(hint, "_type", hint), getattr(hint, "__name__", hint))
+    return f"{kind} {bounds}".rstrip()
 
 
 def wrong_value(name: str, value: Any, hint: Any) -> UserError:

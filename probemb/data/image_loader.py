@@ -180,6 +180,15 @@ def walk_pictures(folder: Path) -> Iterator[str]:
                 yield os.path.normpath(os.path.join(below, name))
 
 
+def images_under(path: Path) -> list[Place]:
+    """The images of tars, or of a folder and the folders in it, named by their paths inside."""
+    if tars := find_tars(path):
+        prefix = "{}:" if len(tars) > 1 else ""
+        members = ((tar, member) for tar in tars for member in list_members(tar) if is_image(member.name))
+        return [Place(prefix.format(tar.name) + one.name, str(tar), one.offset, one.size) for tar, one in members]
+    return [Place(name, str(path / name)) for name in walk_pictures(path) if is_image(name) and name.count("/") < 2]
+
+
 def find_files(candidates: Sequence[Sequence[str]], images: Path | None, beside: Sequence[Path]) -> list[str | None]:
     """For each image the first existing one of its candidates below the folder `images`, or beside the annotations; in
     upper or lower case, if no file has just this name.

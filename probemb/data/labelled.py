@@ -1,7 +1,6 @@
 """Labelled images in any of their layouts, the classes in the order of the labels, and prompts that describe these."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Literal, NamedTuple
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from probemb.data import reading
-from probemb.data.image_loader import CLASS_FILES, Images, Place, find_tars, is_image, list_members, read_samples
+from probemb.data.image_loader import CLASS_FILES, Images, find_tars, images_under, is_image, list_members, read_samples
 from probemb.errors import UserError, nearest
 
 WNID = re.compile(r"n\d{8}")
@@ -74,7 +73,7 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
 def find_unlabelled(data: str | Path, exif: bool = False) -> Images:
     """All images of a folder and the folders in it, or of tars. Raises UserError: there is none."""
     path = Path(data)
-    places = _images_under(path) if path.exists() or find_tars(path) else []
+    places = images_under(path) if path.exists() or find_tars(path) else []
     if not places:
         raise UserError(f"{data} holds no images.", "Name a folder of images, or webdataset shards.")
     return Images(places=places, source=str(data), exif=exif)
@@ -83,31 +82,14 @@ def find_unlabelled(data: str | Path, exif: bool = False) -> Images:
 # -------------------------------------------------------------------------------------- class folders and label files
 
 
-def _folders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _images_under(path: Path) -> list[Place]:
-    """The images of tars, or of a folder and the folders in it, named by their paths inside."""
-    if tars := find_tars(path):
-        prefix = "{}:" if len(tars) > 1 else ""
-        members = ((tar, member) for tar in tars for member in list_members(tar) if is_image(member.name))
-        return [Place(prefix.format(tar.name) + one.name, str(tar), one.offset, one.size) for tar, one in members]
-    places = []
-    for folder in ("", *_folders(path)):
-        names = sorted(filter(is_image, os.listdir(path / folder)))
-        places += [Place(os.path.join(folder, name), str(path / folder / name)) for name in names]
-    return places
-
-
 def _read_images(path: Path, labels: dict[str, int | str] | None = None) -> LabelledImages:
     """Images whose class is in `labels`, else their folder, on disk or in tars."""
-    folders = _folders(path) if path.is_dir() and labels is None else []
+    folders = sorted(one.name for one in path.glob("[!.]*/")) if labels is None else []
     split = next((name for name in ("val", "validation", "test", "train") if name in folders), None)
     if split and not any(map(WNID.fullmatch, folders)):
         raise UserError(f"{path} holds splits, not classes: {', '.join(folders[:5])}.", f"Name {path / split}.")
     marked, bad = [], []
-    for place in _images_under(path):
+    for place in images_under(path):
         inside = place.name.rpartition(":")[2].removeprefix("./")
         mark = inside.rpartition("/")[0].rpartition("/")[2] if labels is None else labels.get(_stem(inside), "")
         if mark == "":

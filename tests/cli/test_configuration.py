@@ -85,7 +85,7 @@ def test_a_value_that_is_a_mapping(tmp_path):
     file.write_text(to_yaml(config))
     assert parse("--config", str(file)) == parse("--shares", "{c: 0.5, a.b.d: 2}") == config
     assert parse("--config", str(file), "--shares", "all").shares == "all"
-    with pytest.raises(UserError, match=r"It takes all or \{str: float v>=0, …\}"):
+    with pytest.raises(UserError, match=r"It takes all or \{name: a number of at least 0, …\}"):
         parse("--shares", "{a: -1}")
 
 
@@ -98,8 +98,8 @@ def test_all_unknown_keys_and_wrong_values_are_told_at_once(tmp_path):
         f"{file} sets the unknown key part.rates. Did you mean 'part.rate'?",
         "The kind b does not use options.rate. Leave it out, or choose one of a.",
         "There is no option --nam. Did you mean '--name'?",
-        "share is '2'. It takes float v>=0 and v<=1.",
-        "pair is '0.5'. It takes a list of float v>=0 and v<1",
+        "share is '2'. It takes a number of at least 0 and at most 1.",
+        "pair is '0.5'. It takes a list, each a number of at least 0 and below 1 (1 2",
         "--seed has no value.",
         "distance is 'cds'. Did you mean 'csd'?",
     ):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pretrain.config import Engine
-from pretrain.engine import checkpoint
+from pretrain.engine import checkpoint, zero
 from pretrain.engine.engine import make_engine as engine_around
 from probemb import distributed
 from probemb.distributed import agree, init_process_group
@@ -71,6 +71,7 @@ class Wrapper(nn.Module):
 def make_engine(stage, world, hidden=5, dropout=0.0, seed=0, persistent=0):
     init_process_group()
     torch.manual_seed(seed)
+    zero.PERSISTENT = persistent
     module = Wrapper(hidden, dropout)
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
@@ -78,7 +79,7 @@ def make_engine(stage, world, hidden=5, dropout=0.0, seed=0, persistent=0):
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-6, fused=True)
-    return engine_around(module, optimizer, Engine(zero_stage=stage), BATCH, torch.device("cpu"), persistent)
+    return engine_around(module, optimizer, Engine(zero_stage=stage), BATCH, torch.device("cpu"))
 
 
 def train(engine, rank, world, steps):
