@@ -17,7 +17,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config, whole_steps
-from pretrain.stream.filter import select
+from pretrain.stream.stream import make_order
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
@@ -121,11 +121,9 @@ def count_data(o: Plan) -> dict[str, Any]:
         except UserError as error:
             remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
             raise UserError(error.what, remedy) from None
-        weights = o.data.weights or [1.0] * len(corpora)
-        selection = select(corpora, o.data.filter)
-        samples = iter(selection.sizes.tolist() if selection else [s.samples for shards in corpora for s in shards])
-        size = sum(int(w * sum(next(samples) for _ in shards) + 0.5) for w, shards in zip(weights, corpora))
-        per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(weights, corpora)) / max(1, size)
+        order, _ = make_order(corpora, o.data, o.batch_size, o.seed)
+        size = order.slots_per_epoch
+        per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(order.weights, corpora)) / size
     steps = whole_steps(o, size // o.batch_size)
     sizes = {"samples_per_epoch": size or None, "bytes_per_sample": per_sample or None}
     return {"steps": steps, "samples": steps * o.batch_size, **sizes}

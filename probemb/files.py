@@ -1,5 +1,6 @@
-"""Atomic replacement of files: after a crash there is the old or the new one."""
+"""Atomic replacement of files: after a crash there is the old or the new one; and their SHA-256."""
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -38,3 +39,9 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """In hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -44,7 +44,6 @@ from probemb.data.shards.index import (
     SCORE,
     TYPES,
     Shard,
-    file_sha256,
     key_hash,
     read_index,
     read_index_file,
@@ -62,7 +61,7 @@ from probemb.data.shards.samples import (
 )
 from probemb.data.shards.write import copy_samples, encode_captions, write_corpus
 from probemb.errors import UserError
-from probemb.files import replace_text
+from probemb.files import file_sha256, replace_text
 from probemb.machine import cores
 from probemb.progress import progress
 from tools.pools import process_pool

@@ -24,7 +24,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from pretrain.config import Data
-from pretrain.stream.filter import select
+from pretrain.stream.filter import Selection, select
 from pretrain.stream.order import Order
 from pretrain.stream.samples import Samples, printable
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
@@ -151,6 +151,17 @@ class Batch(NamedTuple):
     samples_seen: int  # the position after this batch, over all ranks: where to resume
 
 
+def make_order(
+    corpora: Sequence[Sequence[Shard]], data: Data, batch_size: int, seed: int
+) -> tuple[Order, Selection | None]:
+    """The order of the samples that `data.filter` keeps, and which these are."""
+    selection = select(corpora, data.filter)
+    sizes = selection.sizes if selection else [shard.samples for shards in corpora for shard in shards]
+    mixture = {"weights": data.weights or [1.0] * len(corpora), "places": selection.places if selection else None}
+    mixture["corpus"] = [number for number, shards in enumerate(corpora) for _ in shards]
+    return Order(sizes, batch_size=batch_size, lanes=data.lanes, window=data.window, seed=seed, **mixture), selection
+
+
 class Stream(AbstractContextManager, Iterator):
     """Endless batches for one rank, as an iterator and a context manager.
 
@@ -187,13 +198,8 @@ class Stream(AbstractContextManager, Iterator):
         world_size: int = 1,
         start_samples: int = 0,
     ):
-        self.shards, self.selection = [*chain(*corpora)], select(corpora, data.filter)
-        self.data, self._pin = data, pin_memory
-        sizes = self.selection.sizes if self.selection else [shard.samples for shard in self.shards]
-        mixture = {"weights": data.weights or [1.0] * len(corpora)}
-        mixture["corpus"] = [number for number, shards in enumerate(corpora) for _ in shards]
-        mixture["places"] = self.selection.places if self.selection else None
-        self.order = Order(sizes, batch_size=batch_size, lanes=data.lanes, window=data.window, seed=seed, **mixture)
+        self.shards, self.data, self._pin = [*chain(*corpora)], data, pin_memory
+        self.order, self.selection = make_order(corpora, data, batch_size, seed)
         self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._alone, self._closed = world_size == 1, False

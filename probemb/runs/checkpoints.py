@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.files import flush, replace_text
+from probemb.files import file_sha256, flush, replace_text
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 BEST = "best.json"  # in the run folder: the best checkpoint by a metric
@@ -79,7 +79,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | st
         raise OSError(str(error)) from None
     path.chmod(0o644)  # safetensors makes it readable by its owner alone
     flush(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def read_state(path: Path | str) -> dict:
@@ -101,16 +101,11 @@ def read_content(path: Path, verify: bool = False) -> dict:
         try:
             if (size := (path / name).stat().st_size) != about["bytes"]:
                 raise Damaged(path, f"{name} has {size} bytes instead of {about['bytes']}")
-            if verify and _sha256(path / name) != about["sha256"]:
+            if verify and file_sha256(path / name) != about["sha256"]:
                 raise Damaged(path, f"the contents of {name} are not what was written")
         except OSError as error:
             raise Damaged(path, f"{name} is missing or cannot be read ({error.strerror})") from None
     return content
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sum_of(content: dict) -> str:

@@ -13,7 +13,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
+from probemb.data.remote import in_background
 from probemb.errors import UserError
 from probemb.files import flush
 from probemb.runs.checkpoints import STATE, Damaged, complete_steps, read_best, read_content, superfluous
@@ -56,18 +56,13 @@ class Copy:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first. Raises TimeoutError: a server that does not answer."""
-        listed: Future[list[str]] = Future()
 
-        def find() -> None:
-            try:
-                listed.set_result(self.files.find("checkpoints"))
-            except FileNotFoundError:
-                listed.set_result([])
-            except Exception as error:  # any, of any package
-                listed.set_exception(error)
+        def find() -> list[str]:
+            with suppress(FileNotFoundError):
+                return self.files.find("checkpoints")
+            return []
 
-        threading.Thread(target=find, daemon=True).start()
-        names = "\n".join(listed.result(PATIENCE))
+        names = "\n".join(in_background(find).result(PATIENCE))
         return sorted(map(int, re.findall(rf"^checkpoints/step-(\d+)/{STATE}$", names, re.MULTILINE)), reverse=True)
 
     def put(self, name: str, folder: Path) -> None:

@@ -4,13 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from probemb.cli.command import run_command
 from probemb.cli.console import commands
-from probemb.errors import UserError, nearest
+from probemb.errors import EXTRAS, UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +90,8 @@ def test_missing_package_of_an_extra(monkeypatch, capsys):
     assert "pip install 'probemb[slurm]'" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError):
         run_command(lambda: __import__("no_such_module"))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert all(any(one.lower().startswith(name) for one in extras[extra]) for name, extra in EXTRAS.items())
 
 
 @pytest.mark.slow

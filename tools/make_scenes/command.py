@@ -36,10 +36,11 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 from probemb.cli.command import Parser
 from probemb.cli.ranges import Processes
 from probemb.data.captions.dataset import TRUTH
-from probemb.data.shards.index import Shard, file_sha256, write_index
+from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.write import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
+from probemb.files import file_sha256
 from probemb.progress import progress
 from tools.make_scenes import world
 from tools.make_scenes.captions import draw_captions, write_truth

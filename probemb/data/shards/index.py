@@ -43,11 +43,6 @@ class Shard:
     sha256: str | None = None  # in hexadecimal; None if the index has none
 
 
-def file_sha256(path: str | os.PathLike) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_index(source: str | os.PathLike, policy: FetchPolicy = DEFAULT_POLICY) -> list[Shard]:
     """Shards of a corpus in the order of its index.
 

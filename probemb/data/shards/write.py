@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 from webdataset import TarWriter
 
-from probemb.data.shards.index import Shard, file_sha256, write_index
+from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.samples import SampleSpan, read_sample
-from probemb.files import replace_file
+from probemb.files import file_sha256, replace_file
 
 
 def tar_writer(file: BinaryIO):

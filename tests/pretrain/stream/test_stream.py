@@ -16,9 +16,10 @@ from PIL import Image
 
 from pretrain.config import Data
 from pretrain.stream.stream import Stream
-from probemb.data.shards.index import Shard, file_sha256
+from probemb.data.shards.index import Shard
 from probemb.data.shards.write import tar_writer
 from probemb.errors import UserError
+from probemb.files import file_sha256
 from tests.imagesite import bomb
 
 SIZES = (11, 7, 9, 13, 5)  # 45 samples: 5 steps of 8 in an epoch, 5 are dropped
