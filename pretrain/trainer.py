@@ -84,7 +84,7 @@ class Trainer:
         self.step, self.samples, self.skipped = position
         self.steps, self.total = steps, self.samples + (steps - self.step) * config.batch_size
         self.last = max(self.step, min(steps, config.stop_at_step or steps))
-        self.first, self.saved = self.step + 1, self.step
+        self.first = self.step + 1
         self.evaluators, self.stop, self.images_at_peak = evaluators, stop, images_at_peak
         self.progress = progress or Progress(self.step)
         self.stopping, self.skipped_in_a_row = False, 0  # agreed by all ranks
@@ -111,7 +111,7 @@ class Trainer:
         finally:
             gc.unfreeze()
             gc.enable()
-        if self.stopping and self.step > self.saved:
+        if self.stopping and self.step >= self.first:
             self.save()
         return self.stopping and (self.step < self.last or not going)
 
@@ -225,7 +225,6 @@ class Trainer:
         """Start to write a checkpoint of this moment; collective."""
         self.progress.doing("saving")
         self.folder.save(self.engine, self.position, self.average)
-        self.saved = self.step
         self.window.restart()
 
     @property

@@ -88,7 +88,6 @@ class Order:
     Attributes:
         slots_per_epoch: N, before the remainder is dropped.
         steps: global batches in an epoch, N // B, the same in every epoch.
-        dropped: slots of an epoch that are not used, N − steps · B < B.
         lane_length: slots of one lane in an epoch.
         share: rows that a lane feeds in a global batch, B / L.
 
@@ -125,7 +124,6 @@ class Order:
         if self.steps == 0:
             what = f"The data has {self.slots_per_epoch} samples, fewer than one global batch of {batch_size}."
             raise UserError(what, "Use a smaller batch or more data.")
-        self.dropped = self.slots_per_epoch - self.steps * batch_size
         self.share = batch_size // lanes
         self.lane_length = self.steps * self.share
         self._layout, self._window = lru_cache(2)(self._make_layout), lru_cache(2 * lanes + 8)(self._make_window)

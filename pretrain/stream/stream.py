@@ -42,11 +42,9 @@ _SEARCH_LIMIT = 20_000  # samples tried in place of a bad one
 
 
 class Part(NamedTuple):
-    """A worker's rows of a batch as in `Batch`, as arrays, but for the images, which lie in memory that it shares."""
+    """A worker's rows of a batch as in `Batch`, but for the images, which lie in memory that it shares."""
 
     tokens: np.ndarray
-    slots: np.ndarray
-    replaced: np.ndarray
     keys: list[str]
     failures: list[tuple[str, str]]  # label of the shard, and reason, for every slot whose own sample cannot be used
 
@@ -100,7 +98,7 @@ class Parts(Dataset):
         start, stop = self.rows[part : part + 2]
         images = self.images[batch % len(self.images)][start - self.rows[0] : stop - self.rows[0]]
         slots = self.order.rows(epoch, step, start, stop)
-        tokens, keys, failures, replaced = [], [], [], np.zeros(stop - start, bool)
+        tokens, keys, failures = [], [], []
         for i, slot in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
             try:
                 image, row_tokens, key = self.samples.read(*slot)
@@ -108,12 +106,10 @@ class Parts(Dataset):
             except BadSample as error:
                 failures.append((self.samples.labels[slot[0]], printable(str(error))))
                 image, row_tokens, key = self._stand_in(epoch, step, start + i)
-                replaced[i] = True
             images[i] = image
             tokens.append(row_tokens)
             keys.append(key)
-        places = np.stack([slots.shard, slots.index], axis=1)
-        return Part(torch.stack(tokens).numpy(), places, replaced, keys, failures)
+        return Part(torch.stack(tokens).numpy(), keys, failures)
 
     def _stand_in(self, epoch: int, step: int, row: int) -> tuple[torch.Tensor, torch.Tensor, str]:
         """The last good sample of the same row in this epoch, the first good one if there is none before, or the next
@@ -145,10 +141,7 @@ class Batch(NamedTuple):
 
     images: torch.Tensor  # (b, 3, H, W), in the type and memory order of the transform
     tokens: torch.Tensor  # (b, L) int64
-    slots: torch.Tensor  # (b, 2) int64: number of the shard, index of the sample in it
-    replaced: torch.Tensor  # (b,) bool: the slot's own sample cannot be used, and another one stands in for it
     keys: list[str]  # "shard/key" of the sample that is shown, for logs
-    samples_seen: int  # the position after this batch, over all ranks: where to resume
 
 
 def make_order(
@@ -285,11 +278,10 @@ class Stream(AbstractContextManager, Iterator):
         ready = images[self.samples_seen // self.order.batch_size % len(images)]
         self.samples_seen += self.order.batch_size
         pixels = empty_stack(ready[0], self.rows, self._pin).copy_(ready)
-        *arrays, keys, _ = zip(*parts)
-        tokens, slots, replaced = (torch.from_numpy(np.concatenate(array)) for array in arrays)
+        tokens = torch.from_numpy(np.concatenate([part.tokens for part in parts]))
         tokens = tokens.pin_memory() if self._pin else tokens
         self.wait_seconds += time.perf_counter() - began
-        return Batch(pixels, tokens, slots, replaced, [*chain(*keys)], self.samples_seen)
+        return Batch(pixels, tokens, [key for part in parts for key in part.keys])
 
     def waiting_for(self) -> str:
         """The worker that `load` waits for and the shard that it reads; for another thread."""

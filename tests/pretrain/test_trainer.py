@@ -160,7 +160,7 @@ def load_all(rank, world, shards):
     with make(slow if rank == 1 else shards, batch_size=60, lanes=world, rank=rank, world_size=world) as stream:
         trainer = Trainer(CONFIG, SimpleNamespace(device=CPU), stream, None, STEPS, stop=stop)
         while batch := trainer.load():
-            seen.append((batch.samples_seen, len(batch.keys)))
+            seen.append((stream.samples_seen, len(batch.keys)))
     return seen, rounds, trainer.stopping
 
 

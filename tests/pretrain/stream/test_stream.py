@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import os
 import random
+import re
 import signal
 from collections import Counter
 from dataclasses import fields, replace
@@ -100,18 +101,21 @@ def assert_same(batches, expected) -> None:
     """Equal to the last bit, and made by the same samples."""
     assert len(batches) == len(expected)
     for one, other in zip(batches, expected, strict=True):
-        assert one.samples_seen == other.samples_seen
         assert one.keys == other.keys
-        for name in "images", "tokens", "slots", "replaced":
+        for name in "images", "tokens":
             assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def places(batch) -> list[tuple[int, int]]:
+    """Shard and index of each sample, from its key, "00003.tar/0004"."""
+    return [tuple(map(int, re.findall(r"\d+", key))) for key in batch.keys]
 
 
 def assert_ranks_make_up(by_rank, expected) -> None:
     """Row by row, the ranks' batches put together are the batches of one process."""
-    for batches in zip(*by_rank, strict=True):
-        batch = expected[batches[0].samples_seen // BATCH - 1]
+    for batch, *batches in zip(expected, *by_rank, strict=True):
         assert [key for one in batches for key in one.keys] == batch.keys
-        for name in "images", "tokens", "slots", "replaced":
+        for name in "images", "tokens":
             assert torch.equal(torch.cat([getattr(one, name) for one in batches]), getattr(batch, name)), name
 
 
@@ -124,18 +128,14 @@ def uninterrupted(corpus):
 def test_batches_hold_every_sample_once_an_epoch(uninterrupted):
     for epoch in range(2):
         batches = uninterrupted[epoch * 5 : epoch * 5 + 5]
-        slots = {tuple(slot) for batch in batches for slot in batch.slots.tolist()}
-        assert len(slots) == 40
-        assert [batch.samples_seen for batch in batches] == [(epoch * 5 + step + 1) * 8 for step in range(5)]
+        assert len({place for batch in batches for place in places(batch)}) == 40
     batch = uninterrupted[0]
     assert batch.images.shape == (8, 3, 12, 12)
     assert batch.images.dtype == torch.float32
     assert batch.tokens.shape == (8, 24)
     assert batch.tokens.dtype == torch.int64
-    for row in range(8):
-        shard, index = batch.slots[row].tolist()
-        assert batch.keys[row] == f"{shard:05d}.tar/{index:04d}"
-        caption = bytes(batch.tokens[row].tolist()).decode().strip()
+    for (shard, index), tokens in zip(places(batch), batch.tokens):
+        caption = bytes(tokens.tolist()).decode().strip()
         assert caption.startswith(f"{shard:05d} {index} caption ")  # image and caption belong together
 
 
@@ -220,7 +220,7 @@ def test_identity_names_what_the_order_depends_on(corpus):
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory, uninterrupted) -> tuple[list[Shard], dict[tuple[int, int], str]]:
     """All kinds of damage, also in the first batch of an epoch and in two batches of a row in succession."""
-    slots = [[tuple(slot) for slot in batch.slots.tolist()] for batch in uninterrupted]
+    slots = list(map(places, uninterrupted))
     bad = {
         slots[0][1]: "image",
         slots[1][1]: "caption",
@@ -251,26 +251,16 @@ def test_damaged_samples_are_replaced_by_their_rows_last_good_one(damaged, unint
     shards, bad = damaged
     with make(shards, failure_share=1) as stream:
         batches = take(stream, 10)
-    for epoch in range(2):
-        of_epoch = batches[epoch * 5 : epoch * 5 + 5]
-        slots = np.stack([batch.slots.numpy() for batch in of_epoch])
-        assert [batch.keys for batch in of_epoch] == expected_keys(slots, bad)
-        for batch, line in zip(of_epoch, slots.tolist(), strict=True):
-            assert batch.replaced.tolist() == [tuple(slot) in bad for slot in line]
-            assert batch.images.shape == (8, 3, 12, 12)
-            assert len(set(batch.keys)) == 8  # no repeat inside a batch, which would be a false negative
-    for batch, sound in zip(batches, uninterrupted, strict=False):  # all the others are as they would be
-        assert torch.equal(batch.slots, sound.slots)
-        assert torch.equal(batch.images[~batch.replaced], sound.images[~batch.replaced])
-    assert batches[4].replaced[2]  # a stand-in is a repeat, to the last bit
-    assert batches[3].replaced[2]
-    assert torch.equal(batches[4].images[2], batches[2].images[2])
-
-    counts = {}
-    for batch in batches:
-        for shard, index in batch.slots.tolist():
-            if (shard, index) in bad:
-                counts[f"{shard:05d}.tar"] = counts.get(f"{shard:05d}.tar", 0) + 1
+    slots = list(map(places, uninterrupted[:10]))
+    for start in (0, 5):
+        keys = [batch.keys for batch in batches[start : start + 5]]
+        assert keys == expected_keys(np.array(slots[start : start + 5]), bad)
+        assert all(len(set(row)) == 8 for row in keys)  # no repeat inside a batch, which would be a false negative
+    for batch, sound, line in zip(batches, uninterrupted, slots):  # all the others are as they would be
+        same = [place not in bad for place in line]
+        assert torch.equal(batch.images[same], sound.images[same])
+    assert torch.equal(batches[4].images[2], batches[2].images[2])  # a stand-in is a repeat, to the last bit
+    counts = Counter(f"{place[0]:05d}.tar" for line in slots for place in line if place in bad)
     assert {name: failure.count for name, failure in stream.failures.items()} == counts
     assert all(failure.reason.isprintable() for failure in stream.failures.values())
 
@@ -293,9 +283,11 @@ def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
     assert len(before + after) == 74
     assert {batch.images.shape for batch in after} == {(8, 3, 12, 12)}
     assert set(stream.failures) == {"00004.tar"}
-    seen = sum(int((batch.slots[:, 0] == 4).sum()) for batch in after)
-    failed = stream.failures["00004.tar"].count
-    assert failed == sum(int(batch.replaced.sum()) for batch in after)
+    rows = [stream.order.rows(*divmod(n, stream.order.steps), 0, BATCH) for n in range(10, 74)]
+    slots = [slot for row in rows for slot in zip(row.shard.tolist(), row.index.tolist())]
+    shown = [place for batch in after for place in places(batch)]
+    seen, failed = sum(shard == 4 for shard, _ in slots), stream.failures["00004.tar"].count
+    assert failed == sum(own != place for own, place in zip(slots, shown, strict=True))
     assert 0 < failed <= seen
     assert {"vanishes": "No such file", "is cut": "cut off", "is emptied": "empty"}[how] in stream.failures[
         "00004.tar"
