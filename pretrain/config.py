@@ -157,7 +157,7 @@ class Evaluate:
     """Evaluation while training: zero-shot classification, and loss and retrieval on held-out pairs.
 
     Args:
-        pairs: images with captions; shards, a Karpathy json, precomp files; empty switches it off. One set, or several
+        pairs: images with captions; shards, json, a table or a folder; empty switches it off. One set, or several
             as PATH or NAME=PATH, whose values are logged as NAME/rsum, …; without a name, that of the folder or file.
         pairs_split: their split, or one for each set; null for all of the data.
         classes: labelled images, in a form of docs/data.md; empty switches it off. One set or several, as `pairs`;

@@ -209,7 +209,7 @@ class Stream(AbstractContextManager, Iterator):
             samples.check_names([np.flatnonzero(self.order.corpus == c).tolist() for c in range(len(corpora))])
         rows = [rank * self.rows + self.rows * i // parts for i in range(parts + 1)]
         self._parts, self._item = Parts(self.order, samples, rows), start_samples // batch_size * parts
-        options = {"batch_size": None, "sampler": count(self._item), "collate_fn": _identity}
+        options = {"batch_size": None, "sampler": count(self._item), "collate_fn": lambda part: part}
         options["generator"] = torch.Generator()  # otherwise it would draw from the global random numbers
         if workers:
             options |= {"multiprocessing_context": "fork", "prefetch_factor": AHEAD, "timeout": LOOK_UP_SECONDS}
@@ -299,7 +299,3 @@ class Stream(AbstractContextManager, Iterator):
             )
             what += f"; the worst shards are {worst_places(of_ranks())[1]}."
             raise UserError(what, "Repair these shards or leave them out, or raise data.failure_share.")
-
-
-def _identity(part: Part) -> Part:
-    return part
