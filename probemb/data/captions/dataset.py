@@ -402,7 +402,7 @@ def list_captions(
         images: image folder of an annotation file, for COCO the one with train2014 and val2014; by default searched
             beside the file.
         format: by default recognised.
-        need_caption: False keeps the images of tables and folders that have none.
+        need_caption: False keeps the images that have none; else these are left out.
         held_out: share of the images that are "val" of data without splits, drawn by their ids, and not "train"; None
             refuses such data if one of these is asked for.
 
@@ -413,13 +413,9 @@ def list_captions(
     if folder is not None and formats[format].has_images:
         raise UserError(f"{path} holds its images itself; {images} would not be used.", "Leave the image folder out.")
     entries, located, found, source, truth = formats[format].read(path, split, folder)
-    rows, bare = list(range(len(entries))), [] if not need_caption else [one.id for one in entries if not one.captions]
-    if format in ("table", "folder") and bare:
-        rows = [row for row in rows if entries[row].captions]
-        if isinstance(located, Images):
-            located.bad += [(str(name), "it has no caption") for name in bare]
-    elif bare:
-        raise UserError(f"The image {bare[0]} of {source} has no caption.", "Add one, or remove the image.")
+    rows = [row for row, one in enumerate(entries) if one.captions or not need_caption]
+    if need_caption and isinstance(located, Images):
+        located.bad += [(str(one.id), "it has no caption") for one in entries if not one.captions]
     if not rows:
         why = f" ({': '.join(located.bad[0])})" if isinstance(located, Images) and located.bad else ""
         remedy = "Name data that has images with captions."
