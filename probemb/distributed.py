@@ -72,10 +72,9 @@ def init_process_group(timeout_minutes: float = 30) -> None:
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
         control_group(timeout)
     except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
-        raise UserError(
-            f"Not all {world} ranks met at {address}:{port} within {timeout_minutes:g} minutes (engine.timeout).",
-            "Look at the output of the others: one has failed, hangs, or cannot reach that address.",
-        ) from error
+        what = f"Not all {world} ranks met at {address}:{port} within {timeout_minutes:g} minutes (engine.timeout)."
+        remedy = "Look at the output of the others: one has failed, hangs, or cannot reach that address."
+        raise UserError(what, remedy) from error
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:

@@ -11,12 +11,10 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from jsonargparse.typing import NonNegativeInt, restricted_number_type
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from probemb.data.shards.index import SCORE, Shard, key_hash, read_columns
 from probemb.errors import UserError
-
-Aspect = restricted_number_type("Aspect", float, (">=", 1))
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Filter:
 
     min_side: NonNegativeInt | None = None
     max_side: NonNegativeInt | None = None
-    max_aspect: Aspect | None = None
+    max_aspect: PositiveFloat | None = None
     min_words: NonNegativeInt | None = None
     max_words: NonNegativeInt | None = None
     min_chars: NonNegativeInt | None = None
@@ -184,8 +182,5 @@ class KeyList:
     def refuse_ambiguous(self) -> None:
         """Raise UserError if a key is in several corpora."""
         if several := self.count() - self.count(0) - self.count(1):
-            raise UserError(
-                f"{several:,} of the {self.count():,} keys of {self.path} are in more than one corpus of data.train.",
-                "Write FOLDER/SHARD.tar/KEY, as log_samples does, with as much of the path as tells the corpora apart, "
-                "and a line for each corpus that is meant.",
-            )
+            what = f"{several:,} of the {self.count():,} keys of {self.path} are in more than one corpus of data.train."
+            raise UserError(what, "Write FOLDER/SHARD.tar/KEY, with as much of the path as tells the corpora apart.")

@@ -64,7 +64,7 @@ class Remote:
     def beside(self, name: str) -> "Remote":
         """The file `name` in the folder of this address. Raises ValueError for a name that leads elsewhere."""
         if not name.isprintable() or any(mark in name for mark in ("/", "\\", "::", "*", "?", "[", "{")):
-            raise ValueError(name)
+            raise ValueError(f"{name!r} lies outside its own folder")
         folder, query = self.split()
         return Remote(f"{folder.rstrip('/')}/{quote(name) if self.scheme in WEB else name}{query}")
 

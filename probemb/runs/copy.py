@@ -44,10 +44,8 @@ class Copy:
         return f"{type(error).__name__}: {text or 'no answer'}"
 
     def unusable(self, error: Exception) -> UserError:
-        return UserError(
-            f"The remote copy {self} cannot be reached or written ({self.reason(error)}).",
-            "Check the address and the credentials (s3:// needs `pip install 'probemb[s3]'`), or try again.",
-        )
+        what = f"The remote copy {self} cannot be reached or written ({self.reason(error)})."
+        return UserError(what, "Check the address and the credentials (s3:// needs `pip install 'probemb[s3]'`).")
 
     @cached_property
     def files(self) -> DirFileSystem:
@@ -161,14 +159,11 @@ def check_copy(copy: Copy, out: str | Path, step: int | None, tell: Callable[[st
         tell(f"{copy.unusable(error).what} The run tries again.")
         return
     if there and step is None:
-        raise UserError(
-            f"The remote copy {copy} already holds a run.", "Add --resume to continue it, or name another place."
-        )
+        remedy = "Add --resume to continue it, or name another place."
+        raise UserError(f"The remote copy {copy} already holds a run.", remedy)
     if there and there[0] > step:
-        raise UserError(
-            f"The remote copy {copy} has step {there[0]}, and the run would resume from step {step}.",
-            "Resume in an empty --out to continue from the copy, or name another place for this one.",
-        )
+        what = f"The remote copy {copy} has step {there[0]}, and the run would resume from step {step}."
+        raise UserError(what, "Resume in an empty --out to continue from the copy, or name another place.")
 
 
 def fetch_newest(copy: Copy, run: Path, tell: Callable[[str], object]) -> None:

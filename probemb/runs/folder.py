@@ -34,10 +34,8 @@ def newest_checkpoint(
     refuse_locked(run, minutes if resume else 0.0, tell)
     restore_replaced(run)
     is_run = (run / "checkpoints").is_dir()  # the first that a run writes
-    other = UserError(
-        f"{run} holds something else than a run, or a run without its checkpoints, which a new run would overwrite.",
-        "Choose another --out, or put checkpoints/ back and add --resume.",
-    )
+    what = f"{run} holds something else than a run, or a run without its checkpoints, which a new run would overwrite."
+    other = UserError(what, "Choose another --out, or put checkpoints/ back and add --resume.")
     if not is_run and any(path.name != "wandb" for path in run.glob("[!.]*")):
         raise other
     if not resume:
@@ -58,11 +56,8 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average
     path = Path(out).absolute()
     free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
     if free < needed:
-        raise UserError(
-            f"The disk of {out} has {free / 1e6:,.1f} MB free; a checkpoint of {n:,} parameters and the exported "
-            f"weights need {needed / 1e6:,.1f} MB.",
-            "Make room, or choose an --out on another disk.",
-        )
+        room = f"{free / 1e6:,.1f} MB free, and a checkpoint and the exported weights need {needed / 1e6:,.1f} MB"
+        raise UserError(f"The disk of {out} has {room}.", "Make room, or choose an --out on another disk.")
 
 
 def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...]) -> list[str]:
@@ -91,11 +86,9 @@ def refuse_endless_starts(run: Path, first: int, step: int) -> None:
     """
     count = count_start(run / ".starts", first, step) if is_main() else 0
     if all_of(count)[0] >= MAX_STARTS:
+        what = f"{MAX_STARTS} starts in a row were asked to stop before they had made a step, the last at step {step}."
         raise UserError(
-            f"{MAX_STARTS} starts in a row were asked to stop before they had made a step, so the run, at step {step}, "
-            "does not ask for another.",
-            "Give it more time (sbatch --time), or shorten what comes before the first step, and continue with "
-            "--resume.",
+            what, "Continue with --resume and more time (sbatch --time), or less to do before the first step."
         )
 
 
@@ -177,15 +170,13 @@ class RunOutput:
 
     def _explained(self, error: Exception | None) -> Exception | None:
         if self.lock and not self.lock.is_current():
-            return UserError(
-                f"The run folder is gone: {self.path} was deleted or replaced while the run was writing it.",
-                "Start the run again, or put the folder back and continue with --resume.",
-            )
+            what = f"The run folder is gone: {self.path} was deleted or replaced while the run was writing it."
+            return UserError(what, "Start the run again, or put the folder back and continue with --resume.")
         if not isinstance(error, OSError):
             return error
+        what = f"{error.filename or self.path} could not be written: {error.strerror or error}."
         return UserError(
-            f"{error.filename or self.path} could not be written: {error.strerror or error}.",
-            "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
+            what, "Make room, or make the folder writable, and --resume; earlier checkpoints are complete."
         )
 
     def _write(self, snapshot: Snapshot, paused: float) -> None:

@@ -140,10 +140,8 @@ def start_wandb(project: str | None, run: Path, config: dict):
         about = {"name": run.name, "dir": str(run), "config": config, "resume": "allow"}
         return wandb.init(project=project, id=file.read_text(encoding="utf-8").strip(), **about)
     except Exception as error:  # not installed, not logged in, no network
-        raise UserError(
-            f"Weights & Biases does not start ({' '.join(str(error).split())[:200]}).",
-            "Run `pip install wandb` and `wandb login`, or leave --wandb out.",
-        ) from error
+        what = f"Weights & Biases does not start ({' '.join(str(error).split())[:200]})."
+        raise UserError(what, "Run `pip install wandb` and `wandb login`, or leave --wandb out.") from error
 
 
 # ------------------------------------------------------------------------------------------------------ printed lines

@@ -100,11 +100,9 @@ class Watchdog:
 
     def _end(self) -> None:
         faulthandler.dump_traceback_later(ENDING_SECONDS, file=2, exit=True)
-        error = UserError(
-            f"There was no progress for {self.minutes:g} minutes (engine.timeout): {self.states()}.",
-            "Look at what is named, or raise engine.timeout, and continue with --resume; the stacks of all threads are "
-            f"in {self.run / 'stacks'}.",
-        )
+        what = f"There was no progress for {self.minutes:g} minutes (engine.timeout): {self.states()}."
+        where = f"all threads' stacks are in {self.run / 'stacks'}"
+        error = UserError(what, f"Look at what is named, or raise engine.timeout, and continue with --resume; {where}.")
         with suppress(OSError):
             (self.run / "stacks").mkdir(exist_ok=True)
             with open(self.run / "stacks" / f"rank-{self.rank}.txt", "w", encoding="utf-8") as file:

@@ -22,6 +22,7 @@ import numpy as np
 from braceexpand import UnbalancedBracesError, braceexpand
 
 from probemb.data.failures import BadShard
+from probemb.data.reading import checked
 from probemb.data.remote import DEFAULT_POLICY, FetchPolicy, Remote, fetch, is_remote
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
@@ -126,18 +127,15 @@ def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY)
             raise UserError(what, "Name the folder of .tar files, or make it: `python -m tools.make_scenes FOLDER`.")
         content = path.read_bytes()
     shards = []
-    try:
+    with checked(path, "an index of shards", remedy):
         for row in json.loads(content)["shards"]:
             name, samples, size = row["name"], row["samples"], row["bytes"]
             if name in ("", ".", "..") or "/" in name or "\0" in name or not 0 <= samples <= size < 1 << 44:
-                raise ValueError(name)
+                raise ValueError(f"{name!r} lies outside its own folder, or cannot have these sizes")
             where = folder / name if isinstance(folder, Path) else folder
             if where is folder and folder.scheme != "pipe":  # a name from an index never becomes part of a command
                 where = folder.beside(name)
             shards += [Shard(name, where, samples, size, row.get("sha256"))] if samples else []
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        what = f"{path} is not an index of shards, or names a file outside its own folder."
-        raise UserError(what, remedy) from None
     return shards
 
 
