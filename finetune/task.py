@@ -30,7 +30,7 @@ from probemb.data.labelled import prompt_texts, zero_shot_set
 from probemb.evaluation.classification import accuracy, class_vectors, true_ranks
 from probemb.evaluation.composed import KS as COMPOSED_KS
 from probemb.evaluation.composed import embed_queries, measure_composed
-from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.embedding import Embedder, embed_classes
 from probemb.evaluation.retrieval import evaluate_retrieval
 from probemb.gaussian import Gaussian
 from probemb.losses.output import mixed, same_image, smooth
@@ -124,12 +124,9 @@ class Task:
     def classify(self, model: DualEncoder) -> list[dict[str, float]]:
         """Zero-shot accuracy, in [0, 1], of a model in evaluation mode on each set of `evaluate.classes`."""
         found = []
-        for name, (images, labels, classes, templates) in self.labelled:
-            embedder, prefix = self.embedder(model), f"{name}/" if name else ""
-            prompts = embedder.texts(prompt_texts(classes.names, templates)).mean.unflatten(0, (len(classes), -1))
-            gaussian, kept, _ = embedder.images(images)
-            vectors = class_vectors(prompts, torch.ones(prompts.shape[:2]))
-            ranks = true_ranks(gaussian.mean, vectors, torch.tensor(labels)[kept])
+        for name, data in self.labelled:
+            one, prefix = embed_classes(self.embedder(model), data), f"{name}/" if name else ""
+            ranks = true_ranks(one.images.mean, class_vectors(one.prompts.mean), one.labels)
             found.append({f"{prefix}zeroshot_top{k}": float(accuracy(ranks, k)) for k in (1, 5)})
         return found
 
@@ -335,4 +332,5 @@ class ComposedTask(Task):
         gallery = embedder.images(data.images)
         queries = embed_queries(embedder, data, data.queries or data.sampled_queries(o.queries, o.seed))
         found = measure_composed(gallery, data, queries, o.ranking or model.composed_ranking)["all"]
-        return {"r_precision": 100 * found["r_precision"], **{f"r{k}": 100 * found[f"r@{k}"] for k in COMPOSED_KS}}
+        metrics = {"r_precision": "r_precision"} | {f"r{k}": f"r@{k}" for k in COMPOSED_KS}
+        return {name: 100 * found[metric]["value"] for name, metric in metrics.items()}

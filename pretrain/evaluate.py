@@ -126,7 +126,7 @@ class ZeroShot(Evaluator):
     def measure(self, engine, meet: Callable[[], object]) -> dict[str, float]:
         prompts = self.encode_texts(engine, engine.module.model.cut_padding(self.tokens), meet)
         image = self.encode_images(engine, meet)
-        vectors = class_vectors(prompts.mean.view(*self.shape, -1), torch.ones(self.shape))
+        vectors = class_vectors(prompts.mean.view(*self.shape, -1))
         ranks = true_ranks(image.mean, vectors, self.labels[self.batches.kept])
         n, *hits = distributed.sum_over_ranks([len(ranks), (ranks < 1).sum(), (ranks < 5).sum()], engine.device)
         return dict(zip(self.metrics, (float(hit / n) for hit in hits)))

@@ -7,7 +7,7 @@ probability 1 - α or more, whatever the model. Letters: n calibration items, N 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from scipy.stats import betabinom
 from torch import Tensor
 
 from probemb.metrics.bootstrap import interval
-from probemb.metrics.selective import fit_temperature
+from probemb.metrics.selective import fit_temperature, tempered
 
 RAPS_PENALTIES = (0.001, 0.01, 0.1, 0.2, 0.5)
 TUNING_SHARE = 0.3  # of the calibration items, which the threshold then does not see
@@ -192,13 +192,14 @@ def coverage_band(n: int, m: int, alpha: float) -> tuple[float, float]:
 
 def evaluate_sets(
     variants: Mapping[str, Variant], labels: Tensor, groups: Tensor, alpha: float, splits: int = 20,
-    by_class: bool = False, transduce: bool = False,
+    by_class: bool = False, transduce: bool = False, advance: Callable[[int], object] = lambda n: None,
 ) -> list[dict]:  # fmt: skip
     """Prediction sets by every score of every variant, the first of which is what the others' sizes are compared with.
 
     labels: (N,); groups: (N,) int64, of items that depend on each other; by_class: a threshold for each class. One
     temperature, and RAPS' k_reg and penalty, are fitted in each split on items that its threshold does not see.
-    transduce: also LAC of the first variant's `transported` probabilities, for equal classes.
+    transduce: also LAC of the first variant's `transported` probabilities, for equal classes. advance: is called after
+    each split of each variant.
 
     Returns:
         rows with the means over splits of `describe_sets`, "least" and "most" coverage, its "band" (`coverage_band` of
@@ -212,11 +213,11 @@ def evaluate_sets(
         place = (order == labels[:, None]).int().argmax(1)
         by = torch.ones(len(labels), dtype=torch.float64) if u is None else u.double()
         for tune, calibrate, test in parts:
-            temperature, power = fit_temperature(ordered[tune], place[tune], by[tune])
-            p = (ordered / (temperature * by[:, None] ** power)).softmax(1)
+            fitted = fit_temperature(ordered[tune], place[tune], by[tune])
+            p = tempered(ordered, fitted, by).softmax(1)
             if transduce and name == plain:
                 both, seen = torch.cat([calibrate, test]), len(calibrate)
-                s = 1 - transported(logits[both].double() / temperature)
+                s = 1 - transported(logits[both].double() / fitted[0])
                 sets = prediction_sets(s[seen:], threshold(of_labels(s[:seen], labels[calibrate]), alpha))
                 found.setdefault(("LAC, transported", name), []).append(describe_sets(sets, labels[test], alpha))
             scores = {"LAC": Score(), "APS": Score("aps"), "RAPS": tune_raps(p[tune], place[tune], alpha)}
@@ -230,6 +231,7 @@ def evaluate_sets(
                     limit = threshold(own[calibrate], alpha, groups[calibrate])
                 sets = prediction_sets(s[test], limit)
                 found.setdefault((title, name), []).append(describe_sets(sets, place[test], alpha, labels[test]))
+            advance(1)
     band = coverage_band(*(len(groups[rows].unique()) for rows in parts[0][1:]), alpha)
     rows = []
     for (title, name), each in found.items():

@@ -277,23 +277,38 @@ def imagenet_templates() -> list[str]:
 
 
 class ZeroShotSet(NamedTuple):
-    """The images and the classes of a zero-shot check while training."""
+    """Images with the index of the class of each, the classes, and templates of their prompts."""
 
     images: LabelledImages
     labels: list[int]
     classes: Classes
-    templates: list[str]
+    templates: Templates
+
+    def only(self, rows: Sequence[int]) -> "ZeroShotSet":
+        images = replace(self.images, places=[self.images.places[i] for i in rows])  # `labels` stand for its marks
+        return self._replace(images=images, labels=[self.labels[i] for i in rows])
+
+
+def find_classes(
+    data: str, classes: str | None = None, templates: str | None = None, exif: bool = False, labels: str | None = None
+) -> ZeroShotSet:
+    """Labelled images: see `find_images`, `resolve_classes` and `read_templates`; by default the data's own templates,
+    or CLIP's 80. Raises UserError.
+    """
+    images = find_images(data, labels, exif)
+    found, indices = resolve_classes(images, classes)
+    own = images.templates if templates is None else None
+    return ZeroShotSet(images, indices, found, list(own) if own else read_templates(templates, found.names))
 
 
 def zero_shot_set(data: str, templates: Literal["single", "all"], exif: bool = False) -> ZeroShotSet:
-    """Labelled images with "a photo of a {}." or CLIP's 80 templates. Raises UserError."""
+    """Images to check while training, with "a photo of a {}." or CLIP's 80 templates. Raises UserError."""
     try:
-        images = find_images(data, exif=exif)
-        classes, labels = resolve_classes(images, None)
+        found = find_classes(data, exif=exif)
     except UserError as error:  # whose remedy may name options of zeroshot.imagenet
         remedy = "Name images in class folders, or shards with KEY.cls; docs/data.md says how to sort ImageNet's."
         raise UserError(error.what, remedy) from error
-    return ZeroShotSet(images, labels, classes, [SINGLE_TEMPLATE] if templates == "single" else imagenet_templates())
+    return found._replace(templates=[SINGLE_TEMPLATE] if templates == "single" else imagenet_templates())
 
 
 def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:

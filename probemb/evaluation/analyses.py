@@ -271,14 +271,13 @@ class Walk(NamedTuple):
     cosines: list[float]
 
 
-def likeness_of(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
+def likeness_of(data: CaptionDataset) -> Tensor:
     """Similarity of the meanings of images, by their captions alone, (N, N) in [0, 1]."""
-    if captions.truth is not None:
-        true_NM = exact_match(captions, kept).float()
-        owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
-        counts = torch.bincount(owner, minlength=len(kept))
-        return torch.zeros(len(kept), len(kept)).index_add_(1, owner, true_NM).div_(counts).T.contiguous()
-    together = [" ".join(captions.captions[i]) for i in kept]
+    if data.truth is not None:
+        owner, n = torch.tensor(data.owner()), len(data)
+        true_NN = torch.zeros(n, n).index_add_(1, owner, exact_match(data).float())
+        return true_NN.div_(torch.bincount(owner, minlength=n)).T.contiguous()
+    together = [" ".join(texts) for texts in data.captions]
     rows = normalize(torch.from_numpy(caption_tfidf(together).toarray()), dim=1)
     return (rows @ rows.T).clamp(0, 1)
 

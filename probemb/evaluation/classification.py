@@ -17,10 +17,11 @@ def normalise(vectors: Tensor) -> Tensor:
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
 
 
-def class_vectors(mean: Tensor, weights: Tensor) -> Tensor:
-    """Weighted means of the prompts' means (C, P, D) at unit length, (C, D) float32. weights: (C, P), not negative.
-    Summed in float64, so that equal weights give equal vectors in any order.
+def class_vectors(mean: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Weighted means of the prompts' means (C, P, D) at unit length, (C, D) float32. weights: (C, P), not negative;
+    None: equal. Summed in float64, so that equal weights give equal vectors in any order.
     """
+    weights = mean.new_ones(mean.shape[:2]) if weights is None else weights
     return normalise(torch.einsum("cp,cpd->cd", weights.double(), mean.double())).float()
 
 

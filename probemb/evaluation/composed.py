@@ -19,8 +19,8 @@ from probemb.evaluation.embedding import EmbeddedImages, Embedder
 from probemb.evaluation.rankings import Scores, dots
 from probemb.gaussian import Gaussian
 from probemb.losses.mpc import log_density_factors
-from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
-from probemb.metrics.uncertainty import average_ranks, cluster_standard_error
+from probemb.metrics.retrieval import Positives, score_metrics
+from probemb.metrics.uncertainty import average_ranks, cluster_standard_error, mean_estimates
 from probemb.models.composers import Composer
 
 Ranking = Literal["cosine", "density"]
@@ -102,15 +102,6 @@ def ranked_by(
     return without if without_own else score
 
 
-def composed_outcomes(
-    gallery: EmbeddedImages, data: Compositions, found: ComposedQueries, by: Ranking = "cosine",
-    ks: Sequence[int] = KS, without_own: bool = False,
-) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """`query_metrics` of every query, see `ranked_by`, and how many correct targets the gallery has, (Q,) int64."""
-    positives = positives_of(data, found.queries, gallery.kept)
-    return score_metrics(ranked_by(gallery, found, by, without_own), positives, ks), positives.counts
-
-
 def guessed(targets_Q: Tensor, n_gallery: int, ks: Sequence[int] = KS) -> dict[str, Tensor]:
     """R@K and R-Precision that a random order of T images is expected to have for R targets, (Q,) float64 each."""
     r, found = targets_Q.double(), {}
@@ -121,16 +112,24 @@ def guessed(targets_Q: Tensor, n_gallery: int, ks: Sequence[int] = KS) -> dict[s
 
 
 def measure_composed(
-    gallery: EmbeddedImages, data: Compositions, found: ComposedQueries, by: Ranking = "cosine"
-) -> dict[str, dict[str, float]]:
-    """Mean metrics of every kind of queries that occurs, and of "all"; "queries" that have a correct target."""
-    per_query, targets = composed_outcomes(gallery, data, found, by)
-    out = {}
+    gallery: EmbeddedImages, data: Compositions, found: ComposedQueries, by: Ranking = "cosine",
+    ks: Sequence[int] = KS, without_own: bool = False,
+) -> dict[str, dict]:  # fmt: skip
+    """Of every kind of query that occurs, and of "all": "queries" that have a correct target, how many "targets" they
+    have, the mean of each metric, {"value", "se"}, and "guessing", what a random order would reach; see `ranked_by`.
+    """
+    positives = positives_of(data, found.queries, gallery.kept)
+    every, targets = score_metrics(ranked_by(gallery, found, by, without_own), positives, ks), positives.counts
+    by_chance, combination, out = guessed(targets, len(gallery.kept), ks), combinations_of(found.queries), {}
     for kind in ("all", *KINDS):
-        chosen = of_kind(found.queries, kind) & (targets > 0)
-        if chosen.any():
-            means = mean_metrics({name: values[chosen] for name, values in per_query.items()})
-            out[kind] = {**means, "queries": int(chosen.sum())}
+        some = of_kind(found.queries, kind) & (targets > 0)
+        if some.any():
+            out[kind] = {
+                "queries": int(some.sum()),
+                "targets": float(targets[some].double().mean()),
+                **mean_estimates({name: every[name] for name in by_chance}, combination, some),
+                "guessing": {name: float(values[some].mean()) for name, values in by_chance.items()},
+            }
     return out
 
 

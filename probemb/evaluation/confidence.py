@@ -28,6 +28,7 @@ from probemb.metrics.selective import (
     own_log_p,
     rank_correlations,
     selective_metrics,
+    tempered,
 )
 from probemb.models.encoder import POINT_LOG_VAR
 from probemb.models.match import MatchModel
@@ -45,9 +46,7 @@ MEASURES = {  # of a confidence: its title, and 1 where more is better
     "ece": ("ECE", -1),
     "nll": ("NLL", -1),
 }
-SOFTMAX = {
-    "means": "max softmax", "probit": "probit softmax", "match": "match probability", "adapter": "adapter's softmax",
-}  # fmt: skip
+SOFTMAX = {"means": "max softmax", "probit": "probit softmax", "match": "match probability"}
 U, SAME = "u", "not told apart"
 BASELINES = ("margin", "entropy")  # that every score is compared with, beside the best one
 MORE_BASELINES = ("max softmax", "temperature", "logistic regression")  # and in results.json
@@ -122,14 +121,11 @@ class Task:
             found["probit"] = probit_softmax(self.scale * mean.double(), self.scale**2 * var.double()).log()
             if self.model.form == "csd":
                 found["match"] = self.model.log_odds(self.queries, self.gallery).double()
-        if self.temperature is not None:
-            t, power = self.temperature
-            found["adapter"] = self.cosine / (t * (1 if self.u is None else self.u[:, None] ** power))
         return found
 
     def variants(self) -> dict[str, Variant]:
         """For prediction sets: `logits`, and u in the temperature."""
-        found = {name: Variant(logits) for name, logits in self.logits.items() if name != "adapter"}
+        found = {name: Variant(logits) for name, logits in self.logits.items()}
         if self.u is not None:
             found["means, temperature by u"] = Variant(self.logits["means"], self.u)
         return found
@@ -152,6 +148,9 @@ def unlabelled_confidences(task: Task) -> dict[str, Confidence]:
     found = {name: Confidence(values) for name, values in free_confidences(task.cosine, task.scale).items()}
     for name, logits in task.logits.items():
         found[SOFTMAX[name]] = task.softmax(logits, own=name != "means")
+    if task.temperature is not None:
+        u = torch.ones_like(task.cosine[:, 0]) if task.u is None else task.u
+        found["adapter's softmax"] = task.softmax(tempered(task.cosine, task.temperature, u), own=True)
     if task.epistemic is not None:
         with torch.random.fork_rng(devices=()):  # passes with dropout
             torch.manual_seed(0)
@@ -170,10 +169,9 @@ def fitted_confidences(task: Task, known: Mapping[str, Confidence], steps: int) 
     if any(len(right[some].unique()) < 2 for some in (task.half, ~task.half)):
         return {}
 
-    def tempered(u: Tensor, **about) -> Confidence:
+    def by_temperature(u: Tensor, **about) -> Confidence:
         def fit(rows: Tensor, others: Tensor) -> Tensor:
-            t, power = fit_temperature(logits[rows], task.truth[rows], u[rows])
-            return logits[others] / (t * u[others, None] ** power)
+            return tempered(logits[others], fit_temperature(logits[rows], task.truth[rows], u[rows]), u[others])
 
         return task.softmax(_cross_fitted(task, fit), labels=len(right) // 2, **about)
 
@@ -192,9 +190,9 @@ def fitted_confidences(task: Task, known: Mapping[str, Confidence], steps: int) 
             return predictor(queries[others], gallery, task.scale).double()
 
     features = torch.stack([known[name].values for name in ("max softmax", "entropy", "margin")], 1)
-    found = {"temperature": tempered(torch.ones(len(right))), "logistic regression": logistic(features)}
+    found = {"temperature": by_temperature(torch.ones(len(right))), "logistic regression": logistic(features)}
     if task.u is not None:
-        found["temperature by u"] = tempered(task.u, own=True)
+        found["temperature by u"] = by_temperature(task.u, own=True)
         features = torch.cat([features, task.u.log()[:, None]], 1)
         found["logistic regression with u"] = logistic(features, own=True)
     if steps and task.truth.dtype != torch.bool:
@@ -213,7 +211,7 @@ def _cross_fitted(task: Task, fit: Callable[[Tensor, Tensor], Tensor]) -> Tensor
 
 def measure(
     task: Task, scores: Mapping[str, Confidence], outcomes: Mapping[str, Tensor], nearest: Tensor | None = None,
-    strangers: Mapping[str, Confidence] | None = None,
+    strangers: Mapping[str, Confidence] | None = None, advance: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
     """score -> key of MEASURES -> (R,), the first of the data and the others of the same resamples for all scores.
 
@@ -239,6 +237,7 @@ def measure(
         if strangers is not None and name in strangers:
             told = selective_metrics(torch.cat([one.values, strangers[name].values]), known, both)
             measured |= {f"ood_{key}": told[key] for key in ("auroc", "fpr95")}
+        advance(1)
     return found
 
 

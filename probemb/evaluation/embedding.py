@@ -20,6 +20,7 @@ from probemb import models
 from probemb.cross_attention import Tokens, unit_tokens
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import ImageBatches, Images
+from probemb.data.labelled import ZeroShotSet, prompt_texts
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device, loader_workers
@@ -121,7 +122,7 @@ class Embedder:
 class EmbeddedPairs(NamedTuple):
     """Embeddings of all images that could be read, (N, D), and of their captions, (M, D), image after image, on the
     CPU; (N, K, D) for K embeddings an item. owner: (M,) int64, the row of each caption's image; kept, bad: as of
-    EmbeddedImages; tokens: of both, where they were asked for.
+    EmbeddedImages; data: of the images that could be read; tokens: of both, where they were asked for.
     """
 
     images: Gaussian
@@ -129,6 +130,7 @@ class EmbeddedPairs(NamedTuple):
     owner: Tensor
     kept: list[int]
     bad: list[tuple[str, str]]
+    data: CaptionDataset | None = None
     tokens: tuple[KeptTokens, KeptTokens] | None = None
 
 
@@ -136,9 +138,31 @@ def embed_pairs(embedder: Embedder, captions: CaptionDataset, with_tokens: bool 
     """Embed all readable images and their captions. Raises UserError: as `Embedder.images`."""
     embedder = replace(embedder, kept=(KeptTokens(), KeptTokens()) if with_tokens else None)
     images, kept, bad = embedder.images(captions.images)
-    texts = embedder.texts([text for i in kept for text in captions.captions[i]])
-    owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
-    return EmbeddedPairs(images, texts, owner, kept, bad, embedder.kept)
+    data = captions.only(kept)
+    return EmbeddedPairs(
+        images, embedder.texts(data.flat()), torch.tensor(data.owner()), kept, bad, data, embedder.kept
+    )
+
+
+class EmbeddedClasses(NamedTuple):
+    """Embeddings of labelled images that could be read, (N, D), with their labels (N,), and of the P prompts of each of
+    C classes, (C, P, D); data: of these images; bad: as of EmbeddedImages.
+    """
+
+    images: Gaussian
+    labels: Tensor
+    prompts: Gaussian
+    data: ZeroShotSet
+    bad: list[tuple[str, str]]
+
+
+def embed_classes(embedder: Embedder, data: ZeroShotSet) -> EmbeddedClasses:
+    """Embed all prompts and all readable images. Raises UserError: as `Embedder.images`."""
+    texts = embedder.texts(prompt_texts(data.classes.names, data.templates), "prompts")
+    prompts = Gaussian(*(x.unflatten(0, (len(data.classes), -1)) for x in (texts.mean, texts.log_var)))
+    images, kept, bad = embedder.images(data.images)
+    data = data.only(kept)
+    return EmbeddedClasses(images, torch.tensor(data.labels), prompts, data, bad)
 
 
 def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
@@ -156,20 +180,16 @@ def centre(several: Gaussian) -> Gaussian:
     return Gaussian(mean.to(several.mean.dtype), several.log_var.logsumexp(1) - math.log(several.shape[1]))
 
 
-def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
+def exact_match(data: CaptionDataset, rows: Tensor | None = None) -> Tensor:
     """(N, M) bool, of data with known truth: whether each caption, or each of the `rows`, is true of each image."""
-    truth, columns = captions.truth, _columns(captions, kept)
-    columns = columns if rows is None else [columns[row] for row in rows]
-    return torch.from_numpy(truth.matches[np.ix_([truth.images[str(captions.image_ids[i])] for i in kept], columns)])
+    truth, columns = data.truth, np.array([data.truth.texts[text] for text in data.flat()])
+    columns = columns if rows is None else columns[rows.numpy()]
+    return torch.from_numpy(truth.matches[np.ix_([truth.images[str(name)] for name in data.image_ids], columns)])
 
 
-def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
+def true_ambiguity(data: CaptionDataset) -> Tensor:
     """(M,) float64, the share of all images that each caption fits, of data with known truth."""
-    return torch.from_numpy(captions.truth.ambiguity[_columns(captions, kept)])
-
-
-def _columns(captions: CaptionDataset, kept: Sequence[int]) -> list[int]:
-    return [captions.truth.texts[text] for i in kept for text in captions.captions[i]]
+    return torch.from_numpy(data.truth.ambiguity[[data.truth.texts[text] for text in data.flat()]])
 
 
 class KeptTokens:

@@ -117,8 +117,8 @@ def evaluate_rankings_of_pairs(
 
 
 def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float] = GRID) -> tuple[Tensor, dict]:
-    """Scores -(|mu_i - mu_c|^2 + t2i u_i + i2t u_c), (P,), whose weights were chosen by AP on the other half's images.
-    Also "chosen", of each half, and "oracle": "lambda", the AP of all pairs at [i2t][t2i], and its "best".
+    """Scores -(|mu_i - mu_c|^2 + t2i u_i + i2t u_c), (P,), whose weights were chosen by AP on the other half's images,
+    and what was "chosen" on each half.
     """
     squared = torch.cat([
         (pairs.images.mean[image] - pairs.texts.mean[caption]).double().square().sum(1)
@@ -130,22 +130,17 @@ def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float
     def score(weights: tuple[float, float]) -> Tensor:
         return -(squared + weights[0] * u_caption + weights[1] * u_image).float()
 
-    def precisions(rows: Tensor | slice) -> dict[tuple[float, float], float]:
-        return {w: float(judged.metrics(score(w), rows, 0).average_precision) for w in product(grid, grid)}
+    def best(rows: Tensor) -> tuple[float, float]:
+        def precision(w: tuple[float, float]) -> float:
+            return float(judged.metrics(score(w), rows, 0).average_precision)
 
-    def best(table: dict[tuple[float, float], float]) -> tuple[float, float]:
-        return max(table, key=lambda weights: (table[weights], -abs(weights[0]) - abs(weights[1])))
+        return max(product(grid, grid), key=lambda w: (precision(w), -abs(w[0]) - abs(w[1])))
 
-    chosen, oracle = [best(precisions(rows)) for rows in judged.halves[::-1]], precisions(slice(None))
-    top, halves = best(oracle), zip(chosen, judged.halves)
-    return torch.where(judged.half == 0, score(chosen[0]), score(chosen[1])), {
-        "chosen": [{"i2t": w[0], "t2i": w[1], "images": len(judged.image[rows].unique())} for w, rows in halves],
-        "oracle": {
-            "lambda": list(grid),
-            "average_precision": [[oracle[i2t, t2i] for t2i in grid] for i2t in grid],
-            "best": {"i2t": top[0], "t2i": top[1], "average_precision": oracle[top]},
-        },
-    }
+    chosen = [best(rows) for rows in judged.halves[::-1]]
+    told = [
+        {"i2t": w[0], "t2i": w[1], "images": len(judged.image[rows].unique())} for w, rows in zip(chosen, judged.halves)
+    ]
+    return torch.where(judged.half == 0, score(chosen[0]), score(chosen[1])), {"chosen": told}
 
 
 def match_calibration(

@@ -26,7 +26,6 @@ from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder, KeptTokens, encode_images
 from probemb.evaluation.rankings import RankingOptions, scores_of
-from probemb.evaluation.uncertainty import query_scores
 from probemb.gaussian import Gaussian
 from probemb.machine import loader_workers
 
@@ -38,8 +37,8 @@ class Localised(NamedTuple):
     """Results of the phrases `rows` of the data, (Q,) each.
 
     first, first_overlaps: by ranking, (Q, 10) the first proposals and their IoU, -1 where there are fewer;
-    best_overlap: of any proposal; chance: (Q, 3) recall of guessing at each of KS; scores: see `query_scores`; bad:
-    (name, reason) of images that could not be read.
+    best_overlap: of any proposal; chance: (Q, 3) recall of guessing at each of KS; bad: (name, reason) of images that
+    could not be read.
     """
 
     rows: list[int]
@@ -49,7 +48,6 @@ class Localised(NamedTuple):
     best_overlap: Tensor
     chance: Tensor
     u: Tensor
-    scores: dict[str, Tensor]
     bad: list[tuple[str, str]]
 
 
@@ -74,9 +72,7 @@ def localise(
             else:
                 scores[name] = scores_of(name, crops, texts[some], options)(slice(None)).T.cpu()
         u = texts[some].uncertainty()
-        single = u.dim() == 1  # not several embeddings of an item
-        known = query_scores(texts[some], crops, embedder.model.match_model) if single else {}
-        parts.append({**_of_phrases(scores, overlaps), "u": u if single else u.mean(1), "scores": known})
+        parts.append({**_of_phrases(scores, overlaps), "u": u.view(len(some), -1).mean(1)})  # of several embeddings
         rows += of_image[image]
     if not parts:
         raise UserError(f"No image of {data.source} could be read.", "Repair the data.")

@@ -5,6 +5,7 @@ N images, M captions, L object categories; Q queries and G gallery items of one 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -53,30 +54,31 @@ def _whole(positives: Positives) -> Kind:
     return Kind([Fold(ALL, None, (positives, positives.transposed()))])
 
 
-def own_captions(owner: Tensor, n_images: int) -> Positives:
-    return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
+def own_captions(pairs: EmbeddedPairs) -> Positives:
+    n, m = len(pairs.images), len(pairs.texts)
+    return Positives.from_pairs(pairs.owner, torch.arange(m), n, m)
 
 
-def class_captions(captions: CaptionDataset, owner: Tensor, kept: Sequence[int]) -> Positives:
+def class_captions(pairs: EmbeddedPairs) -> Positives:
     """Every image matches the captions of all images of its class; (N, M)."""
-    numbers = torch.tensor(captions.class_numbers())[kept]
-    return Positives.of_classes(numbers, numbers[owner])
+    numbers = torch.tensor(pairs.data.class_numbers())
+    return Positives.of_classes(numbers, numbers[pairs.owner])
 
 
-def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str, Positives]:
+def known_positives(pairs: EmbeddedPairs) -> dict[str, Positives]:
     """Positives of images, (N, M): OWN, and CLASS and TRUE where these are known."""
-    kinds = {OWN: own_captions(pairs.owner, len(pairs.images))}
-    if captions.classes is not None:
-        kinds[CLASS] = class_captions(captions, pairs.owner, pairs.kept)
-    if captions.truth is not None:
-        kinds[TRUE] = Positives.from_matrix(exact_match(captions, pairs.kept))
+    kinds = {OWN: own_captions(pairs)}
+    if pairs.data.classes is not None:
+        kinds[CLASS] = class_captions(pairs)
+    if pairs.data.truth is not None:
+        kinds[TRUE] = Positives.from_matrix(exact_match(pairs.data))
     return kinds
 
 
-def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequence[str]) -> dict[str, Kind]:
-    kinds = {title: _whole(one) for title, one in known_positives(pairs, captions).items()}
+def all_kinds(pairs: EmbeddedPairs, benchmarks: Sequence[str]) -> dict[str, Kind]:
+    kinds = {title: _whole(one) for title, one in known_positives(pairs).items()}
     if set(benchmarks) & set(COCO):
-        test = _test_split(captions, pairs.kept)
+        test = _test_split(pairs.data)
         is_all = all(torch.equal(rows, torch.arange(n)) for rows, n in zip(test, (len(pairs.images), len(pairs.texts))))
         split = (ALL, None) if is_all else ("test split", test)
         folds = [(f"fold {i}", rows) for i, rows in enumerate(zip(*(side.chunk(FOLDS) for side in test)))]
@@ -87,10 +89,9 @@ def all_kinds(pairs: EmbeddedPairs, captions: CaptionDataset, benchmarks: Sequen
     return kinds
 
 
-def _test_split(captions: CaptionDataset, kept: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows of COCO's test split among the images `kept` and their captions. Raises UserError: some are missing."""
-    ids = captions.caption_ids and [number for i in kept for number in captions.caption_ids[i]]
-    return coco_rows(captions.image_ids and [captions.image_ids[i] for i in kept], ids)
+def _test_split(data: CaptionDataset) -> tuple[Tensor, Tensor]:
+    """Rows of COCO's test split among the images and the captions. Raises UserError: some are missing."""
+    return coco_rows(data.image_ids, data.caption_ids and list(chain(*data.caption_ids)))
 
 
 def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects: bool) -> list[str]:
@@ -98,13 +99,13 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
     if wanted is None:
         objects = ["pmrp"] if has_objects else []
         try:
-            _test_split(captions, range(len(captions)))
+            _test_split(captions)
         except UserError:
             return objects
         return [*COCO, *objects]
     names = names_of(wanted, BENCHMARKS, "benchmark") if wanted.strip() else []
     if set(names) & set(COCO):
-        _test_split(captions, range(len(captions)))
+        _test_split(captions)
     if "pmrp" in names and not has_objects:
         remedy = "Name COCO's instances_val2014.json with --instances."
         raise UserError("Plausible matches need the objects that the images show.", remedy)
@@ -112,16 +113,15 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
 
 
 def evaluate_rankings(
-    pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str], options: RankingOptions,
-    benchmarks: Sequence[str] = (), objects: Tensor | None = None, show=silent,
+    pairs: EmbeddedPairs, rankings: Sequence[str], options: RankingOptions, benchmarks: Sequence[str] = (),
+    objects: Tensor | None = None, show=silent,
 ) -> tuple[list[dict], PerQuery, dict[str, Tensor]]:  # fmt: skip
-    """Every ranking against every kind of positives; objects: (images of `captions`, L) multi-hot, for "pmrp". Returns
-    rows; and of the first ranking the metrics of every query, NaN for one without positives, and side -> (N or M, 3)
-    int64, the closest rows of the other side.
+    """Every ranking against every kind of positives; objects: (N, L) multi-hot, for "pmrp". Returns rows; and of the
+    first ranking the metrics of every query, NaN for one without positives, and side -> (N or M, 3) int64, the closest
+    rows of the other side.
     """
-    kinds, rows, first = all_kinds(pairs, captions, benchmarks), [], None
-    objects = None if objects is None else objects[pairs.kept]
-    test = _test_split(captions, pairs.kept) if set(benchmarks) & set(COCO) else None
+    kinds, rows, first = all_kinds(pairs, benchmarks), [], None
+    test = _test_split(pairs.data) if set(benchmarks) & set(COCO) else None
     with show("rankings", len(rankings)) as advance:
         for name in rankings:
             ranking, ranker = RANKINGS[name], Ranker(name, pairs.images, pairs.texts, options)
@@ -219,12 +219,12 @@ def evaluate_retrieval(
     options = RankingOptions(
         *model.match_model.numbers, device=embedder.device.name, attention=model.attention, tokens=pairs.tokens
     )
-    positives = own_captions(pairs.owner, len(pairs.images))
+    positives = own_captions(pairs)
     if ranking == "tolerance":
         chosen = choose_tolerance(pairs, positives, "recall")
         options, found["tolerance"] = replace(options, tolerance=chosen), {"i2t": chosen.i2t, "t2i": chosen.t2i}
     if by_class:
-        positives = class_captions(captions, pairs.owner, pairs.kept)
+        positives = class_captions(pairs)
     return found | retrieval(pairs.images, pairs.texts, positives, ranking, options)
 
 

@@ -1,7 +1,6 @@
-"""Evaluation of uncertainties: retrieval quality, erased inputs, true ambiguity, generality, and other predictors.
+"""Evaluation of uncertainties: retrieval quality and its sign, erased inputs, true ambiguity, generality.
 
-PCME++ §4. "images" are queries of image to text. N images, M captions, Q queries, G gallery items, P pairs, R
-resamples, D dimensions.
+PCME++ §4. "images" are queries of image to text. N images, M captions, Q queries, P pairs, R resamples, D dimensions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +8,12 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate, log_softmax, logsigmoid, pad
+from torch.nn.functional import interpolate, pad
 
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.failures import BadSample
-from probemb.distances import csd, inclusion, squared_euclidean
+from probemb.distances import inclusion
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, exact_match, true_ambiguity
-from probemb.evaluation.rankings import match_probability_scores
 from probemb.gaussian import Gaussian
 from probemb.metrics.bootstrap import clusters_of, estimate, pair_metrics
 from probemb.metrics.retrieval import blocks
@@ -24,20 +22,16 @@ from probemb.metrics.uncertainty import (
     halves,
     rank_correlation,
     rejection_curve,
-    rejection_gain,
     spearman,
     standard_error,
     uncertainty_bins,
 )
-from probemb.models.match import MatchModel, in_gallery
 
 ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels or regions, and of words
 CROP = (0.1, 0.75)  # shares of the side
 PROJECTED, EXAMPLES = 60, 8  # images, with their captions; most and least uncertain items
 OWN_PAIRS, CAPTIONS, NESTED_PAIRS = 10_000, 2_000, 20_000  # at most, of which generality is measured
 ROWS, IMAGES = 8, 4096  # pairs of which only the diagonal is wanted, and images whose captions are counted, at a time
-NEIGHBOURS = 10  # whose means' spread is measured
-BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
 
 
 def geometric_sigma(g: Gaussian) -> Tensor:
@@ -54,20 +48,19 @@ MEASURES: dict[str, Callable[[Gaussian], Tensor]] = {
 
 
 def findings(
-    embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]],
-    tops: dict[str, Tensor], erased: int, measure: str = "sum",
+    embedder: Embedder, pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]], tops: dict[str, Tensor],
+    erased: int, measure: str = "sum",
 ) -> dict:  # fmt: skip
     """The uncertainty part of results.json. per_query, tops: of `evaluate_rankings`; erased: number of images."""
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
-    if captions.truth is not None:
-        found["ambiguity_spearman"] = spearman(u(pairs.texts), true_ambiguity(captions, pairs.kept))
-    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    if pairs.data.truth is not None:
+        found["ambiguity_spearman"] = spearman(u(pairs.texts), true_ambiguity(pairs.data))
+    texts = pairs.data.flat()
     words = torch.tensor([float(len(text.split())) for text in texts])
     found["length_spearman"] = spearman(u(pairs.texts), words)
     if erased:
-        chosen = [pairs.kept[row] for row in evenly(len(pairs.kept), erased)]
-        found["erased"] = erase(embedder, captions, chosen, measure=u)
+        found["erased"] = erase(embedder, pairs.data, evenly(len(pairs.data), erased), measure=u)
     distinct = {text: row for row, text in reversed(list(enumerate(texts)))}  # the first row of each text
     found["extremes"] = {}
     for side, rows, items in (
@@ -222,21 +215,19 @@ def crop_test(embedder: Embedder, images: Sequence) -> dict:
     }  # fmt: skip
 
 
-def probe(
-    embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs, words: Tensor, n: int
-) -> dict[str, dict | None]:
+def probe(embedder: Embedder, pairs: EmbeddedPairs, words: Tensor, n: int) -> dict[str, dict | None]:
     """Response of u to captions' content, and to crops and erasures of n images and captions. words: (M,), lengths."""
     u, found = pairs.texts.uncertainty(), dict.fromkeys(("larger_of_nested", "crop", "erased"))
     found["length"] = rank_correlation(u, words, pairs.owner)
-    if captions.truth is not None:
-        rows = _drawn(len(u), CAPTIONS, 0)
-        found["larger_of_nested"] = larger_of_nested(u[rows], exact_match(captions, pairs.kept, rows.tolist()))
-    if chosen := [pairs.kept[row] for row in evenly(len(pairs.kept), n)]:
-        found["erased"] = erase(embedder, captions, chosen, ERASED[::2])
+    if pairs.data.truth is not None:
+        rows = drawn(len(u), CAPTIONS)
+        found["larger_of_nested"] = larger_of_nested(u[rows], exact_match(pairs.data, rows))
+    if chosen := evenly(len(pairs.data), n):
+        found["erased"] = erase(embedder, pairs.data, chosen, ERASED[::2])
         images = []
         for i in chosen:
             with suppress(BadSample):  # the file has changed
-                images.append(captions.images.open(i))
+                images.append(pairs.data.images.open(i))
         if hasattr(images[0], "crop") and len(pairs.images.uncertainty().unique()) > 1:  # no regions, and no points
             found["crop"] = crop_test(embedder, images)
     return found
@@ -250,11 +241,11 @@ def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
     return torch.cat([inclusion(inner[rows], outer[rows]).diagonal() for rows in blocks(len(inner), 1, ROWS)])
 
 
-def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) -> dict:
+def generality(pairs: EmbeddedPairs) -> dict:
     """Does an image lie in its caption or in another's, and a caption in a more general one, that is, is
     `distances.inclusion` above 0? "nested": see `direction`, None where the captions' sets of images are unknown.
     """
-    rows = _drawn(len(pairs.owner), OWN_PAIRS, seed)
+    rows = drawn(len(pairs.owner), OWN_PAIRS)
     owner, texts = pairs.owner[rows], pairs.texts[rows]
     other = owner.roll(1)
     apart = other != owner  # neighbours in a drawn order may share their image
@@ -264,23 +255,23 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
 
     strangers = lie_in(other[apart], texts[apart]) if apart.any() else None
     own, nested = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": strangers}, None
-    if captions.truth is not None:
-        rows = _drawn(len(pairs.owner), CAPTIONS, seed)
-        nested = direction(pairs.texts[rows], exact_match(captions, pairs.kept, rows.tolist()), seed)
+    if pairs.data.truth is not None:
+        rows = drawn(len(pairs.owner), CAPTIONS)
+        nested = direction(pairs.texts[rows], exact_match(pairs.data, rows))
     return {"own": own, "nested": nested}
 
 
-def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
+def direction(texts: Gaussian, match_NM: Tensor) -> dict | None:
     """Does inclusion tell which of two captions is true of more images? None without `nested_pairs`. "lies_in": the
     share in which the caption of fewer images lies in the other; "roc_auc": of that against the reverse inclusion.
     """
     small, large = nested_pairs(match_NM)
     if not len(small):
         return None
-    n_found, chosen = len(small), _drawn(len(small), NESTED_PAIRS, seed)
+    n_found, chosen = len(small), drawn(len(small), NESTED_PAIRS)
     small, large = small[chosen], large[chosen]
     score_P = own_inclusion(texts[small], texts[large])
-    cluster, weights_RC = clusters_of(small, seed=seed)
+    cluster, weights_RC = clusters_of(small)
     both = torch.cat([score_P, -score_P])  # the reverse inclusion is the negative one
     area = pair_metrics(both, torch.arange(len(both)) < len(score_P), (cluster.repeat(2), weights_RC)).roc_auc
     return {
@@ -289,11 +280,11 @@ def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
     }  # fmt: skip
 
 
-def larger_of_nested(u: Tensor, match_NM: Tensor, seed: int = 0) -> dict | None:
+def larger_of_nested(u: Tensor, match_NM: Tensor) -> dict | None:
     """Share of `nested_pairs` whose caption of more images has the larger u (M,), by bootstrap; None without any."""
     small, large = nested_pairs(match_NM)
-    chosen = _drawn(len(small), NESTED_PAIRS, seed)
-    return _share(u[large[chosen]] > u[small[chosen]], *clusters_of(small[chosen], seed=seed)) if len(small) else None
+    chosen = drawn(len(small), NESTED_PAIRS)
+    return _share(u[large[chosen]] > u[small[chosen]], *clusters_of(small[chosen])) if len(small) else None
 
 
 def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,122 +303,34 @@ def _share(hit_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> dict[str, fl
     return estimate((weights_RC.double() @ hits_C) / (weights_RC.double() @ pairs_C))
 
 
-def _drawn(n: int, wanted: int, seed: int) -> Tensor:
-    """At most `wanted` indices below n in an order drawn from the seed."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:wanted]
+def drawn(n: int, wanted: int) -> Tensor:
+    """At most `wanted` indices below n in a drawn order, the same at every call."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:wanted]
 
 
-# Scores that say how uncertain a query is; higher means less certain.
-TITLES = {
-    "u": "u",
-    "expected-matches": "expected matches",
-    "entropy": "entropy of matches",
-    "spread": f"spread of closest {NEIGHBOURS}",
-    "distance": "distance of closest",
-    "margin": "lead of closest, negated",
-}
+# --------------------------------------------------------------------------------------------------- the sign of u
 
 
-@torch.no_grad()
-def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dict[str, Tensor]:
-    """Every score of every query against the whole gallery, (Q,) each on the CPU, in the order of TITLES. A point model
-    has no u; its entropy is that of the softmax of its cosines, and its neighbours are those of the means.
+def signs(pairs: EmbeddedPairs, correct: Mapping[str, Tensor]) -> dict:
+    """Is what u calls certain found more often? correct: side -> (Q,), whether the first answer is right, "r@1":
+    Spearman of u with it, which should be negative; "halves" of the queries by u; "warning" if u has the wrong sign.
     """
-    queries, gallery, parts = queries.float(), gallery.float(), []
-    u_gallery, log_odds = gallery.uncertainty(), _log_odds(queries, gallery, model)
-    for rows in blocks(len(queries), len(gallery), BLOCK_ELEMENTS):
-        block = queries[rows]
-        u = block.uncertainty()
-        apart = squared_euclidean(block.mean, gallery.mean)
-        distance = apart + u[:, None] + u_gallery
-        ranked = distance if model.probabilistic else apart
-        near = ranked.topk(min(NEIGHBOURS, len(gallery)), largest=False).indices
-        near = gallery.mean[near.sort(1).values]  # (Q, K, D); so that the same neighbours have the same spread
-        scores = {"spread": (near - near.mean(1, keepdim=True)).square().sum(-1).mean(1)}
-        if model.probabilistic:
-            scores["u"] = u
-        if model.matches:
-            log_p = logsigmoid(log_odds(rows, distance))
-            scores["expected-matches"] = log_p.exp().sum(1)
-            scores["entropy"] = torch.special.entr(log_softmax(log_p, 1).exp()).sum(1)
-        elif model.temperature is not None:  # unit vectors: the cosine is 1 - distance / 2
-            scores["entropy"] = torch.special.entr(log_softmax(-model.temperature / 2 * apart, 1).exp()).sum(1)
-        closest = apart.topk(min(2, len(gallery)), largest=False).values
-        scores |= {"distance": closest[:, 0], "margin": closest[:, 0] - closest[:, -1]}
-        parts.append({name: scores[name].cpu() for name in TITLES if name in scores})
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _log_odds(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Callable[[slice, Tensor], Tensor]:
-    """(rows of the queries, their CSD) -> the log-odds of a match, (rows, G)."""
-    if model.form != "samples":
-        return lambda rows, csd: model.shift - model.scale * csd
-    signs = 1, -1  # 1 - p has the form of p, so that neither rounds to 0 where the other is close to 1
-    match, other = (match_probability_scores(queries, gallery, s * model.scale, s * model.shift) for s in signs)
-    tiny = torch.finfo(torch.float32).tiny
-    return lambda rows, csd: match(rows).clamp_min(tiny).log() - other(rows).clamp_min(tiny).log()
-
-
-@torch.no_grad()
-def match_of_first(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Tensor:
-    """The largest probability of any item to be the one that matches, (Q,); see `models.match.in_gallery`."""
-    queries, gallery = queries.float(), gallery.float()
-    log_odds, parts = _log_odds(queries, gallery, model), blocks(len(queries), len(gallery), BLOCK_ELEMENTS)
-    return torch.cat([in_gallery(log_odds(rows, csd(queries[rows], gallery))).amax(1) for rows in parts]).cpu()
-
-
-def evaluate_predictors(
-    pairs: EmbeddedPairs, captions: CaptionDataset, correct: Mapping[str, Tensor], model: MatchModel,
-    device: str = "cpu", accepted_share: Tensor | None = None,
-) -> dict:  # fmt: skip
-    """`assess` of both directions, and a warning. correct: side -> (Q,), whether the first answer is right."""
-    images, texts = pairs.images.to(device), pairs.texts.to(device)
-    ambiguity = None if captions.truth is None else true_ambiguity(captions, pairs.kept)
-    first = None
-    if model.matches:
-        right = correct["captions"].double().mean()
-        first = {"mean": match_of_first(texts, images, model).mean().item(), "right": right.item()}
-    of_captions, of_images = query_scores(texts, images, model), query_scores(images, texts, model)
-    found = {
-        "match_probability": model.describe(),
-        "match_of_first": first,
-        "captions": assess(of_captions, correct["captions"], pairs.owner, ambiguity, accepted_share),
-        "images": assess(of_images, correct["images"]),
-    }
+    found: dict = {}
+    for side, items, cluster in (("captions", pairs.texts, pairs.owner), ("images", pairs.images, None)):
+        given = items.uncertainty(), correct[side], cluster
+        found[side] = {"r@1": rank_correlation(*given), "halves": halves(*given)}
     return found | {"warning": warning(found)}
 
 
-def assess(
-    scores: Mapping[str, Tensor], correct: Tensor, cluster: Tensor | None = None, ambiguity: Tensor | None = None,
-    accepted_share: Tensor | None = None,
-) -> list[dict]:  # fmt: skip
-    """Measure how well each score (Q,) predicts whether its queries are answered right (`correct`, (Q,)), how many
-    images they fit (`ambiguity`), and how many people accept; None where unknown or constant. An informative score
-    correlates negatively with r@1, the rest is positive. cluster: (Q,) queries that depend on each other.
-    """
-    outcomes = {"ambiguity": ambiguity, "accepted_share": accepted_share, "r@1": correct}
-    return [
-        {"score": name, "title": TITLES[name]}
-        | {key: None if x is None else rank_correlation(score, x, cluster) for key, x in outcomes.items()}
-        | {"halves": halves(score, correct, cluster), "gain": rejection_gain(score, correct, cluster)}
-        for name, score in scores.items()
-    ]
-
-
-def runs_against_recall(row: dict) -> bool:
-    """True if a row of `assess` significantly has the wrong sign: what it calls certain is found less often."""
-    correlation, parts = row["r@1"], row["halves"]
-    turned = correlation is not None and correlation["value"] > SIGNIFICANT * correlation["se"]
-    return turned or (parts is not None and parts["difference"]["value"] < -SIGNIFICANT * parts["difference"]["se"])
-
-
-def warning(found: Mapping) -> str | None:
-    """One line if u runs against recall in a direction of `evaluate_predictors`, and what to do; None if not."""
+def warning(found: Mapping[str, Mapping]) -> str | None:
+    """One line on the sides of `signs` where u significantly runs against recall, and what to do; None if on none."""
     told = []
-    for side, row in ((way, row) for way in ("captions", "images") for row in found[way]):
-        if row["score"] == "u" and runs_against_recall(row):
-            told.append("{side}: Spearman with R@1 {value:+.3f} ± {se:.3f}".format(side=side, **row["r@1"]))
-            if row["halves"]:
-                told[-1] += ", R@1 {certain:.1%} in the certain half, {rest:.1%} in the other".format(**row["halves"])
+    for side, one in found.items():
+        correlation, parts = one["r@1"], one["halves"]
+        fewer = parts and parts["difference"]["value"] < -SIGNIFICANT * parts["difference"]["se"]
+        if correlation and (fewer or correlation["value"] > SIGNIFICANT * correlation["se"]):
+            told.append("{side}: Spearman with R@1 {value:+.3f} ± {se:.3f}".format(side=side, **correlation))
+            if parts:
+                told[-1] += ", R@1 {certain:.1%} in the certain half, {rest:.1%} in the other".format(**parts)
     what = f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
     return f"{what}finetune so that u keeps its sign (docs/concepts.md)" if told else None

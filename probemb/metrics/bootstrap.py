@@ -83,29 +83,37 @@ def clusters_of(item_P: Tensor, n_resamples: int = RESAMPLES, seed: int = 0) -> 
 
 def pair_metrics(scores_P: Tensor, label_P: Tensor, *clusters: tuple[Tensor, Tensor]) -> PairMetrics:
     """Both metrics under every row of weights, as scikit-learn's sample_weight. clusters: of each kind the pairs'
-    clusters (P,) and weights (R, C) of `cluster_weights`. Raises ValueError: scores that are not finite.
+    clusters (P,) and weights (R, C) of `cluster_weights`. AP is the sum over thresholds of (gain of recall) *
+    precision. Raises ValueError: scores that are not finite.
     """
     if not torch.isfinite(scores_P).all():
         raise ValueError("scores hold NaN or infinity: there is no order to measure")
-    ordered, order = scores_P.double().sort(descending=True, stable=True)
-    last_T = torch.cat([(ordered[1:] != ordered[:-1]).nonzero().flatten(), torch.tensor([len(ordered) - 1])])
-    positive_P, step = label_P[order].bool(), max(1, WEIGHT_ELEMENTS // len(ordered))
-    places = [cluster_P[order] for cluster_P, _ in clusters]
-    parts = [
-        _weighted(math.prod(w[:, place_P] for w, place_P in zip(block, places)), positive_P, last_T)
-        for block in zip(*(weights_RC.split(step) for _, weights_RC in clusters))
-    ]
+    parts, step = [], max(1, WEIGHT_ELEMENTS // len(scores_P))
+    for block in zip(*(weights_RC.split(step) for _, weights_RC in clusters)):
+        weight_RP = math.prod(weights[:, place_P] for weights, (place_P, _) in zip(block, clusters))
+        found_RT, false_RT = counts_down(scores_P, label_P, weight_RP)
+        precision = (each(found_RT) * (found_RT / (found_RT + false_RT).clamp_min(1e-12))).sum(1) / found_RT[:, -1]
+        area = roc_area(found_RT, false_RT)
+        parts.append((precision.masked_fill(area.isnan(), torch.nan), area))
     return PairMetrics(*(torch.cat(column) for column in zip(*parts)))
 
 
-def _weighted(weight_RP: Tensor, positive_P: Tensor, last_T: Tensor) -> tuple[Tensor, Tensor]:
-    """AP = sum over thresholds of (gain of recall) * precision; AUC by trapezia over the same thresholds."""
-    total_RT = weight_RP.cumsum(1, dtype=torch.float64)[:, last_T]
-    found_RT = (weight_RP * positive_P).cumsum(1, dtype=torch.float64)[:, last_T]
-    false_RT, zero_R1 = total_RT - found_RT, total_RT.new_zeros(len(total_RT), 1)
-    positives, negatives = found_RT[:, -1], false_RT[:, -1]
-    gain_RT, wrong_RT = (x.diff(dim=1, prepend=zero_R1) for x in (found_RT, false_RT))
-    precision = (gain_RT * (found_RT / total_RT.clamp_min(1e-12))).sum(1) / positives
-    area = (wrong_RT * (found_RT - gain_RT / 2)).sum(1) / (positives * negatives)
-    undefined = (positives == 0) | (negatives == 0)
-    return precision.masked_fill(undefined, torch.nan), area.masked_fill(undefined, torch.nan)
+def counts_down(scores_P: Tensor, label_P: Tensor, weight_RP: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of the positive pairs and of the others, from the largest score down to each of T different ones, (R, T)
+    float64 each.
+    """
+    ordered, order = scores_P.double().sort(descending=True, stable=True)
+    last_T = torch.cat([(ordered[1:] != ordered[:-1]).nonzero().flatten(), torch.tensor([len(ordered) - 1])])
+    weight_RP, positive_P = weight_RP[:, order], label_P.bool()[order]
+    total, found = (x.cumsum(1, dtype=torch.float64)[:, last_T] for x in (weight_RP, weight_RP * positive_P))
+    return found, total - found
+
+
+def each(x_RT: Tensor) -> Tensor:
+    """What cumulative counts gain at each score."""
+    return x_RT.diff(dim=1, prepend=x_RT.new_zeros(len(x_RT), 1))
+
+
+def roc_area(found_RT: Tensor, false_RT: Tensor) -> Tensor:
+    """Area under the ROC curve of `counts_down` by trapezia, (R,); NaN where one kind is absent."""
+    return (each(false_RT) * (found_RT - each(found_RT) / 2)).sum(1) / (found_RT[:, -1] * false_RT[:, -1])

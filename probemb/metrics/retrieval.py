@@ -106,11 +106,6 @@ def ranking(scores_QG: Tensor, depth: int) -> Tensor:
     return _ranked(scores_QG, depth)[1]
 
 
-def closest_items(score: Callable[[slice], Tensor], n_queries: int, n_gallery: int, depth: int) -> Tensor:
-    """`ranking` of scores of blocks of queries, (Q, depth) int64 on the CPU."""
-    return torch.cat([ranking(score(rows), depth).cpu() for rows in blocks(n_queries, n_gallery, CHUNK_ELEMENTS)])
-
-
 def blocks(n_rows: int, width: int, elements: int) -> list[slice]:
     """Rows in blocks of at most so many elements, or of one row; `width`: elements of a row."""
     height = max(1, elements // max(1, width))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from probemb.metrics.bootstrap import counts_down, each, roc_area
 from probemb.metrics.uncertainty import average_ranks, pearson, spearman
 
 LOG_RANGE = 30.0  # of temperatures
@@ -35,26 +36,18 @@ def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor |
     if len(weights_RN) > (step := max(1, WEIGHT_ELEMENTS // len(confidence))):
         parts = [selective_metrics(confidence, positive, part) for part in weights_RN.split(step)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    order = confidence.double().argsort(descending=True, stable=True)
-    weight, right = weights_RN.double()[:, order], positive.bool()[order].double()
-    _, group, counts = confidence[order].unique_consecutive(return_inverse=True, return_counts=True)
-
-    def of_group(x_RN: Tensor) -> Tensor:
-        return torch.zeros(len(x_RN), len(counts), dtype=torch.float64).index_add_(1, group, x_RN)
-
-    total, positives = of_group(weight), of_group(weight * right)  # (R, G), groups of equal confidence
-    others = total - positives
-    n, n_positive, n_other = total.sum(1), positives.sum(1), others.sum(1)
-    before, errors = total.cumsum(1) - total, others.cumsum(1) - others
+    found, false = counts_down(confidence, positive, weights_RN)  # (R, T)
+    total, others = each(found + false), each(false)
+    before, errors = found + false - total, false - others
+    n, n_positive, n_other = found[:, -1] + false[:, -1], found[:, -1], false[:, -1]
     # Ties in expectation: of m items with E errors behind i with F, the sum over j = 1 … m of (F + E j / m) / (i + j).
     rate = others / total.clamp_min(1e-12)
     harmonic = torch.digamma(before + total + 1) - torch.digamma(before + 1)
     aurc = (rate * total + (errors - rate * before) * harmonic).sum(1) / n
     best = (n_other - n_positive * (torch.digamma(n + 1) - torch.digamma(n_positive + 1))) / n
-    auroc = ((positives.cumsum(1) - positives / 2) * others).sum(1) / (n_positive * n_other)
-    kept = positives.cumsum(1) >= 0.95 * n_positive[:, None] - 1e-9
-    fpr95 = others.cumsum(1).gather(1, kept.double().argmax(1, keepdim=True))[:, 0] / n_other
-    return {"aurc": aurc, "e_aurc": aurc - best, "auroc": auroc, "fpr95": fpr95}
+    kept = found >= 0.95 * n_positive[:, None] - 1e-9
+    fpr95 = false.gather(1, kept.double().argmax(1, keepdim=True))[:, 0] / n_other
+    return {"aurc": aurc, "e_aurc": aurc - best, "auroc": roc_area(found, false), "fpr95": fpr95}
 
 
 def calibration_error(probability: Tensor, right: Tensor, weights_RN: Tensor, n_bins: int = 15) -> Tensor:
@@ -111,6 +104,11 @@ def fit_temperature(logits: Tensor, truth: Tensor, u: Tensor | None = None) -> t
         solver.step(loss)
     log_t, power = parameters.tolist()
     return math.exp(log_t - power * float(centre)), power
+
+
+def tempered(logits: Tensor, fitted: tuple[float, float], u: Tensor) -> Tensor:
+    """Logits (N, K) over T u^k, of T and k as `fit_temperature` gives them and u (N,)."""
+    return logits / (fitted[0] * u[:, None] ** fitted[1])
 
 
 def free_confidences(cosine: Tensor, scale: float) -> dict[str, Tensor]:

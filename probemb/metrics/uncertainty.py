@@ -1,4 +1,4 @@
-"""Uncertainty against quality: bins, rank correlations, the gain of refusing, promised precision, calibration.
+"""Uncertainty against quality: bins, rank correlations, rejection, promised precision, calibration.
 
 Standard errors are linearised (the sum of squared influences) at fixed ranks: exact to first order where there is no
 relation, somewhat too wide where there is one. Items of one cluster may depend on each other. Q queries, P pairs.
@@ -136,22 +136,6 @@ def halves(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dic
     influence = low * (outcome - certain) / low.sum() - high * (outcome - rest) / high.sum()
     difference = {"value": certain - rest, "se": _standard_error(influence, cluster)}
     return {"certain": certain, "rest": rest, "difference": difference}
-
-
-def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> dict[str, float] | None:
-    """Area under the rejection curve, 0 for refusing at random and 1 for the oracle; None if all outcomes are equal."""
-    score, outcome, cluster = _known(score, outcome, cluster)
-    curve = rejection_curve(score, outcome)
-    if curve is None or (possible := curve["oracle"] - curve["random"]) <= 1e-12:
-        return None
-    # The area is the mean of outcome x weight: the i-th most certain counts in every mean over i items or more.
-    n = len(score)
-    weight = (1 / torch.arange(1, n + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
-    _, group, counts = score.unique(return_inverse=True, return_counts=True)
-    of_group = torch.bincount(group.sort().values, weight) / counts
-    centred = (outcome - curve["random"]) * (of_group[group] - 1)
-    se = _standard_error((centred - centred.mean()) / n, cluster)
-    return {"value": (curve["area"] - curve["random"]) / possible, "se": se / possible}
 
 
 class PrecisionCurve(NamedTuple):

@@ -54,11 +54,10 @@ class MatchModel:
         of which exactly one item matches: each column ("images") or row ("texts") sums to 1. Raises UserError.
         """
         if not self.matches:
-            raise UserError(f"The model has no match probability ({self.describe()}).", "Rank by its distance instead.")
+            why = "the loss trained no a and b" if self.probabilistic else "a point model"
+            raise UserError(f"The model has no match probability ({why}).", "Rank by its distance instead.")
         log_odds = self.log_odds(image, text)
-        if among is None:
-            return log_odds.sigmoid()
-        return in_gallery(log_odds) if among == "texts" else in_gallery(log_odds.T).T
+        return log_odds.sigmoid() if among is None else log_odds.softmax(0 if among == "images" else 1)
 
     def log_odds(self, a: Gaussian, b: Gaussian) -> Tensor:
         """Of a match of every pair, (N, M), from the same samples at every call."""
@@ -80,22 +79,6 @@ class MatchModel:
         distance = ((apart + std * along).square() + std.square() * across).sqrt()
         logit = 2 * (self.shift - self.scale * distance)
         return logsigmoid(logit).logsumexp(-1) - logsigmoid(-logit).logsumexp(-1)
-
-    def describe(self) -> str:
-        """The formula with its numbers."""
-        a, b = f"{self.scale:.4g}", f"{'+' if self.shift >= 0 else '-'} {abs(self.shift):.4g}"
-        if self.form == "csd":
-            return f"sigmoid(-{a} CSD {b})"
-        if self.form == "samples":
-            return f"mean over {SAMPLES} x {SAMPLES} samples of sigmoid(2 (-{a} |z - z'| {b}))"
-        why = "none: " + ("the loss trained no a and b" if self.probabilistic else "a point model")
-        softmax = f"; its entropy is that of the softmax of {self.temperature or 0:.4g} times the cosine"
-        return why if self.temperature is None else why + softmax
-
-
-def in_gallery(log_odds_QN: Tensor) -> Tensor:
-    """The probability that each item is a query's match if exactly one item of the gallery is, (Q, N)."""
-    return log_odds_QN.softmax(1)
 
 
 # ----------------------------------------------------------------------------------------------------------- ensembles

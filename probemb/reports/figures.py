@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
@@ -23,7 +24,7 @@ BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0068a8", "#b8560f", "#00785a", "#8f4a
 GOLD, RED, TEAL, PINK = "#8a6d00", "#c02f3c", "#2b8c8c", "#c05a9a"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, GOLD, TEAL, PINK, GREY, INK)
 WIDTH, HEIGHT = 5.2, 3.0  # inches
-LEGEND = 62  # letters of names in a row of the legend
+LEGEND = 80  # letters of names in a row of the legend
 _STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 10,
@@ -38,11 +39,18 @@ _STYLE = {
     "grid.color": "#e3e7ec",
     "ytick.major.size": 0,
     "lines.linewidth": 1.8,
+    "legend.fontsize": 8,
     "legend.frameon": False,
+    "legend.handlelength": 1.5,
     "svg.fonttype": "path",  # the same letters everywhere
     "pdf.fonttype": 42,
 }
 _styled = context(["default", _STYLE])  # run with this module's style over matplotlib's defaults
+
+
+def _legend_width(names: Sequence[str], columns: int) -> int:
+    """In letters; a column is as wide as its longest name."""
+    return sum(6 + max(map(len, part)) for part in np.array_split(names, columns) if len(part))
 
 
 class Chart:
@@ -133,7 +141,7 @@ class Chart:
             if "%" in self._y_label:  # shares end at 100
                 axes.set_ylim(top=min(100.0, axes.get_ylim()[1]))
         if names := axes.get_legend_handles_labels()[1]:
-            columns = max(1, min(4, LEGEND // (6 + max(map(len, names)))))
+            columns = next(n for n in (4, 3, 2, 1) if n == 1 or _legend_width(names, n) <= LEGEND)
             legend = self._figure.legend(loc="outside upper right", ncols=columns)
             for handle in legend.legend_handles:
                 if hasattr(handle, "set_sizes"):

@@ -189,10 +189,12 @@ def thumbnail(picture: Image.Image | Tensor, side: int | None = None) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def picture_of(images: Images, index: int, note: str, kind: str = "") -> list[Picture]:
-    """An image of a data set in a list, which is empty if its file has changed since it was read."""
+def picture_of(
+    images: Images, index: int, note: str, kind: str = "", box: Sequence[float] | None = None
+) -> list[Picture]:
+    """An image of a data set, or its part in a box, in a list; empty if the file has changed since it was read."""
     try:
-        return [Picture(thumbnail(images.open(index)), note, kind)]
+        return [Picture(thumbnail(images.part(index, box)), note, kind)]
     except BadSample:
         return []
 

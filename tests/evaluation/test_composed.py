@@ -11,7 +11,7 @@ from probemb.data.compositions.dataset import Part, Query
 from probemb.evaluation.composed import SCORES, ComposedQueries, auc_estimate, composed_scores, infeasibility, ranked_by
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.losses.mpc import expected_similarity
-from probemb.metrics.retrieval import closest_items
+from probemb.metrics.retrieval import ranking
 from probemb.models.composers import create_composer
 
 
@@ -28,7 +28,7 @@ def test_scores_and_their_rankings():
     torch.testing.assert_close(density(slice(1, 4)), expected[1:4], rtol=1e-5, atol=1e-4)
     every = F.cosine_similarity(query.gaussian.mean[:, None], gallery.mean[None], dim=-1)
     torch.testing.assert_close(cosine(slice(0, 5)), every)
-    assert torch.equal(closest_items(density, 5, 40, 10), expected.topk(10).indices)
+    assert torch.equal(ranking(density(slice(None)), 10), expected.topk(10).indices)
 
 
 def test_the_images_of_a_query_can_rank_last():

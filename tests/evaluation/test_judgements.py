@@ -92,15 +92,9 @@ def test_weights_are_chosen_on_the_other_half(true):
     scores, found = cross_fitted(pairs, judged, (-1.0, -0.5, 0.0, 1.0, 2.0))
     for one in found["chosen"]:
         assert (one["i2t"], one["t2i"]) == true
-    best = found["oracle"]["best"]
-    assert (best["i2t"], best["t2i"]) == true
-    grid = found["oracle"]["lambda"]
-    table = found["oracle"]["average_precision"]
-    assert table[grid.index(true[0])][grid.index(true[1])] == max(map(max, table)) == best["average_precision"]
-    csd_cell = judged_metrics(judged_scores(pairs, judged, "csd", RankingOptions()), judged)["average_precision"][0]
-    assert table[grid.index(1.0)][grid.index(1.0)] == pytest.approx(float(csd_cell), abs=2e-3)
+    by_csd = judged_metrics(judged_scores(pairs, judged, "csd", RankingOptions()), judged)["average_precision"][0]
     halves = [sklearn.average_precision_score(judged.label[r], scores[r]) for r in judged.halves]
-    assert sum(halves) / 2 > float(csd_cell) + 0.05
+    assert sum(halves) / 2 > float(by_csd) + 0.05
     # labels of one half turned round: its own weights stay, for they come from the other half
     turned = torch.where(judged.half == 0, ~judged.label, judged.label)
     again = cross_fitted(pairs, module.JudgedPairs(**{**vars(judged), "label": turned}), (-1.0, -0.5, 0.0, 1.0, 2.0))

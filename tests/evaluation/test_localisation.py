@@ -67,8 +67,6 @@ def test_ranks_and_overlaps(embedder, entities, several):
                 assert of[first, place].tolist() == pytest.approx(best.tolist(), abs=2e-4)
                 np.testing.assert_allclose(found.first_overlaps[name][row], [overlaps[i] for i in first], atol=1e-5)
             assert found.u[row] == pytest.approx(float(texts.uncertainty()[place]), rel=1e-4)
-            apart = (items.mean - texts.mean[place]).square().sum(1)
-            assert found.scores["distance"][row] == pytest.approx(float(apart.min()), abs=1e-4)
 
 
 def test_a_crop_covers_its_box():

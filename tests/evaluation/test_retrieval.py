@@ -87,9 +87,9 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
         images = gaussians(n)
         noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
         texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
-        pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [])
+        pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [], data)
         assert choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
-        rows, per_query, _ = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
+        rows, per_query, _ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
         found = {row["positives"]: row for row in rows}
         assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption", "CxC 1K"]
         assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
@@ -102,7 +102,7 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
         assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
         assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
         objects = (torch.rand(n, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
-        rows, *_ = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco"], objects)
+        rows, *_ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco"], objects)
         fold = {row["positives"]: row for row in rows}["plausible matches 1K, pcme"]
         values = []
         for i in range(0, n, n // 5):
@@ -142,8 +142,8 @@ def test_captions_of_the_class_are_positives_and_lost_images_are_left_out(birds)
     data = find_captions(birds, "test")
     kept = [i for i in range(len(data)) if i != 3]
     owner = torch.arange(len(kept)).repeat_interleave(2)
-    pairs = EmbeddedPairs(Gaussian(*torch.zeros(2, 23, 4)), Gaussian(*torch.zeros(2, 46, 4)), owner, kept, [])
-    kinds = known_positives(pairs, data)
+    zeros = Gaussian(*torch.zeros(2, 23, 4)), Gaussian(*torch.zeros(2, 46, 4))
+    kinds = known_positives(EmbeddedPairs(*zeros, owner, kept, [], data.only(kept)))
     assert list(kinds) == [OWN, CLASS, TRUE]
     names = [data.classes[i] for i in kept]
     for i, name in enumerate(names):

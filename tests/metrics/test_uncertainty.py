@@ -15,7 +15,6 @@ from probemb.metrics.uncertainty import (
     precision_curve,
     rank_correlation,
     rejection_curve,
-    rejection_gain,
     reliability,
     uncertainty_bins,
 )
@@ -84,7 +83,7 @@ def resampled(measure, score, outcome, image, n=300):
 @pytest.mark.parametrize("effect", [0.0, 0.6])
 def test_standard_errors_are_those_of_images_drawn_again(effect):
     score, outcome, image = world(effect=effect)
-    for measure in (rank_correlation, rejection_gain, lambda *data: halves(*data)["difference"]):
+    for measure in (rank_correlation, lambda *data: halves(*data)["difference"]):
         found = measure(score, outcome, image)
         spread = resampled(lambda s, o: measure(s, o)["value"], score, outcome, image).std().item()  # noqa: B023
         assert 0.85 < found["se"] / spread < (1.15 if effect == 0 else 1.4)  # an effect widens them
@@ -98,22 +97,15 @@ def test_values_are_scipys_and_those_of_the_definitions():
     score, outcome, _ = world(20)
     score = score.round(decimals=1)  # with ties
     assert rank_correlation(score, outcome)["value"] == pytest.approx(stats.spearmanr(score, outcome).statistic)
-    curve = rejection_curve(score, outcome)
-    gain = rejection_gain(score, outcome)
-    assert gain["value"] == pytest.approx((curve["area"] - curve["random"]) / (curve["oracle"] - curve["random"]))
     middle, parts = score.median(), halves(score, outcome)
     assert parts["certain"] == pytest.approx(float(outcome[score < middle].mean()), abs=0.02)
     assert parts["rest"] == pytest.approx(float(outcome[score > middle].mean()), abs=0.02)  # with ties at the median
-    assert rejection_gain(1 - outcome, outcome)["value"] == pytest.approx(1)
-    assert rejection_gain(outcome, outcome)["value"] < 0
 
 
 def test_what_is_unknown_or_constant_has_no_answer():
     known, nan = torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0])
     assert rank_correlation(known, torch.ones(4)) is None
     assert rank_correlation(known[:2], known[:2]) is None
-    assert rejection_gain(known, torch.ones(4)) is None
-    assert rejection_gain(known, torch.full((4,), torch.nan)) is None
     assert halves(torch.ones(4), known) is None
     assert rank_correlation(known, nan) == pytest.approx(rank_correlation(known[[0, 2, 3]], nan[[0, 2, 3]]))
 

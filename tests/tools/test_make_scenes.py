@@ -51,8 +51,8 @@ def test_samples_are_scenes_with_true_captions(made):
 def test_the_truth_is_that_of_the_scenes_also_of_some(made):
     some, drawn = find_captions(made / "val").only([5, 2]), [scene("0 val", i) for i in (5, 2)]
     stated = [caption.predicate for one in drawn for caption in draw_captions(one)]
-    np.testing.assert_array_equal(exact_match(some, [0, 1]), match_matrix(drawn, stated))
-    assert true_ambiguity(some, [0, 1]).tolist() == [ambiguity(one) for one in stated]
+    np.testing.assert_array_equal(exact_match(some), match_matrix(drawn, stated))
+    assert true_ambiguity(some).tolist() == [ambiguity(one) for one in stated]
     assert find_captions(made / "train").truth is None
 
 

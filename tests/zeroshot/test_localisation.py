@@ -29,7 +29,6 @@ def test_the_results(measured, boxed_scenes):
     assert counts == sorted(counts, reverse=True)
     weighted = sum(row["phrases"] * row["r@5"]["value"] for row in results["types"]) / results["phrases"]
     assert weighted == pytest.approx(results["rows"][0]["r@5"]["value"])
-    assert {row["score"] for row in results["predictors"]} >= {"u", "distance", "margin"}
 
 
 def test_a_model_that_reads_regions(run, boxed_scenes, tmp_path):

@@ -56,14 +56,14 @@ ERASED = {
 
 def hierarchy(config: CaptionConfig) -> None:
     """Levels of captions. Raises UserError: images with different numbers of captions, or with one."""
-    embedder, data, out = runner.open_analysis(config, "hierarchy")
+    run, data = runner.start_analysis(config, "hierarchy")
     lengths = {len(texts) for texts in data.captions}
     if len(lengths) > 1 or lengths == {1}:
         what = f"{data.source} has images with {min(lengths)} to {max(lengths)} captions."
         raise UserError(what, "Name data with as many captions of every image, two or more, general to specific.")
-    pairs = embed_pairs(embedder, data)
-    texts = [text for i in pairs.kept for text in data.captions[i]]
-    root = embedder.texts([""], "root").mean[0]
+    pairs = embed_pairs(run.embedder, data)
+    texts = pairs.data.flat()
+    root = run.embedder.texts([""], "root").mean[0]
     place = {text: n for n, text in enumerate(dict.fromkeys(texts))}
     numbers = torch.tensor([place[text] for text in texts])
     numbers_NL = numbers.view(len(pairs.images), -1)
@@ -80,11 +80,9 @@ def hierarchy(config: CaptionConfig) -> None:
     correlation = {name: analyses.level_correlation(values) for name, values in levels.items()}
     mean_u, u_image = u.double().mean(0), float(pairs.images.uncertainty().double().mean())
     results = {
-        **runner.settings(config, embedder, data.split),
         "images": len(images),
         "captions": len(texts),
         "distinct": len(place),
-        "images_left_out": runner.left_out(pairs.bad),
         "rows": [{"walk": name, **row} for name, row in scores.items()],
         "uncertainty": mean_u,
         "u_image": u_image,
@@ -99,18 +97,17 @@ def hierarchy(config: CaptionConfig) -> None:
         f"mean u, general to specific: {', '.join(f'{u:.4g}' for u in mean_u.tolist())}; of the images {u_image:.4g}",
     ]
     page = Page("Captions from general to specific", f"{config.model} on {config.data}", [("Levels", blocks)])
-    runner.finish(out, "hierarchy", results, page)
+    run.finish(results, page, pairs.bad, data.split)
 
 
 def union(config: UnionConfig) -> None:
     """Crops A, B and their union C. Raises UserError."""
     data = find_phrases(config.data, None, config.images, config.sample)
-    out = runner.claim(config, "union")
-    embedder = runner.open_model(config)
-    model = embedder.model
+    run = runner.start(config, "union")
+    model = run.embedder.model
     check_images(model, data.images)
-    rankings, options = runner.pair_rankings(config.rankings, embedder, tokens=False)
-    found, bad = analyses.embed_triplets(embedder, data, sorted(set(config.areas)))
+    rankings, options = runner.pair_rankings(config.rankings, run.embedder, tokens=False)
+    found, bad = analyses.embed_triplets(run.embedder, data, sorted(set(config.areas)))
     areas = [
         {
             "area": area,
@@ -123,12 +120,6 @@ def union(config: UnionConfig) -> None:
         }
         for area, embedded in found.items()
     ]
-    results = {
-        **runner.settings(config, embedder),
-        "probabilistic": model.probabilistic,
-        "images_left_out": runner.left_out(bad),
-        "areas": areas,
-    }
     tasks = (*analyses.TASKS, "mean")
     rows = [
         (f"{row['area']:.0%}", one["title"], *(plus_minus(one[task], digits=1) for task in tasks))
@@ -141,7 +132,7 @@ def union(config: UnionConfig) -> None:
     if model.probabilistic:
         sections = [("Uncertainty", [union_table(areas), [union_figure(areas, s) for s in analyses.SIDES]]), *sections]
     page = Page("Crops and their union", f"{config.model} on {config.data}: {about}", sections)
-    runner.finish(out, "union", results, page)
+    run.finish({"probabilistic": model.probabilistic, "areas": areas}, page, bad)
 
 
 def union_table(areas: list[dict]) -> Table:
@@ -167,7 +158,8 @@ def union_figure(areas: list[dict], side: str) -> Figure:
 
 def set_algebra(config: AlgebraConfig) -> None:
     """Mixing and erasing as operations on sets. Raises UserError."""
-    embedder, captions, out = runner.open_analysis(config, "set_algebra")
+    run, captions = runner.start_analysis(config, "set_algebra")
+    embedder = run.embedder
     rows, read = read_pixels(embedder, captions, config.inputs)
     draw = torch.Generator().manual_seed(0)
     pixels = embedder.model.normalized(torch.stack(read))
@@ -188,10 +180,6 @@ def set_algebra(config: AlgebraConfig) -> None:
     mixes = {name: analyses.mixing(g, whole, whole[partner]) for name, g in mixed.items()}
     erased = {side: analyses.erasing(whole, gone, SHARES), "words": analyses.erasing(written, unsaid, SHARES)}
     sigma = {what: float(geometric_sigma(g).mean()) for what, g in ((side, whole), ("words", written))}
-    results = {
-        **runner.settings(config, embedder, captions.split),
-        "inputs": len(rows), "mixing": mixes, "erasing": erased, "whole": sigma,
-    }  # fmt: skip
     figures = []  # PCME Fig. 7
     for what, some in erased.items():
         curve = [0.0, *(100 * row["share"] for row in some)], [sigma[what], *(row["sigma"] for row in some)]
@@ -218,7 +206,8 @@ def set_algebra(config: AlgebraConfig) -> None:
             ]),
         ],
     )  # fmt: skip
-    runner.finish(out, "set_algebra", results, page)
+    results = {"inputs": len(rows), "mixing": mixes, "erasing": erased, "whole": sigma}
+    run.finish(results, page, split=captions.split)
 
 
 def read_pixels(embedder: Embedder, captions: CaptionDataset, wanted: int) -> tuple[list[int], list]:
@@ -261,20 +250,19 @@ def shares_table(title: str, columns: dict[str, str], rows: dict[str, dict]) -> 
 
 def ellipses(config: EllipsesConfig) -> None:
     """Some groups of images and captions in a plane, with projected covariances. Raises UserError."""
-    embedder, captions, out = runner.open_analysis(config, "ellipses")
+    run, captions = runner.start_analysis(config, "ellipses")
     groups = choose_groups(config, captions)
     rows = [row for some in groups.values() for row in some]
     group_of = [name for name, some in groups.items() for _ in some]
     data = captions.only(rows)
-    pairs = embed_pairs(embedder, data)
+    pairs = embed_pairs(run.embedder, data)
     plane = analyses.plane_of(Gaussian.cat([pairs.images, pairs.texts]).mean)
-    texts = [text for i in pairs.kept for text in data.captions[i]]
+    group_of = [group_of[i] for i in pairs.kept]
     sides = {
-        "images": (pairs.images, [data.images.places[i].name for i in pairs.kept], [group_of[i] for i in pairs.kept]),
-        "captions": (pairs.texts, texts, [group_of[pairs.kept[i]] for i in pairs.owner.tolist()]),
+        "images": (pairs.images, [place.name for place in pairs.data.images.places], group_of),
+        "captions": (pairs.texts, pairs.data.flat(), [group_of[i] for i in pairs.owner.tolist()]),
     }
     results = {
-        **runner.settings(config, embedder, data.split),
         "groups": list(groups),
         "dimensions": pairs.images.shape[1],
         "variance_in_plane": plane.share,
@@ -293,7 +281,7 @@ def ellipses(config: EllipsesConfig) -> None:
         lines.append(f"{side}: mean σ {number(float(sigma.mean()))}")
     results["generic"] = None
     if config.generic is not None:
-        generic = embedder.tokens(embedder.tokenizer([config.generic]))
+        generic = run.embedder.texts([config.generic], "generic caption")
         shape, sigma = analyses.ellipses(generic, plane, GENERIC_LEVEL), float(geometric_sigma(generic)[0])
         wider = float((geometric_sigma(pairs.texts) < sigma).double().mean())
         results["generic"] = {"text": config.generic, "sigma": sigma, "wider_than_captions": wider, **shape._asdict()}
@@ -306,7 +294,7 @@ def ellipses(config: EllipsesConfig) -> None:
         f"{percent(LEVEL)} % of its mass, in the plane of the means' two largest principal components",
         [("Ellipses", [figures, *lines])],
     )
-    runner.finish(out, "ellipses", results, page)
+    run.finish(results, page, pairs.bad, data.split)
 
 
 def choose_groups(config: EllipsesConfig, captions: CaptionDataset) -> dict[str, list[int]]:
@@ -333,27 +321,17 @@ def continuity(config: ContinuityConfig) -> None:
         raise UserError(f"{captions.source} has {len(captions)} images.", f"Give at least {config.neighbours + 2}.")
     if len(captions) > MOST_CODES:
         captions = captions.only(sorted(draw.permutation(len(captions))[:MOST_CODES].tolist()))
-    out = runner.claim(config, "continuity")
-    embedder = runner.open_model(config, networks_of(config.model))
-    if embedder.model.n_embeddings > 1 or embedder.model.attention is not None:
+    run = runner.start(config, "continuity", networks_of(config.model))
+    if run.embedder.model.n_embeddings > 1 or run.embedder.model.attention is not None:
         raise UserError(f"{config.model} has no one code an item.", "Name a model that compares single embeddings.")
-    pairs = embed_pairs(embedder, captions)
-    likeness, near = (
-        analyses.likeness_of(captions, pairs.kept),
-        analyses.nearest_images(pairs.images.mean, config.neighbours),
-    )
+    pairs = embed_pairs(run.embedder, captions)
+    data, likeness = pairs.data, analyses.likeness_of(pairs.data)
+    near = analyses.nearest_images(pairs.images.mean, config.neighbours)
     draw = np.random.default_rng(0)
     ends = [draw.choice(len(likeness), 2, replace=False).tolist() for _ in range(config.walks)]
     walks = [analyses.walk_between(pairs, *both, STEPS) for both in ends]
     some = draw.choice(len(likeness), min(config.shown, len(likeness)), replace=False).tolist()
     by, walked = analyses.of_neighbours(likeness, near), analyses.of_walks(likeness, walks)
-    results = {
-        **runner.settings(config, embedder, captions.split),
-        "images": len(likeness),
-        "images_left_out": runner.left_out(pairs.bad),
-        "neighbours": by,
-        "walks": walked,
-    }
     row = [
         *(f"{by[key]:.3f}" for key in ("likeness", "random", "most")), f"{walked['images']:.1f}",
         "" if walked["consecutive"] is None else f"{walked['consecutive']:.3f}",
@@ -363,11 +341,10 @@ def continuity(config: ContinuityConfig) -> None:
     table = Table(headings, [row], "likeness of images by their captions", left=0)
     curves = {f"to the {end}": (range(STEPS), walked[f"to_{end}"]) for end in ("start", "end")}
     figure = line_figure("walks", "step of the walk", "likeness of the nearest image", curves)
-    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    texts = data.flat()
 
     def card(images: Sequence[int], said: Sequence[str] = ()) -> Card:
-        places = [pairs.kept[row] for row in images]
-        pictures = [one for i in places for one in picture_of(captions.images, i, captions.captions[i][0])]
+        pictures = [one for i in images for one in picture_of(data.images, i, data.captions[i][0])]
         return Card("", pictures, [Cell(text) for text in said])
 
     page = Page(
@@ -379,4 +356,5 @@ def continuity(config: ContinuityConfig) -> None:
             ("Images and their neighbours", [[card([row, *near[row].tolist()]) for row in some]]),
         ],
     )
-    runner.finish(out, "continuity", results, page)
+    results = {"images": len(likeness), "neighbours": by, "walks": walked}
+    run.finish(results, page, pairs.bad, captions.split)

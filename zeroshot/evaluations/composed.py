@@ -12,16 +12,14 @@ import yaml
 
 from probemb.data.compositions.dataset import KINDS, Compositions, Query
 from probemb.data.compositions.find import MAX_K, find_compositions
-from probemb.data.failures import BadSample
 from probemb.errors import UserError, names_of
 from probemb.evaluation import composed
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.evaluation.uncertainty import evenly
-from probemb.metrics.retrieval import closest_items
-from probemb.metrics.uncertainty import mean_estimates
+from probemb.metrics.retrieval import ranking as closest
 from probemb.models.composers import Composer
 from probemb.reports.figures import GREY, PALETTE, Chart
-from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, thumbnail, verdict
+from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, verdict
 from probemb.reports.text import percent, plus_minus
 from zeroshot.composed import ComposedConfig
 from zeroshot.evaluations import runner
@@ -56,8 +54,8 @@ def evaluate(config: ComposedConfig) -> None:
     config = replace(config, **{key: one for key, one in trained.items() if getattr(config, key, 0) in (None, "auto")})
     config = replace(config, k=str(config.k))
     sets = find_queries(config, trained)
-    out, data = runner.claim(config, "composed"), sets[0].data
-    embedder = runner.open_model(config)
+    run, data = runner.start(config, "composed"), sets[0].data
+    embedder = run.embedder
     composer, name = composed.composer_of(embedder.model), embedder.model.config["composer"]
     if "density" in rankings and not composer.probabilistic:
         what = f"The composer '{name}' composes points, which have no density to rank by."
@@ -70,14 +68,12 @@ def evaluate(config: ComposedConfig) -> None:
     if not rows:
         raise UserError(f"No query of {data.source} has an answer among the images that can be read.", "Use more data.")
     results = {
-        **runner.settings(config, embedder, config.split),
         "composer": name,
         "probabilistic": composer.probabilistic,
         "trained": trained,
         "source": data.source,
         "split": data.split,
         "images": len(gallery.kept),
-        "images_left_out": runner.left_out(gallery.bad),
         "notes": notes(sets, rows[:: len(rankings)], composer, name, trained),
         "rows": rows,
         "feasibility": infeasible_rows(composer, sets, training_counts(config, data)),
@@ -103,7 +99,7 @@ def evaluate(config: ComposedConfig) -> None:
             ),
         ],
     )  # fmt: skip
-    runner.finish(out, "composed", results, page)
+    run.finish(results, page, gallery.bad, config.split)
 
 
 def training_of(model: str) -> dict:
@@ -180,31 +176,18 @@ def notes(sets: Sequence[QuerySet], rows: Sequence[dict], composer: Composer, na
 
 
 def measure(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> dict:
-    """One set of queries by one ranking: of each kind the metrics, and what a random order would reach."""
-    found, changes = asked.found, asked.combinations == "changes"
+    """One set of queries by one ranking."""
+    changes = asked.combinations == "changes"
     ks = FASHION_KS if changes else composed.KS
-    every, targets = composed.composed_outcomes(gallery, asked.data, found, ranking, ks, without_own=changes)
-    names = [f"r@{k}" for k in ks] + ["r_precision"]
-    per_query = {name: every[name] for name in names}
-    by_chance = composed.guessed(targets, len(gallery.kept), ks)
-    combination, kinds = composed.combinations_of(found.queries), {}
-    for kind in ("all", *KINDS):
-        some = composed.of_kind(found.queries, kind) & (targets > 0)
-        if some.any():
-            kinds[kind] = {
-                "queries": int(some.sum()),
-                "targets": float(targets[some].double().mean()),
-                **mean_estimates(per_query, combination, some),
-                "guessing": {name: float(values[some].mean()) for name, values in by_chance.items()},
-            }
+    kinds = composed.measure_composed(gallery, asked.data, asked.found, ranking, ks, without_own=changes)
     return {
         "k": asked.k,
         "combinations": asked.combinations,
         "number": asked.number,
         "published": asked.queries is asked.data.queries,
-        "left_out": len(asked.queries) - int((targets > 0).sum()),
+        "left_out": len(asked.queries) - (kinds["all"]["queries"] if kinds else 0),
         "ranking": ranking,
-        "metrics": names,
+        "metrics": [*(f"r@{k}" for k in ks), "r_precision"],
         "kinds": kinds,
     }
 
@@ -297,8 +280,8 @@ def examples(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> list[Car
         return []
     some = asked.found.only(torch.tensor(rows))
     score = composed.ranked_by(gallery, some, ranking, without_own=asked.combinations == "changes")
-    closest, data, cards = closest_items(score, len(rows), len(gallery.kept), DEPTH).tolist(), asked.data, []
-    for query, top, row in zip(some.queries, closest, rows):
+    data, cards = asked.data, []
+    for query, top, row in zip(some.queries, closest(score(slice(None)), DEPTH).tolist(), rows):
         correct = set(data.targets(query.concepts).tolist())
         pictures = [one for part in query.parts for one in query_part(data, part)]
         for image in (gallery.kept[place] for place in top):
@@ -312,7 +295,4 @@ def query_part(data: Compositions, part) -> list[Picture]:
     """A part of a query: a picture, or its text; nothing if the file has changed since."""
     if not part.is_image:
         return [Picture("", part.text)]
-    try:
-        return [Picture(thumbnail(data.images.part(part.image, part.box)), data.concepts[part.concept])]
-    except BadSample:
-        return []
+    return picture_of(data.images, part.image, data.concepts[part.concept], box=part.box)

@@ -13,33 +13,32 @@ import torch
 
 from probemb.data.labelled import (
     SINGLE_TEMPLATE,
-    Classes,
-    LabelledImages,
-    Templates,
+    ZeroShotSet,
     assign_labels,
     count_prompts,
+    find_classes,
     find_images,
     prompt_texts,
-    read_templates,
     remarks,
-    resolve_classes,
 )
 from probemb.data.look_alikes import same_picture
 from probemb.errors import UserError
 from probemb.evaluation.classification import confidences
-from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.embedding import Embedder, embed_classes
 from probemb.gaussian import Gaussian
 from probemb.machine import loader_workers
 from probemb.metrics.uncertainty import rejection_curve, reliability, uncertainty_bins
 from probemb.models import DualEncoder, check_single_embeddings
 from probemb.models.inputs import check_variances
-from probemb.options import named_paths, to_dict
+from probemb.options import named_paths
 from probemb.reports import pages
 from probemb.reports.figures import GREEN, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Table, picture_of, verdict
 from probemb.reports.results import claim_files
 from probemb.reports.text import number, percent, plus_minus
 from zeroshot.evaluations import filters, runner
+from zeroshot.evaluations.filters import LabelledMeans
+from zeroshot.evaluations.runner import Run
 from zeroshot.imagenet import ImagenetConfig
 
 SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
@@ -54,14 +53,11 @@ NOTES = (
 
 @dataclass
 class Task:
-    """One data set: its configuration, its images and classes, and images with labels to choose on, or None."""
+    """One data set: its configuration, and other images to choose on, or None."""
 
     config: ImagenetConfig
-    images: LabelledImages
-    labels: Sequence[int]
-    classes: Classes
-    templates: Templates
-    other: tuple[LabelledImages, list[int]] | None = None
+    data: ZeroShotSet
+    other: ZeroShotSet | None = None
     notices: list[str] = field(default_factory=list)  # on pictures that occur twice, and classes with few images
 
 
@@ -85,7 +81,7 @@ def evaluate(config: ImagenetConfig) -> None:
         summary, table = summarise([(Path(task.config.out).name, results) for task, results in zip(tasks, found)])
         about = f"{config.model}; the mean counts each data set once."
         page = Page(f"Zero-shot classification on {len(found)} data sets", about, [("Accuracy", [NOTES, table])])
-        runner.finish(out, "zeroshot", {"config": to_dict(config), **summary}, page)
+        Run(config, "zeroshot", out, embedder).finish(summary, page)
 
 
 def config_of_each(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
@@ -105,22 +101,17 @@ def config_of_each(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
 def prepare(config: ImagenetConfig, folds: int) -> Task:
     """Find the images and classes of one data set. Raises UserError."""
     claim_files(Path(config.out), runner.OUTPUTS, "probemb zeroshot")
-    images = find_images(config.data, config.labels, config.exif)
-    classes, labels = resolve_classes(images, config.classes)
-    templates = read_templates(config.templates, classes.names)
-    if config.templates is None and images.templates:
-        templates = list(images.templates)
-    if config.k is not None and config.k > (count := count_prompts(templates)):
+    data = find_classes(config.data, config.classes, config.templates, config.exif, config.labels)
+    if config.k is not None and config.k > (count := count_prompts(data.templates)):
         raise UserError(f"--k {config.k} is more than the {count} templates.", "Give a smaller --k.")
     if folds:
-        filters.stratified_folds(labels, [place.name for place in images.places], folds)
-    task = Task(config, images, labels, classes, templates)
+        filters.stratified_folds(data.labels, [place.name for place in data.images.places], folds)
+    task = Task(config, data)
     if config.select_data is not None:
         found = find_images(config.select_data, exif=config.exif)
-        chosen = assign_labels(found, classes)
-        rows, task.notices = runner.unseen_rows(found, images, config.workers)
-        places, marks = [found.places[i] for i in rows], [found.marks[i] for i in rows]
-        task.other = replace(found, places=places, marks=marks), [chosen[i] for i in rows]
+        other = data._replace(images=found, labels=assign_labels(found, data.classes))
+        rows, task.notices = runner.unseen_rows(found, data.images, config.workers)
+        task.other = other.only(rows)
     return task
 
 
@@ -129,32 +120,28 @@ def prepare(config: ImagenetConfig, folds: int) -> Task:
 
 def evaluate_task(task: Task, names: Sequence[str], folds: int, embedder: Embedder) -> dict:
     """Embed, score all filters, and write the results; returns what results.json holds. Raises UserError."""
-    config, classes, device = task.config, task.classes, embedder.device.name
-    texts = prompt_texts(classes.names, task.templates)
+    config, device = task.config, embedder.device.name
+
+    def labelled_means(g: Gaussian, data: ZeroShotSet) -> LabelledMeans:
+        names = [place.name for place in data.images.places]
+        return LabelledMeans(g.mean.to(device), torch.tensor(data.labels), names)
+
+    texts = prompt_texts(task.data.classes.names, task.data.templates)
     task.notices += runner.unknown_notice(embedder.tokenizer, texts, "prompts")
-    prompts = embedder.texts(texts, "prompts").to(device)
-    shape = (len(classes), -1, prompts.shape[-1])
-    prompts = Gaussian(prompts.mean.reshape(shape), prompts.log_var.reshape(shape))
-    gaussian, kept, bad = embedder.images(task.images)
-    images = labelled_means(gaussian, task.images, task.labels, kept, device)
-    splits = filters.fold_splits(images, folds, same_pictures(embedder, task, kept)) if folds else []
+    found = embed_classes(embedder, task.data)
+    data = task.data = found.data
+    images = labelled_means(found.images, data)
+    splits = filters.fold_splits(images, folds, same_pictures(embedder, task)) if folds else []
     if task.other is not None:
-        found, rows, _ = embedder.images(task.other[0], "choosing")
-        others = labelled_means(found, *task.other, rows, device)
-        splits = [(others, torch.ones(len(kept), dtype=torch.bool))]
-    single = list(task.templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in task.templates else 0
-    e = filters.Evaluation(images, prompts, names, vars(config) | {"single": single}, splits, config.select_on)
-    results = describe(task, e, gaussian, embedder, runner.left_out(bad))
-    runner.finish(Path(config.out), "zeroshot", results, make_page(task, e, results, kept))
-    return results
-
-
-def labelled_means(
-    found: Gaussian, images: LabelledImages, labels: Sequence[int], kept: Sequence[int], device: str
-) -> filters.LabelledMeans:
-    """Means, labels and names of the images that could be read."""
-    kept_labels = torch.tensor([int(labels[i]) for i in kept])
-    return filters.LabelledMeans(found.mean.to(device), kept_labels, [images.places[i].name for i in kept])
+        gaussian, rows, _ = embedder.images(task.other.images, "choosing")
+        others = labelled_means(gaussian, task.other.only(rows))
+        splits = [(others, torch.ones(len(data.labels), dtype=torch.bool))]
+    single = list(data.templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in data.templates else 0
+    options = vars(config) | {"single": single}
+    e = filters.Evaluation(images, found.prompts.to(device), names, options, splits, config.select_on)
+    results = describe(task, e, found.images, embedder)
+    page = make_page(task, e, results)
+    return Run(config, "zeroshot", Path(config.out), embedder).finish(results, page, found.bad)
 
 
 def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:
@@ -169,22 +156,22 @@ def softmax_scale(model: DualEncoder) -> tuple[float | None, str]:
     return None, "none: the loss trained no temperature"
 
 
-def same_pictures(embedder: Embedder, task: Task, kept: list[int]) -> list[int]:
-    """For each embedded image the first one that shows the same picture, for folds."""
-    workers = loader_workers(embedder.workers, len(task.images), embedder.device.name)
-    leaders = same_picture(task.images, workers, embedder.show)
-    if repeated := [i for i in kept if leaders[i] != i]:
-        pair = (task.images.places[i].name for i in (leaders[repeated[0]], repeated[0]))
+def same_pictures(embedder: Embedder, task: Task) -> list[int]:
+    """For each image the first one that shows the same picture, for folds."""
+    images = task.data.images
+    leaders = same_picture(images, loader_workers(embedder.workers, len(images), embedder.device.name), embedder.show)
+    if repeated := [i for i, leader in enumerate(leaders) if leader != i]:
+        pair = (images.places[i].name for i in (leaders[repeated[0]], repeated[0]))
         task.notices.append(
-            f"{len(repeated):,} of {len(kept):,} images ({len(repeated) / len(kept):.1%}) show the same picture as "
+            f"{len(repeated):,} of {len(images):,} images ({len(repeated) / len(images):.1%}) show the same picture as "
             f"another one (such as {' and '.join(pair)}), and are in its fold"
         )
-    return [leaders[i] for i in kept]
+    return leaders
 
 
-def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embedder, bad: list[dict]) -> dict:
+def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embedder) -> dict:
     """The content of results.json. Of a point model nothing is told of uncertainties."""
-    classes, probabilistic, right = task.classes, embedder.model.probabilistic, (e.all.ranks < 1).double()
+    classes, probabilistic, right = task.data.classes, embedder.model.probabilistic, (e.all.ranks < 1).double()
     per_class = {"images": e.counts, "uncertainty": None, "top1_all": e.by_class(e.all.ranks)}
     bins, scores, calibration = {"classes": None, "images": None}, {}, None
     if probabilistic:
@@ -204,12 +191,10 @@ def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embe
     }
     per_class = {key: [None] * len(classes) if x is None else x.tolist() for key, x in per_class.items()}
     return {
-        **runner.settings(task.config, embedder),
         "images": len(right),
-        "images_left_out": bad,
         "classes": len(classes),
         "class_names_from": classes.source,
-        "templates": task.templates,
+        "templates": task.data.templates,
         "notices": task.notices,
         "rows": e.rows,
         "reweighted": {
@@ -228,14 +213,14 @@ def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embe
             {"name": name, "key": classes.keys[c] if classes.keys else None, **{k: x[c] for k, x in per_class.items()}}
             for c, name in enumerate(classes.names)
         ],
-        "notes": remarks(task.labels, classes),
+        "notes": remarks(task.data.labels, classes),
     }
 
 
 # ------------------------------------------------------------------------------------------------------- the page
 
 
-def make_page(task: Task, e: filters.Evaluation, results: dict, kept: list[int]) -> Page:
+def make_page(task: Task, e: filters.Evaluation, results: dict) -> Page:
     """The report of one data set."""
     n_classes, n_prompts = e.u.shape
     bins, found = results["uncertainty"], results["calibration"]
@@ -262,7 +247,7 @@ def make_page(task: Task, e: filters.Evaluation, results: dict, kept: list[int])
             ("Uncertainty against accuracy", [figures, runner.ABOUT_U if figures else ""]),
             ("Calibration, and refusing uncertain images", [calibration, text]),
             *(
-                (f"{title} prompts", [[class_card(c, task, e, results, kept) for c in group]])
+                (f"{title} prompts", [[class_card(c, task, e, results) for c in group]])
                 for title, group in groups.items()
             ),
         ],
@@ -313,12 +298,12 @@ def k_figures(results: dict) -> list[Figure]:
     return figures
 
 
-def class_card(c: int, task: Task, e: filters.Evaluation, results: dict, kept: list[int]) -> Card:
+def class_card(c: int, task: Task, e: filters.Evaluation, results: dict) -> Card:
     """A class with its images, green where all prompts classify them right, and its prompts, red if dropped."""
     row, u = results["per_class"][c], e.u[c].cpu()
     of = "best-topk" if "best-topk" in e.kept else next(iter(e.kept), None)
     n_kept = int(e.kept[of][0][c]) if of else len(u)
-    texts = prompt_texts([row["name"]], task.templates)
+    texts = prompt_texts([row["name"]], task.data.templates)
     lines = [
         Cell(f"{texts[p]} (u = {number(float(u[p]))})", "right" if place < n_kept else "wrong")
         for place, p in enumerate(u.argsort(stable=True).tolist())
@@ -326,7 +311,7 @@ def class_card(c: int, task: Task, e: filters.Evaluation, results: dict, kept: l
     places, pictures = (e.images.labels == c).nonzero().flatten().tolist(), []
     for place in places[:: max(1, len(places) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
         right = verdict(e.all.ranks[place] < 1)
-        pictures += picture_of(task.images, kept[place], f"{e.images.names[place]}: {right}", right)
+        pictures += picture_of(task.data.images, place, f"{e.images.names[place]}: {right}", right)
     many = f"; {of} keeps {n_kept} of {len(lines)} prompts ({e.kept[of][1]})" if of else ""
     about = f"{row['images']:,} images, all prompts {percent(row['top1_all'])} %{many}"
     return Card(row["name"], pictures, [Cell(about)], lines)

@@ -18,7 +18,7 @@ from probemb.data.failures import BadSample
 from probemb.errors import UserError
 from probemb.evaluation.localisation import KS, THRESHOLD, Localised, localise, recall_at
 from probemb.evaluation.rankings import RANKINGS
-from probemb.evaluation.uncertainty import assess, evenly
+from probemb.evaluation.uncertainty import evenly
 from probemb.metrics.uncertainty import mean_estimates, uncertainty_bins
 from probemb.models import DualEncoder
 from probemb.reports import pages
@@ -48,35 +48,30 @@ def evaluate(config: LocalisationConfig) -> None:
         proposals = grid_proposals(data, config.grid.scales, config.grid.ratios, config.grid.step)
     else:
         proposals = read_proposals(config.proposals, data, config.top)
-    out = runner.claim(config, "localisation")
-    embedder = runner.open_model(config)
-    model = embedder.model
+    run = runner.start(config, "localisation")
+    model = run.embedder.model
     check_inputs(model, proposals)
-    rankings, options = runner.pair_rankings(config.rankings, embedder)
-    found = localise(embedder, data, proposals, rankings, options, config.several)
+    rankings, options = runner.pair_rankings(config.rankings, run.embedder)
+    found = localise(run.embedder, data, proposals, rankings, options, config.several)
     first = rankings[0]
     hit = recall_at(found.first_overlaps[first], 1).double()
     bins = uncertainty_bins(found.u, hit) if model.probabilistic else None
     results = {
-        **runner.settings(config, embedder, data.split),
         "probabilistic": model.probabilistic,
         "images": len(found.image.unique()),
-        "images_left_out": runner.left_out(found.bad),
         "phrases": len(found.rows),
         "phrases_without_box": data.without_box,
         "proposals": {"source": proposals.source, "total": proposals.total, "dropped": proposals.dropped},
         "rows": summary(found),
         "types": by_type(found, [data.phrases[row].kind or UNTYPED for row in found.rows], first),
         "uncertainty": bins,
-        "predictors": assess(found.scores, hit, found.image),
     }
     places: dict[int, int] = {}  # a phrase of each image
     for place, row in enumerate(found.rows):
         places.setdefault(data.phrases[row].image, place)
     shown = [list(places.values())[i] for i in evenly(len(places), EXAMPLES)]
     examples = [one for place in shown for one in example(data, proposals, found, first, place, model)]
-    scores, label = "what each score of a phrase knows", "uncertainty of the phrase"
-    figures = pages.bin_figure("uncertainty", results["uncertainty"], "phrases", label, "R@1, %")
+    figures = pages.bin_figure("uncertainty", bins, "phrases", "uncertainty of the phrase", "R@1, %")
     page = Page(
         "Phrase localisation",
         f"{config.model} on {config.data}: {len(data):,} images, {len(data.phrases):,} phrases, "
@@ -84,11 +79,11 @@ def evaluate(config: LocalisationConfig) -> None:
         "without a box are left out",
         [
             ("Recall", [NOTES, *make_tables(results)]),
-            ("Uncertainty", [figures, runner.predictor_table({"phrases": results["predictors"]}, scores)]),
+            ("Uncertainty", [figures]),
             ("Examples: white is meant; green or red ranked first, yellow second and third", [examples]),
         ],
     )  # fmt: skip
-    runner.finish(out, "localisation", results, page)
+    run.finish(results, page, found.bad, data.split)
 
 
 def check_inputs(model: DualEncoder, proposals: Proposals) -> None:

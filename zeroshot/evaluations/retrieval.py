@@ -19,7 +19,6 @@ from probemb.errors import UserError
 from probemb.evaluation import retrieval
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, centres, embed_pairs
 from probemb.evaluation.judgements import (
-    accepted_shares,
     caption_acceptance,
     evaluate_rankings_of_pairs,
     judged_pairs,
@@ -34,7 +33,7 @@ from probemb.evaluation.rankings import (
     ranking_names,
     title_of,
 )
-from probemb.evaluation.uncertainty import MEASURES, evaluate_predictors, findings, generality, projection
+from probemb.evaluation.uncertainty import MEASURES, findings, generality, projection, signs
 from probemb.metrics.retrieval import TITLES as METRICS
 from probemb.models import DualEncoder, networks_of
 from probemb.models.match import Ensemble
@@ -69,41 +68,36 @@ def evaluate(config: RetrievalConfig) -> None:
     judgements = None if config.judgements is None else read_judgements(config.judgements, captions)
     if judgements is not None:
         judged_pairs(judgements)  # refuses a file that orders nothing
-    out = runner.claim(config, "retrieval")
-
     second = [] if config.second is None else [config.second]
     names = [config.model, *(networks_of(config.model)[1:] if config.second == "auto" else second)]
-    embedder = runner.open_model(config, names)
-    model, device = embedder.model, embedder.device.name
+    run = runner.start(config, "retrieval", names)
+    embedder, model = run.embedder, run.embedder.model
     rankings = fitting(rankings, model, config.rankings is not None)
     pairs = embed_pairs(embedder, captions, with_tokens="attention" in rankings)
-    bad = runner.left_out(pairs.bad)
-    if bad and wanted not in ([], ["pmrp"]):
+    if pairs.bad and wanted not in ([], ["pmrp"]):
         if config.benchmarks is not None:
             raise UserError("Images are left out, so COCO's benchmarks are not comparable.", "Fetch them again.")
         wanted = [name for name in wanted if name == "pmrp"]
-    tolerance = choose(config, embedder, captions, pairs, selection) if "tolerance" in rankings else None
+    tolerance = choose(config, embedder, pairs, selection) if "tolerance" in rankings else None
     options = RankingOptions(
-        *model.match_model.numbers, config.samples, config.factory, config.candidates, device,
-        tolerance or Tolerance(), model.attention, pairs.tokens,
+        *model.match_model.numbers, config.samples, config.factory, config.candidates,
+        embedder.device.name, tolerance or Tolerance(), model.attention, pairs.tokens,
     )  # fmt: skip
-    rows, per_query, tops = retrieval.evaluate_rankings(pairs, captions, rankings, options, wanted, objects, progress)
-    single, correct = centres(pairs), {side: values[SHOWN] for side, values in per_query.items()}
-    found, generalities, judged, accepted = {}, None, None, None
+    objects = None if objects is None else objects[pairs.kept]
+    rows, per_query, tops = retrieval.evaluate_rankings(pairs, rankings, options, wanted, objects, progress)
+    single, found, generalities, judged = centres(pairs), {}, None, None
     if model.probabilistic:
-        found = findings(embedder, captions, single, per_query, tops, config.erased, config.uncertainty)
-        generalities = generality(single, captions)
+        found = findings(embedder, single, per_query, tops, config.erased, config.uncertainty)
+        found["sign"] = signs(single, {side: values[SHOWN] for side, values in per_query.items()})
+        generalities = generality(single)
     if judgements is not None:
         judgements = judgements.among(torch.tensor(captions.owner()), pairs.kept)
-        accepted = accepted_shares(judged_pairs(judgements, 0), len(pairs.texts))
         judged = evaluate_judgements(judgements, pairs, rankings, options, model)
     results = {
-        **runner.settings(config, embedder, captions.split),
         "models": names,
         "probabilistic": model.probabilistic,
         "images": len(pairs.images),
         "captions": len(pairs.texts),
-        "images_left_out": bad,
         "unknown_words": runner.unknown_notice(embedder.tokenizer, captions.flat(), "captions"),
         "benchmarks": wanted,
         "rows": rows,
@@ -112,9 +106,8 @@ def evaluate(config: RetrievalConfig) -> None:
         "uncertainty": found,
         "generality": generalities,
         "judgements": judged,
-        "predictors": evaluate_predictors(single, captions, correct, model.match_model, device, accepted),
     }
-    runner.finish(out, "retrieval", results, make_page(config, results, pairs, captions))
+    run.finish(results, make_page(config, results, pairs), pairs.bad, captions.split)
 
 
 def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> CaptionDataset | None:
@@ -129,17 +122,16 @@ def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> Captio
 
 
 def choose(
-    config: RetrievalConfig, embedder: Embedder, captions: CaptionDataset, pairs: EmbeddedPairs,
-    selection: CaptionDataset | None,
-) -> Tolerance:  # fmt: skip
+    config: RetrievalConfig, embedder: Embedder, pairs: EmbeddedPairs, selection: CaptionDataset | None
+) -> Tolerance:
     """The given weights, or the best ones on the selection, or without one on the evaluated pairs (an oracle)."""
     if config.tolerance.i2t is not None:
         return Tolerance(config.tolerance.i2t, config.tolerance.t2i)
     chosen = retrieval.ORACLE
     if selection is not None:
-        captions, pairs = selection, embed_pairs(embedder, selection)
+        pairs = embed_pairs(embedder, selection)
         chosen = f"chosen on {selection.split or Path(config.select_data).name}"
-    positives, device = retrieval.known_positives(pairs, captions), embedder.device.name
+    positives, device = retrieval.known_positives(pairs), embedder.device.name
     of, metric = (retrieval.TRUE, "map_at_r") if retrieval.TRUE in positives else (retrieval.OWN, "recall")
     there = pairs._replace(images=pairs.images.to(device), texts=pairs.texts.to(device))
     return retrieval.choose_tolerance(there, positives[of], metric, chosen=chosen, of=of)
@@ -171,11 +163,10 @@ def evaluate_judgements(
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-def make_page(config: RetrievalConfig, results: dict, pairs: EmbeddedPairs, captions: CaptionDataset) -> Page:
+def make_page(config: RetrievalConfig, results: dict, pairs: EmbeddedPairs) -> Page:
     """The report."""
-    found, models, predictors = results["uncertainty"], results["models"], results["predictors"]
+    found, models = results["uncertainty"], results["models"]
     how = {title_of(row): row["how"] for row in results["rows"]}
-    known = {DIRECTIONS[side][1]: predictors[side] for side in DIRECTIONS}
     sections: list[tuple[str, list[Block]]] = [
         ("Rankings", [
             *results["unknown_words"],
@@ -187,11 +178,8 @@ def make_page(config: RetrievalConfig, results: dict, pairs: EmbeddedPairs, capt
         ("Inclusion as generality", generality_table(results["generality"])),
         ("What u measures", [
             f"{runner.ABOUT_U} Here u is the {config.uncertainty} of an item; findings use the first ranking.",
-            *finding_lines(found),
+            *finding_lines(found), found["sign"]["warning"] or "",
         ] if found else ["The model predicts no uncertainty."]),
-        ("What each score of a query knows", [
-            runner.predictor_table(known, "what each score of a query knows"), predictors["warning"] or "",
-        ]),
     ]  # fmt: skip
     if found:
         erased = [
@@ -202,10 +190,10 @@ def make_page(config: RetrievalConfig, results: dict, pairs: EmbeddedPairs, capt
         sections += [
             ("Uncertainty against recall", [quality_figures(found["quality"])]),
             ("Uncertainty against what is erased", [erased]),
-            *extreme_sections(config, found["extremes"], pairs, captions),
+            *extreme_sections(config, found["extremes"], pairs),
         ]
-    sections.append(("Means in a plane", [projection_figure(results["projection"], captions, pairs)]))
-    split = f" ({results['config']['split']})" if results["config"]["split"] else ""
+    sections.append(("Means in a plane", [projection_figure(results["projection"], pairs)]))
+    split = f" ({pairs.data.split})" if pairs.data.split else ""
     size = f"{results['images']:,} images, {results['captions']:,} captions"
     return Page("Image-text retrieval", f"{' and '.join(models)} on {config.data}{split}: {size}", sections)
 
@@ -314,34 +302,31 @@ def quality_figures(quality: dict) -> list[Figure]:
     return figures
 
 
-def projection_figure(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs) -> list[Figure]:
+def projection_figure(found: dict, pairs: EmbeddedPairs) -> list[Figure]:
     """Means of some images and captions in a plane; a larger mark is more uncertain."""
-    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    names = {"captions": pairs.data.flat(), "images": [place.name for place in pairs.data.images.places]}
     every = [float(u) for side in DIRECTIONS for u in found[side]["uncertainty"]]
     low, high = min(every), max(every)
     chart = Chart("means", x_label="first direction", y_label="second direction")
     for side, colour, marker in (("captions", ORANGE, "^"), ("images", BLUE, "o")):
         points = []
         for row, x, y, u in zip(*(found[side][key].tolist() for key in ("rows", "x", "y", "uncertainty"))):
-            label = texts[row] if side == "captions" else captions.images.places[pairs.kept[row]].name
-            points.append((x, y, 2 + 4 * (u - low) / ((high - low) or 1), f"{label[:120]}: u = {number(u)}"))
+            note = f"{names[side][row][:120]}: u = {number(u)}"
+            points.append((x, y, 2 + 4 * (u - low) / ((high - low) or 1), note))
         chart.cloud(points, side, colour, marker)
     rows = len(found["images"]["rows"])
     note = f"{found['method']} of {rows} images and their captions. A larger mark is more uncertain."
     return [Figure(chart, note=note)]
 
 
-def extreme_sections(
-    config: RetrievalConfig, found: dict, pairs: EmbeddedPairs, captions: CaptionDataset
-) -> list[tuple[str, list[Block]]]:
+def extreme_sections(config: RetrievalConfig, found: dict, pairs: EmbeddedPairs) -> list[tuple[str, list[Block]]]:
     """The queries of the largest and of the smallest u with what they retrieve first, green for an own one."""
     measure, one = MEASURES[config.uncertainty], centres(pairs)
     u = {"images": measure(one.images), "captions": measure(one.texts)}
-    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    data, texts = pairs.data, pairs.data.flat()
 
     def pictures(row: int, kind: str) -> list:
-        i = pairs.kept[row]
-        return picture_of(captions.images, i, f"{captions.images.places[i].name}: {kind}", kind)
+        return picture_of(data.images, row, f"{data.images.places[row].name}: {kind}", kind)
 
     def card(side: str, row: int, retrieved: Sequence[int]) -> Card:
         about = f"u = {float(u[side][row]):#.4g}"
@@ -349,7 +334,7 @@ def extreme_sections(
             shown = [one for i in retrieved for one in pictures(i, verdict(pairs.owner[row] == i))]
             return Card(f"{texts[row]} ({about})", shown)
         lines = [Cell(texts[c], verdict(pairs.owner[c] == row)) for c in retrieved]
-        return Card(f"{about}. {captions.captions[pairs.kept[row]][0]}", pictures(row, lines[0].kind), lines)
+        return Card(f"{about}. {data.captions[row][0]}", pictures(row, lines[0].kind), lines)
 
     return [
         (

@@ -1,8 +1,10 @@
-"""Start and end of every evaluation: claim the folder, load the model, show and write; shared charts."""
+"""Start and end of every evaluation: claim the folder, load the model, show and write."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from probemb.data.captions.dataset import HELD_OUT, CaptionDataset
@@ -17,18 +19,51 @@ from probemb.models import as_one, check_images, load_model
 from probemb.models.inputs import unknown_words
 from probemb.options import to_dict
 from probemb.progress import progress
-from probemb.reports.pages import Page, Table, print_page, write_page
+from probemb.reports.pages import Page, print_page, write_page
 from probemb.reports.results import claim_files, results_folder, write_json
-from probemb.reports.text import percent, plus_minus, printable
+from probemb.reports.text import printable
 from zeroshot.command import CaptionConfig, EvaluationConfig
 
 UNKNOWN = 20  # unknown words that are named
 OUTPUTS = ("results.json", "report.html")
 ABOUT_U = (
     "u measures ambiguity within the training domain: how many things an input could match. It does not tell whether "
-    "the model knows an input, nor is it always the best predictor of a wrong answer."
+    "the model knows an input, nor is it always the best predictor of a wrong answer: zeroshot.uncertainty compares it."
 )
-OUTCOMES = {"ambiguity": "true ambiguity", "accepted_share": "human acceptance", "r@1": "R@1"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command with the folder of its results, and the model that it evaluates."""
+
+    config: EvaluationConfig
+    name: str
+    out: Path
+    embedder: Embedder
+
+    def finish(self, results: dict, page: Page, bad: Sequence[tuple[str, str]] = (), split: str | None = None) -> dict:
+        """Print the page's paragraphs and tables, write report.html and results.json, and return what that holds.
+
+        bad: (name, reason) of images that could not be read; split: of the data, for a command that has one.
+        """
+        chosen = {"split": split} if hasattr(self.config, "split") else {}
+        content = {
+            "config": to_dict(self.config) | chosen,
+            "device": self.embedder.device.name,
+            "precision": self.embedder.device.precision,
+            "images_left_out": [{"name": name, "reason": reason} for name, reason in bad],
+            **results,
+        }
+        if bad:
+            print(describe_bad(bad), flush=True)
+            page = page._replace(lead=f"{page.lead}; {len(bad):,} images could not be read and are left out")
+        print_page(page)
+        self.out.mkdir(parents=True, exist_ok=True)
+        files = [self.out / name for name in OUTPUTS]
+        write_json(files[0], content, f"probemb {self.name}")
+        write_page(files[1], page, f"probemb {self.name}")
+        print(f"\nwritten: {files[0]}, {files[1]}", flush=True)
+        return content
 
 
 def claim(config: EvaluationConfig, name: str) -> Path:
@@ -36,7 +71,15 @@ def claim(config: EvaluationConfig, name: str) -> Path:
     elsewhere = "zeroshot-results" if name == "zeroshot" else f"zeroshot-results/{name}"
     out = results_folder(config.out, config.model, name, elsewhere)
     claim_files(out, OUTPUTS, f"probemb {name}")
+    if (held := out / OUTPUTS[0]).exists():
+        old = json.loads(held.read_text(encoding="utf-8"))["written"]
+        print(f"replaces what {out} holds, of {old['date']}: {old['command']} (--out FOLDER keeps it)", flush=True)
     return out
+
+
+def start(config: EvaluationConfig, name: str, models: Sequence[str] = ()) -> Run:
+    """Claim the folder, and load the model of --model, or several as one. Raises UserError."""
+    return Run(config, name, claim(config, name), open_model(config, models))
 
 
 def open_captions(config: CaptionConfig) -> CaptionDataset:
@@ -60,14 +103,15 @@ def open_model(config: EvaluationConfig, names: Sequence[str] = ()) -> Embedder:
     )  # fmt: skip
 
 
-def open_analysis(config: CaptionConfig, name: str) -> tuple[Embedder, CaptionDataset, Path]:
-    """Model, data and folder of an analysis of single Gaussians. Raises UserError: the model has no such."""
-    captions, out, embedder = open_captions(config), claim(config, name), open_model(config)
-    if not embedder.model.probabilistic or embedder.model.n_embeddings > 1:
+def start_analysis(config: CaptionConfig, name: str) -> tuple[Run, CaptionDataset]:
+    """`start` of an analysis of single Gaussians, and its data. Raises UserError: the model has no such."""
+    captions, run = open_captions(config), start(config, name)
+    model = run.embedder.model
+    if not model.probabilistic or model.n_embeddings > 1:
         remedy = "Name one with a mean and a variance of every item."
         raise UserError(f"{config.model} has no variances, or several embeddings of an item.", remedy)
-    check_images(embedder.model, captions.images)
-    return embedder, captions, out
+    check_images(model, captions.images)
+    return run, captions
 
 
 def unseen_rows(found: Images, evaluated: Images, workers: int | None) -> tuple[list[int], list[str]]:
@@ -91,12 +135,6 @@ def pair_rankings(text: str | None, embedder: Embedder, tokens: bool = True) -> 
     return fitting(names, model, given=True), options
 
 
-def settings(config: EvaluationConfig, embedder: Embedder, split: str | None = None) -> dict:
-    """The first keys of results.json: the options, and where the model ran."""
-    resolved = to_dict(config) | ({"split": split} if hasattr(config, "split") else {})
-    return {"config": resolved, "device": embedder.device.name, "precision": embedder.device.precision}
-
-
 def unknown_notice(tokenizer, texts: Sequence[str], what: str) -> list[str]:
     """A warning in a list if the model does not know some words of the texts."""
     words = unknown_words(tokenizer, texts)
@@ -104,36 +142,3 @@ def unknown_notice(tokenizer, texts: Sequence[str], what: str) -> list[str]:
         return []
     some = printable(", ".join(words[:UNKNOWN])) + (", …" if len(words) > UNKNOWN else "")
     return [f"{len(words):,} words of the {what} are unknown to the model, which reads them all alike: {some}"]
-
-
-def left_out(bad: Sequence[tuple[str, str]]) -> list[dict]:
-    """Images that could not be read, for results.json; says so on the console too."""
-    if bad:
-        print(describe_bad(bad), flush=True)
-    return [{"name": name, "reason": reason} for name, reason in bad]
-
-
-def finish(out: Path, name: str, results: dict, page: Page) -> None:
-    """Print the page's paragraphs and tables, and write results.json and report.html."""
-    if lost := results.get("images_left_out"):
-        page = page._replace(lead=f"{page.lead}; {len(lost):,} images could not be read and are left out")
-    print_page(page)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / OUTPUTS[0], results, f"probemb {name}")
-    write_page(out / OUTPUTS[1], page, f"probemb {name}")
-    print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
-
-
-def predictor_table(found: Mapping[str, Sequence[dict]], title: str) -> Table:
-    """The table of what each score of a query predicts (rows of `evaluation.uncertainty.assess`), by kind of query."""
-    outcomes = {key: name for key, name in OUTCOMES.items() if any(row[key] for some in found.values() for row in some)}
-    rows: list = []
-    for queries, some in found.items():
-        for row in some:
-            halves = [percent(row["halves"][key]) if row["halves"] else "" for key in ("certain", "rest")]
-            values = [plus_minus(row[key], 1, 3, signed=True) for key in (*outcomes, "gain")]
-            rows.append((queries, row["title"], *values[:-1], *halves, values[-1]))
-        rows.append(())
-    headings = ("queries", "score, higher means less certain", *outcomes.values(), "certain half", "the rest", "gain")
-    title = f"{title}: Spearman, R@1 in percent, gain of refusing (0 at random, 1 at best)"
-    return Table(headings, rows, title, left=2)

@@ -6,22 +6,15 @@ N images, M captions, C classes, P prompts of a class, D dimensions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from probemb.conformal import evaluate_sets
 from probemb.data.captions.judgements import read_judgements
-from probemb.data.labelled import (
-    Images,
-    LabelledImages,
-    find_images,
-    find_unlabelled,
-    prompt_texts,
-    read_templates,
-    resolve_classes,
-)
+from probemb.data.labelled import Images, ZeroShotSet, find_classes, find_unlabelled
 from probemb.errors import UserError
 from probemb.evaluation.confidence import (
     BASELINES,
@@ -36,12 +29,12 @@ from probemb.evaluation.confidence import (
     unlabelled_confidences,
     verdict,
 )
-from probemb.evaluation.embedding import Embedder, centre, centres, embed_pairs, true_ambiguity
+from probemb.evaluation.embedding import Embedder, centre, centres, embed_classes, embed_pairs, true_ambiguity
 from probemb.evaluation.judgements import accepted_shares, judged_pairs
-from probemb.evaluation.uncertainty import probe
-from probemb.gaussian import Gaussian
+from probemb.evaluation.uncertainty import drawn, probe
 from probemb.metrics.selective import nearest_is_of_class, retrieval_levels
 from probemb.metrics.uncertainty import rejection_curve
+from probemb.progress import progress
 from probemb.reports.pages import Block, Cell, Figure, Page, Table, line_figure, rejection_figure
 from probemb.reports.text import between, number, percent, plus_minus
 from zeroshot.evaluations import runner
@@ -87,48 +80,51 @@ def evaluate(config: UncertaintyConfig) -> None:
         raise UserError(f"{option} needs labelled images.", f"Name them with --classes, or leave {option} out.")
     captions = runner.open_captions(config)
     judgements = None if config.judgements is None else read_judgements(config.judgements, captions)
-    labelled = find_classes(config) if config.classes else None
-    out, embedder = runner.claim(config, "uncertainty"), runner.open_model(config)
+    ood = find_unlabelled(config.ood, config.exif) if config.ood else None
+    if labelled := config.classes:
+        labelled = find_classes(config.classes, config.class_names, config.templates, config.exif)
+    run, outcomes = runner.start(config, "uncertainty"), {}
+    embedder = run.embedder
     pairs = centres(embed_pairs(embedder, captions))
-    bad, outcomes = runner.left_out(pairs.bad), {}
     if captions.truth is not None:
-        outcomes["ambiguity"] = true_ambiguity(captions, pairs.kept)
+        outcomes["ambiguity"] = true_ambiguity(pairs.data)
     if judgements is not None:
         judgements = judgements.among(torch.tensor(captions.owner()), pairs.kept)
         outcomes["acceptance"] = accepted_shares(judged_pairs(judgements, 0), len(pairs.texts))
-    words = torch.tensor([len(text.split()) for i in pairs.kept for text in captions.captions[i]], dtype=torch.float64)
+    words = torch.tensor([len(text.split()) for text in pairs.data.flat()], dtype=torch.float64)
     scale, source = softmax_scale(embedder.model)
-    about, adapter = (scale or 1.0, embedder.model.match_model), getattr(embedder.model, "adapter", None)
-    sides = zip(adapter.temperature, (adapter.image, adapter.text)) if adapter else [(None, None)] * 2
-    of_images, of_texts = ((*about, fitted, getattr(module, "epistemic", None)) for fitted, module in sides)
+    of_images = {"scale": scale or 1.0, "model": embedder.model.match_model}
+    of_texts, adapter = dict(of_images), getattr(embedder.model, "adapter", None)
+    if adapter is not None:
+        for about, fitted, side in zip((of_images, of_texts), adapter.temperature, (adapter.image, adapter.text)):
+            about |= {"temperature": fitted, "epistemic": getattr(side, "epistemic", None)}
     n, m = len(pairs.images), len(pairs.texts)
-    rows, columns = drawn(m, n), drawn(n, m)
+    rows, columns = (drawn(k, max(1, PAIRS // other)).sort().values for k, other in ((m, n), (n, m)))
     group = pairs.owner[rows].unique(return_inverse=True)[1]
-    by_caption = Task(pairs.texts[rows], pairs.images, pairs.owner[rows], group, *of_texts)
+    by_caption = Task(pairs.texts[rows], pairs.images, pairs.owner[rows], group, **of_texts)
     own = pairs.owner == columns[:, None]
-    by_image = Task(pairs.images[columns], pairs.texts, own, torch.arange(len(columns)), *of_images)
+    by_image = Task(pairs.images[columns], pairs.texts, own, torch.arange(len(columns)), **of_images)
     of_captions = {key: x[rows] for key, x in outcomes.items()}
     results: dict[str, Any] = {
-        **runner.settings(config, embedder, captions.split),
-        "images": n, "captions": m, "images_left_out": bad, "scale": {"value": scale, "source": source},
+        "images": n, "captions": m, "scale": {"value": scale, "source": source},
         "adapter_parameters": adapter and sum(x.numel() for x in adapter.state_dict().values()),
         "queries": {
             "captions": answered(config, by_caption, of_captions, length=words[rows]),
             "images": answered(config, by_image, {}),
         },
-        "sets": {
-            "captions": evaluate_sets(by_caption.variants(), pairs.owner[rows], group, config.alpha, config.splits)
-        },
-        "inputs": probe(embedder, captions, pairs, words, config.probes) if embedder.model.probabilistic else None,
+        "sets": {"captions": sets_of(config, by_caption)},
+        "inputs": probe(embedder, pairs, words, config.probes) if embedder.model.probabilistic else None,
     }  # fmt: skip
     if labelled:
-        results["queries"]["classes"], results["sets"]["classes"] = classify(config, embedder, of_images, labelled)
-    runner.finish(out, "uncertainty", results, make_page(config, results))
+        results["queries"]["classes"], results["sets"]["classes"] = classify(config, embedder, of_images, labelled, ood)
+    run.finish(results, make_page(config, results), pairs.bad, captions.split)
 
 
-def drawn(n: int, gallery: int) -> Tensor:
-    """All of n rows, or as many as PAIRS allows, in ascending order."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[: max(1, PAIRS // gallery)].sort().values
+def sets_of(config: UncertaintyConfig, task: Task, *more: bool) -> list[dict]:
+    """The prediction sets of a task with one true answer each."""
+    variants, about = task.variants(), (task.truth, task.group, config.alpha, config.splits)
+    with progress("prediction sets", config.splits * len(variants)) as advance:
+        return evaluate_sets(variants, *about, *more, advance=advance)
 
 
 def answered(
@@ -141,7 +137,8 @@ def answered(
         scores["length"] = Confidence(length)
     scores |= fitted_confidences(task, scores, config.vilu)
     known = None if strangers is None else unlabelled_confidences(strangers)
-    rows = compare(measure(task, scores, outcomes, nearest, known), scores)
+    with progress("scores, resampled", len(scores)) as advance:
+        rows = compare(measure(task, scores, outcomes, nearest, known, advance), scores)
     for row in rows:
         u = -scores[row["score"]].values
         row |= {"levels": retrieval_levels(u, task.right, config.levels), "refusing": rejection_curve(u, task.right)}
@@ -149,45 +146,21 @@ def answered(
     return {"items": len(task.right), "gallery": len(task.gallery), "right": right, "rows": rows}
 
 
-class Labelled(NamedTuple):
-    """Labelled images, the class of each, the prompts, all of a class next to each other, and --ood's images."""
-
-    images: LabelledImages
-    labels: Sequence[int]
-    classes: int
-    prompts: Sequence[str]
-    strangers: Images | None
-
-
-def find_classes(config: UncertaintyConfig) -> Labelled:
-    """The images of --classes and --ood. Raises UserError."""
-    images = find_images(config.classes, None, config.exif)
-    classes, labels = resolve_classes(images, config.class_names)
-    templates = read_templates(config.templates, classes.names)
-    if config.templates is None and images.templates:
-        templates = list(images.templates)
-    strangers = find_unlabelled(config.ood, config.exif) if config.ood else None
-    return Labelled(images, labels, len(classes), prompt_texts(classes.names, templates), strangers)
-
-
 def classify(
-    config: UncertaintyConfig, embedder: Embedder, about: tuple, labelled: Labelled
+    config: UncertaintyConfig, embedder: Embedder, about: dict, data: ZeroShotSet, ood: Images | None
 ) -> tuple[dict, list[dict]]:
     """The answers and the prediction sets of labelled images. Raises UserError."""
-    prompts = embedder.texts(labelled.prompts, "prompts")
-    vectors = centre(Gaussian(*(x.unflatten(0, (labelled.classes, -1)) for x in (prompts.mean, prompts.log_var))))
-    found, kept, bad = embedder.images(labelled.images)
-    truth, strangers = torch.tensor([int(labelled.labels[i]) for i in kept]), None
-    task = Task(found, vectors, truth, torch.arange(len(truth)), *about)
-    if labelled.strangers:
-        other = embedder.images(labelled.strangers, "OOD images").gaussian
-        strangers = Task(other, vectors, None, torch.arange(len(other)), *about)
-    nearest = nearest_is_of_class(found.mean, truth)
-    sets = evaluate_sets(
-        task.variants(), truth, task.group, config.alpha, config.splits, config.class_conditional, True
+    found, strangers = embed_classes(embedder, data), None
+    task = Task(found.images, centre(found.prompts), found.labels, torch.arange(len(found.labels)), **about)
+    if ood is not None:
+        other = embedder.images(ood, "OOD images").gaussian
+        strangers = replace(task, queries=other, truth=None, group=torch.arange(len(other)))
+    nearest = nearest_is_of_class(found.images.mean, task.truth)
+    lost = [{"name": name, "reason": reason} for name, reason in found.bad]
+    about = {"images_left_out": lost, "strangers": strangers and len(strangers.queries)}
+    return answered(config, task, {}, nearest=nearest, strangers=strangers) | about, sets_of(
+        config, task, config.class_conditional, True
     )
-    lost = {"images_left_out": runner.left_out(bad), "strangers": strangers and len(strangers.queries)}
-    return answered(config, task, {}, nearest=nearest, strangers=strangers) | lost, sets
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
