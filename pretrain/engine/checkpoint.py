@@ -46,12 +46,12 @@ def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | N
     return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: random}, content, weights | means)
 
 
-def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[str, Any]:
+def load_checkpoint(engine, path: Path, average: Average | None = None) -> None:
     """Restore an engine from a checkpoint that `find_checkpoint` has verified; collective, between two steps.
 
     An average begins with the weights if the checkpoint has none; a rank that it does not have gets random states drawn
-    from rank 0's and its own number. Returns the caller's state, and its "step". Raises UserError: damaged, or of
-    another model; on all ranks, and nothing is changed."""
+    from rank 0's and its own number. Raises UserError: damaged, or of another model; on all ranks, and nothing is
+    changed."""
     held = EngineState(engine)
     with ExitStack() as stack:
         failure = None
@@ -72,7 +72,6 @@ def load_checkpoint(engine, path: Path, average: Average | None = None) -> dict[
         if average:
             average.load(lambda name: moments.get_tensor(f"{AVERAGE}{name}") if averaged else weights.get_tensor(name))
     set_random_state(generators)
-    return {**content["state"], "step": content["step"]}
 
 
 def read_exported(path: Path) -> dict[str, Tensor]:

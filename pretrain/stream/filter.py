@@ -133,11 +133,6 @@ class Selection:
         return np.flatnonzero(self._kept[self._stops[shard] : self._stops[shard + 1]]).astype(np.int32)
 
 
-def select(corpora: Sequence[Sequence[Shard]], filter: Filter) -> Selection | None:
-    """The selection of a filter; None if it has no rule."""
-    return Selection(corpora, filter) if filter.rules else None
-
-
 class KeyList:
     """The samples that a file lists, as 64-bit hashes. Its lines are KEY of any shard, SHARD.tar/KEY of the shards of
     that name, and FOLDER/SHARD.tar/KEY of those whose path or address ends so. Raises UserError: it cannot be read.

@@ -48,11 +48,6 @@ def permutation(n: int, *keys: int) -> np.ndarray:
     return np.argsort(x ^ (x >> np.uint64(31)))
 
 
-def default_lanes(batch_size: int) -> int:
-    """The largest divisor of the global batch that is at most 64."""
-    return next(lanes for lanes in range(min(batch_size, 64), 0, -1) if batch_size % lanes == 0)
-
-
 class Slots(NamedTuple):
     """Places in the corpus, three arrays (n,) int64: the shard, the index inside it, the pass over the corpus."""
 
@@ -76,7 +71,7 @@ class Order:
     Args:
         shard_sizes: samples in each shard.
         batch_size: the global batch, over all ranks.
-        lanes: a divisor of `batch_size`; lane l feeds rows [l·B/L, (l+1)·B/L) of every global batch.
+        lanes: a divisor of `batch_size`, by default the largest up to 64; lane l feeds rows [l·B/L, (l+1)·B/L) of it.
         window: number of slots that are shuffled together.
         seed: any integer.
         corpus: for a mixture, the number 0, 1, … of the corpus that each shard belongs to.
@@ -106,7 +101,7 @@ class Order:
         weights: Sequence[float] | None = None,
         places: Callable[[int], np.ndarray] | None = None,
     ):
-        lanes = default_lanes(batch_size) if lanes is None else lanes
+        lanes = lanes or next(n for n in range(min(batch_size, 64), 0, -1) if batch_size % n == 0)
         if batch_size % lanes:
             fits = ", ".join(str(n) for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0)
             what = f"{lanes} lanes do not divide the global batch of {batch_size}."
@@ -128,13 +123,6 @@ class Order:
         self.lane_length = self.steps * self.share
         self._layout, self._window = lru_cache(2)(self._make_layout), lru_cache(2 * lanes + 8)(self._make_window)
         self._places = places and lru_cache(2 * lanes + 8)(places)
-
-    def locate(self, samples_seen: int) -> tuple[int, int]:
-        """The epoch and step of the batch after `samples_seen` samples. Raises UserError: that is inside a batch."""
-        if samples_seen < 0 or samples_seen % self.batch_size:
-            what = f"Position {samples_seen} is not a whole number of global batches of {self.batch_size}."
-            raise UserError(what, "Resume with the global batch that the run was started with.")
-        return divmod(samples_seen // self.batch_size, self.steps)
 
     def slots(self, epoch: int, lane: int, start: int, stop: int) -> Slots:
         """Slots [start, stop) of a lane, 0 <= start <= stop <= lane_length; step s has [s · share, (s + 1) · share)."""

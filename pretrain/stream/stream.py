@@ -24,7 +24,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from pretrain.config import Data
-from pretrain.stream.filter import Selection, select
+from pretrain.stream.filter import Selection
 from pretrain.stream.order import Order
 from pretrain.stream.samples import Samples, printable
 from probemb.data.failures import BadSample, Failure, Tally, worst_places
@@ -148,7 +148,7 @@ def make_order(
     corpora: Sequence[Sequence[Shard]], data: Data, batch_size: int, seed: int
 ) -> tuple[Order, Selection | None]:
     """The order of the samples that `data.filter` keeps, and which these are."""
-    selection = select(corpora, data.filter)
+    selection = Selection(corpora, data.filter) if data.filter.rules else None
     sizes = selection.sizes if selection else [shard.samples for shards in corpora for shard in shards]
     mixture = {"weights": data.weights or [1.0] * len(corpora), "places": selection.places if selection else None}
     mixture["corpus"] = [number for number, shards in enumerate(corpora) for _ in shards]
@@ -193,7 +193,6 @@ class Stream(AbstractContextManager, Iterator):
     ):
         self.shards, self.data, self._pin = [*chain(*corpora)], data, pin_memory
         self.order, self.selection = make_order(corpora, data, batch_size, seed)
-        self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._alone, self._closed = world_size == 1, False
         self.tally = Tally(data.failure_share, min(JUDGED_FROM, self.order.steps * batch_size))
