@@ -317,10 +317,9 @@ class Config:
             copies = f", of each of which every {every}th item is masked" if every > 1 else ""
             parts = f"{count(world_size, 'rank')} x {count(self.engine.accumulation, 'accumulation part')}{copies}"
             lower = self.batch_size // multiple * multiple
-            raise UserError(
-                f"batch_size {self.batch_size} cannot be shared evenly by {parts}.",
-                f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + multiple}, or change the ranks or parts.",
-            )
+            fits = f"{lower} or {lower + multiple}" if lower else multiple
+            what = f"batch_size {self.batch_size} cannot be shared evenly by {parts}."
+            raise UserError(what, f"Set batch_size to {fits}, or change the ranks or parts.")
 
 
 def whole_steps(config: Config, steps_per_epoch: int) -> int:

@@ -72,11 +72,9 @@ def refuse_another_run(config, state: dict, identity: dict, earlier: Path, free:
     found = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if old != new]
     allowed = getattr(config, "allow_changes", None)  # None: such runs have no such option
     if found and not allowed:
-        raise UserError(
-            f"The run is not the one that {earlier} belongs to: {'; '.join(found)}.",
-            "Resume with the settings in the run folder's config.yaml (--config) and the same data, "
-            f"{'' if allowed is None else 'pass --allow-changes, '}or start a new run with another --out.",
-        )
+        what = f"The run is not the one that {earlier} belongs to: {'; '.join(found)}."
+        more = "" if allowed is None else "pass --allow-changes, "
+        raise UserError(what, f"Resume with its folder's config.yaml and the same data, {more}or choose another --out.")
     return found
 
 
@@ -87,9 +85,7 @@ def refuse_endless_starts(run: Path, first: int, step: int) -> None:
     count = count_start(run / ".starts", first, step) if is_main() else 0
     if all_of(count)[0] >= MAX_STARTS:
         what = f"{MAX_STARTS} starts in a row were asked to stop before they had made a step, the last at step {step}."
-        raise UserError(
-            what, "Continue with --resume and more time (sbatch --time), or less to do before the first step."
-        )
+        raise UserError(what, "Continue with --resume, and give it more time (sbatch --time).")
 
 
 def take_lock(run: Path | str) -> RunLock | None:
@@ -175,9 +171,7 @@ class RunOutput:
         if not isinstance(error, OSError):
             return error
         what = f"{error.filename or self.path} could not be written: {error.strerror or error}."
-        return UserError(
-            what, "Make room, or make the folder writable, and --resume; earlier checkpoints are complete."
-        )
+        return UserError(what, "Make room, or the folder writable, and --resume; earlier checkpoints are complete.")
 
     def _write(self, snapshot: Snapshot, paused: float) -> None:
         began = time.perf_counter()
