@@ -1,9 +1,11 @@
-"""Atomic replacement of files: after a crash there is the old or the new one; and their SHA-256."""
+"""Atomic replacement of files and making of folders: after a crash there is the old or the new one; SHA-256."""
 
 import hashlib
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -30,6 +32,24 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 def replace_text(path: Path, text: str) -> None:
     """`replace_file` with a text; lone surrogates become question marks."""
     replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8", errors="replace"))
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` at the end; makes missing folders. What a killed process left is removed.
+
+    Raises OSError, also if `path` is a folder with something in it; there is no new folder then.
+    """
+    aside = path.parent / f".{path.name}.unfinished"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        aside.rename(path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    flush(path.parent)
 
 
 def flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a long step: a bar in a terminal, a line now and then elsewhere."""
+"""Progress of a long step: a bar in a terminal, elsewhere a line every ten seconds."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ class _Lines:
 def progress(title: str, total: int) -> Iterator[Callable[[int], object]]:
     """Show progress on stderr, with `advance(n)`, which this yields. A `total` of 0 is unknown."""
     file, seconds = (sys.stderr, 0.1) if sys.stderr.isatty() else (_Lines(), 10.0)
-    with tqdm(desc=title, total=total or None, mininterval=seconds, file=file) as bar:
+    with tqdm(desc=title, total=total or None, mininterval=seconds, delay=seconds, file=file) as bar:
         yield bar.update
 
 

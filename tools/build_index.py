@@ -19,7 +19,7 @@ from pathlib import Path
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from probemb.cli.command import Parser, run_command
-from probemb.errors import UserError
+from probemb.errors import UserError, count
 from probemb.machine import machine_memory
 from probemb.progress import progress
 from probemb.search import Choice, choose_factory, load_index, refuse_small_gallery
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "Let tools.embed finish, or index the finished part with --incomplete; a corpus that does not belong "
                 f"there is left out by deleting its file in {source.folder / CORPORA}.",
             )
-    count = sum(part.count for source in sources for part in source.partitions(options.kind))
-    choice = choose(options, count, sources[0].dim)
+    items = sum(part.count for source in sources for part in source.partitions(options.kind))
+    choice = choose(options, items, sources[0].dim)
     print(choice.why, flush=True)
     write_index(
         options.out, sources, options.kind, choice, form=options.form, tolerance=options.tolerance,
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     index = load_index(options.out)
     size = sum(file.stat().st_size for file in options.out.rglob("*")) / (1 << 20)
-    parts, u = len(index.parts), float(index.uncertainty.double().mean())
-    print(f"{len(index):,} {index.kind}s, {parts} part{'s' * (parts > 1)}, {size:,.1f} MiB, mean u {u:.4g}")
+    parts, u = count(len(index.parts), "part"), float(index.uncertainty.double().mean())
+    print(f"{len(index):,} {index.kind}s, {parts}, {size:,.1f} MiB, mean u {u:.4g}")
     print(f"written: {options.out}")
     return 0
 
@@ -88,20 +88,20 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     return options
 
 
-def choose(options: Namespace, count: int, dim: int) -> Choice:
+def choose(options: Namespace, items: int, dim: int) -> Choice:
     """The requested factory or a suitable one; sets part_items. Raises UserError."""
     memory = int(options.memory_gib * GIB)
-    choice = choose_factory(count, dim, memory)
+    choice = choose_factory(items, dim, memory)
     if options.factory != "auto":
         choice = Choice(options.factory, f"{options.factory}, as requested.")
-    if count:
-        refuse_small_gallery(choice.factory, count)
+    if items:
+        refuse_small_gallery(choice.factory, items)
     if options.effort and choice.effort is None:
         raise UserError(f"The index '{choice.factory}' always searches everything.", "Leave --effort out.")
-    options.part_items = options.part_items or max(1, min(count, memory // item_bytes(dim)))
-    if count > MAX_PARTS * options.part_items:
-        what = f"Parts of {options.part_items:,} items cut {count:,} into more than {MAX_PARTS:,}."
-        raise UserError(what, f"Give more --memory-gib, or at least --part-items {-(-count // MAX_PARTS)}.")
+    options.part_items = options.part_items or max(1, min(items, memory // item_bytes(dim)))
+    if items > MAX_PARTS * options.part_items:
+        what = f"Parts of {options.part_items:,} items cut {items:,} into more than {MAX_PARTS:,}."
+        raise UserError(what, f"Give more --memory-gib, or at least --part-items {-(-items // MAX_PARTS)}.")
     return Choice(choice.factory, choice.why, options.effort)
 
 

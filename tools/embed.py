@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -276,10 +276,10 @@ class ReadSample(NamedTuple):
 
 
 class Samples(torch.utils.data.Dataset):
-    """The samples at some places; `read` gives a function that decodes the image, the captions and the address."""
+    """The samples at some places; `read(row)` gives a function that decodes the image, the captions and the address."""
 
-    def __init__(self, places: Sequence[Place], kinds: Sequence[str], transform, tokenizer):
-        self.places, self.kinds, self.transform, self.tokenizer = places, kinds, transform, tokenizer
+    def __init__(self, places: Sequence[Place], read: Callable, kinds: Sequence[str], transform, tokenizer):
+        self.places, self.read, self.kinds, self.transform, self.tokenizer = places, read, kinds, transform, tokenizer
 
     def __len__(self) -> int:
         return len(self.places)
@@ -303,36 +303,36 @@ class Samples(torch.utils.data.Dataset):
         return found
 
 
-class TarSamples(Samples):
+def tar_samples(path: Path, shard: str, *settings) -> Samples:
     """The samples of a tar that have an image; shard: its path or address. Raises BadShard."""
-
-    def __init__(self, path: Path, shard: str, *settings):
-        places, self.path, self.spans, self._file = [], path, [], None
-        for key, parts in group_members(walk_tar(path)):
-            image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
-            if image is not None:
-                kept = {ext: parts[ext] for ext in (image, *TEXT_EXTENSIONS) if ext in parts}
-                self.spans.append(SampleSpan(key, kept))
-                places.append(Place(key, shard, parts[image].offset, parts[image].size))
-        super().__init__(places, *settings)
-
-    def read(self, row: int) -> tuple[Callable, Sequence[str], str | None]:
-        self._file = self._file or open(self.path, "rb", buffering=0)  # noqa: SIM115 - of this process
-        sample = parse_sample(read_sample(self._file.fileno(), self.spans[row]), self.spans[row].key, None)
-        return partial(decode_image, sample.image, exif=True), sample.captions, web_link(sample.meta.get("url"))
+    places, spans = [], []
+    for key, parts in group_members(walk_tar(path)):
+        image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
+        if image is not None:
+            spans.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *TEXT_EXTENSIONS) if ext in parts}))
+            places.append(Place(key, shard, parts[image].offset, parts[image].size))
+    return Samples(places, partial(_read_tar, path, spans), *settings)
 
 
-class AnnotatedSamples(Samples):
+def _read_tar(path: Path, spans: Sequence[SampleSpan], row: int) -> tuple[Callable, Sequence[str], str | None]:
+    sample = parse_sample(read_sample(_open(path).fileno(), spans[row]), spans[row].key, None)
+    return partial(decode_image, sample.image, exif=True), sample.captions, web_link(sample.meta.get("url"))
+
+
+@lru_cache(maxsize=1)  # of this process
+def _open(path: Path) -> BinaryIO:
+    return open(path, "rb", buffering=0)
+
+
+def annotated_samples(captions: CaptionDataset, *settings) -> Samples:
     """Images with their captions, of an annotation file."""
+    places = [at._replace(file=os.path.abspath(at.file)) for at in captions.images.places]
+    places = [at if at.size >= 0 else at._replace(size=os.path.getsize(at.file)) for at in places]
+    return Samples(places, partial(_read_annotated, captions), *settings)
 
-    def __init__(self, captions: CaptionDataset, *settings):
-        self.captions = captions
-        places = [at._replace(file=os.path.abspath(at.file)) for at in captions.images.places]
-        places = [at if at.size >= 0 else at._replace(size=os.path.getsize(at.file)) for at in places]
-        super().__init__(places, *settings)
 
-    def read(self, row: int) -> tuple[Callable, Sequence[str], str | None]:
-        return partial(self.captions.images.open, row), self.captions.captions[row], None
+def _read_annotated(captions: CaptionDataset, row: int) -> tuple[Callable, Sequence[str], None]:
+    return partial(captions.images.open, row), captions.captions[row], None
 
 
 def collate(samples: list[ReadSample]) -> tuple[list[ReadSample], Tensor | None]:
@@ -376,13 +376,13 @@ def embed(
             if stopped():
                 break
             path, settings = task.shard.path, (task.kinds, loaded.transforms.evaluate, loaded.tokenizer)
-            samples, damage = Samples([], *settings), ""
+            samples, damage = Samples([], None, *settings), ""
             try:
                 if isinstance(task.shard, AnnotatedPart):
-                    samples = AnnotatedSamples(task.shard.captions, *settings)
+                    samples = annotated_samples(task.shard.captions, *settings)
                 else:
                     path = fetches[number].result() if number in fetches else path
-                    samples = TarSamples(path, plain(str(task.shard.path)), *settings)
+                    samples = tar_samples(path, plain(str(task.shard.path)), *settings)
                 if len(samples) < task.shard.samples:
                     damage = f"holds {len(samples):,} samples, but its index says {task.shard.samples:,}"
             except (BadShard, OSError) as error:

@@ -20,8 +20,9 @@ from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
 
 # In a model's configuration, what its training was and does not change what its weights mean.
-OF_TRAINING = ("name", "objective", "ranking", "composed_ranking", "max_logit_scale", "temperature_trained")
-OF_TRAINING += ("log_var_start",)
+OF_TRAINING = (
+    *("name", "objective", "ranking", "composed_ranking", "max_logit_scale", "temperature_trained", "log_var_start"),
+)
 # What a point model has no use for.
 OF_BRANCH = ("probabilistic", "n_unc_layers", "uncertainty", "covariance", "log_var_range", "uncertainty_bias")
 
@@ -31,9 +32,11 @@ def main() -> int:
     models = parser.add_mutually_exclusive_group(required=True)
     models.add_argument("--model", help="a run, a model folder, a .safetensors file or a hub name")
     models.add_argument("--interpolate", nargs=2, metavar=("RUN_A", "RUN_B"), help="two models of one architecture")
-    parser.add_argument("--weight", type=ClosedUnitInterval, default=0.5, help="of RUN_B (default: %(default)s)")
+    parser.add_argument("--weight", type=ClosedUnitInterval, help="of RUN_B in --interpolate (default: 0.5)")
     parser.add_argument("--out", required=True, type=Path, help="an empty or new folder")
     options = parser.parse_args()
+    if options.model and options.weight is not None:
+        raise UserError("--weight is of two models, and --model names one.", "Leave it out, or use --interpolate.")
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out} exists and is not an empty folder.", "Choose another --out.")
 
@@ -41,11 +44,11 @@ def main() -> int:
     from probemb.models.formats import WITHOUT_BIAS, export_open_clip
 
     if options.interpolate:
-        first, second = (load_model(name).model for name in options.interpolate)
-        interpolate(first, second, options.weight, options.interpolate)
+        (a, b), weight = options.interpolate, 0.5 if options.weight is None else options.weight
+        first, second = load_model(a).model, load_model(b).model
+        interpolate(first, second, weight, (a, b))
         save_model(second, options.out)
-        a, b = options.interpolate
-        print(f"{options.out}: {1 - options.weight:g} {a} + {options.weight:g} {b}; every command takes it as --model")
+        print(f"{options.out}: {1 - weight:g} {a} + {weight:g} {b}; every command takes it as --model")
         return 0
     model = load_model(options.model).model
     export_open_clip(model, options.out)

@@ -13,13 +13,15 @@ from probemb.errors import UserError
 
 
 @contextmanager
-def process_pool(processes: int, option: str, context: BaseContext | None = None) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes; leaving the block cancels jobs that have not started.
+def process_pool(
+    processes: int, jobs: int, option: str, context: BaseContext | None = None
+) -> Iterator[ProcessPoolExecutor]:
+    """A pool of so many processes, or fewer for few jobs; leaving the block cancels jobs that have not started.
 
     `option`: the command's, for their number; `context`: their start method, None for the system's default. Raises
     UserError: one of them was killed.
     """
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(max(1, min(processes, jobs)), mp_context=context) as pool:
         try:
             yield pool
         except BrokenProcessPool:

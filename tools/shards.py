@@ -168,7 +168,8 @@ def make_shards(options: Namespace, captions: CaptionDataset, out: Path) -> None
     images, bad = captions.images, list(captions.images.bad)
 
     def samples() -> Iterator[dict[str, bytes]]:
-        with progress("Writing samples", len(images)) as advance, process_pool(options.workers, "--workers") as pool:
+        count, workers = len(images), options.workers
+        with progress("Writing samples", count) as advance, process_pool(workers, count, "--workers") as pool:
             for first in range(0, len(images), options.samples):  # a bounded number in memory
                 places = images.places[first : first + options.samples]
                 for row, (ending, data) in enumerate(pool.map(read_checked, places, chunksize=8), first):
@@ -233,9 +234,7 @@ def index_folder(folder: Path, workers: int, skip_damaged: bool = False) -> None
         raise UserError(f"No shard in {folder} holds a sample.", remedy)
     shards = [Shard(report.name, folder / report.name, report.samples, report.bytes, report.sha256) for report in sound]
     path = write_index(folder, shards)
-    samples, skipped, size = (
-        sum(getattr(report, name) for report in sound) for name in ("samples", "skipped", "bytes")
-    )
+    samples, skipped, size = (sum(getattr(one, name) for one in sound) for name in ("samples", "skipped", "bytes"))
     print(f"{len(sound):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} groups of files are no samples")
     print(f"wrote {path}")
 
@@ -253,7 +252,7 @@ def check_folder(
     missing = rows.keys() - {path.name for path in paths}
     reports = [Report(name, rows[name].samples, damage=["does not exist"], unusable=True) for name in missing]
     title = "Verifying shards" if decode else "Walking shards"
-    with progress(title, len(paths)) as advance, process_pool(min(workers, len(paths)), "--workers") as pool:
+    with progress(title, len(paths)) as advance, process_pool(workers, len(paths), "--workers") as pool:
         jobs = [pool.submit(check_shard, path, rows.get(path.name), parse, decode) for path in paths]
         for job in as_completed(jobs):
             reports.append(job.result())
@@ -401,9 +400,8 @@ def measure(options: Namespace) -> int:
     columns = options.score_key, *options.score
     table = read_scores(options.scores, columns) if options.scores else None
     beside = columns if options.score and table is None else None
-    processes = min(options.workers, len(shards))
-    parts: list[dict[str, np.ndarray]] = []
-    with progress("Measuring samples", len(shards)) as advance, process_pool(processes, "--workers") as pool:
+    parts, count = [], len(shards)
+    with progress("Measuring samples", count) as advance, process_pool(options.workers, count, "--workers") as pool:
         for part in pool.map(measure_shard, shards, [beside] * len(shards)):
             parts.append(part | (scores_of(part["key"], table) if table is not None else {}))
             advance(1)

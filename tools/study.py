@@ -19,7 +19,6 @@ correction for the tests of their family does not keep.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 import math
@@ -49,7 +48,7 @@ from scipy.stats import t as student
 from probemb import __version__
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Processes
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, names_of, nearest
 from probemb.files import replace_text
 from probemb.machine import cores
 from probemb.reports.results import claim_files, provenance, write_json
@@ -156,7 +155,6 @@ class Runner:
     def __init__(self, workers: int, rerun: bool):
         self.workers, self.rerun, self.processes, self.stopped = workers, rerun, set(), False
         self.failed: list[Job] = []
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers)))
         self.clock: dict[str, float] = {}
 
     def run(self, every: Sequence[Job]) -> list[Job]:
@@ -232,18 +230,15 @@ class Runner:
         return None
 
     def seconds_left(self, left: Sequence[Job], every: Sequence[Job]) -> float | None:
-        """Expected time until all are finished; None before the first one is.
-
-        A row takes what its other seeds took, else its cost at the mean rate; a worker that is free takes the next job.
+        """Expected time until all are finished; None before the first one is. A row takes what its other seeds took,
+        else its cost at the mean rate.
         """
-        took = [(job, record["seconds"]) for job in every if (record := job.record())]
-        loads = [0.0] * self.workers
+        took, rest = [(job, record["seconds"]) for job in every if (record := job.record())], 0.0
         for job in (job for job in left if took and job.record() is None):
             rate = sum(seconds for _, seconds in took) / sum(one.cost for one, _ in took)
             expected = fmean([seconds for one, seconds in took if one.row == job.row and job.row] or [job.cost * rate])
-            spent = time.monotonic() - self.clock.get(job.name, time.monotonic())
-            heapq.heapreplace(loads, loads[0] + max(0.0, expected - spent))
-        return max(loads) if took else None
+            rest += max(0.0, expected - time.monotonic() + self.clock.get(job.name, time.monotonic()))
+        return rest / self.workers if took else None
 
 
 def _become(words: list[str], log: str) -> None:
@@ -382,13 +377,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = pd.read_csv(o.table, comment="#", dtype={"row": str}).reindex(columns=columns)
         show(study, table, compare(study, table))
         return 0
-    rows = o.only.split(",") if o.only else list(study.rows)
-    for row in rows:
-        if row not in study.rows:
-            raise UserError(f"There is no row '{row}'.{nearest(row, study.rows)}", f"Name {', '.join(study.rows)}.")
+    rows = names_of(o.only, study.rows, "row") if o.only else list(study.rows)
     out = (o.out or Path("runs") / o.study.stem).absolute()
     claim_files(out, ("results.json", "results.csv"), GENERATOR)
     steps, jobs = jobs_of(study, out, rows, range(o.seeds))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // o.workers)))  # before their processes load torch
     runner = Runner(o.workers, o.rerun)
     if any(runner.run(step) for step in steps):
         raise UserError("A preparation failed, which every row needs.", "Mend it, and start again.")

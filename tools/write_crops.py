@@ -28,7 +28,7 @@ from probemb.data.shards.write import encode_captions, write_corpus
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop, phrase_overlaps, scale_of
 from probemb.progress import progress
-from tools.write_regions import find_proposals
+from tools.write_regions import find_proposals, refuse_top
 
 SHARD = 1000  # crops in a tar
 JPEG_QUALITY = 95
@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top", type=Count, help="number of the file's proposals to use per image (default: all)")
     parser.add_argument("--iou", type=Share, default=0.7, help="least IoU with the phrase's box (default: 0.7)")
     options = parser.parse_args(argv)
-    if options.top is not None and options.proposals in (None, "grid"):
-        raise UserError("--top has no effect without a file of proposals.", "Leave it out.")
+    refuse_top(options)
     for split in options.split:
         if (options.out / split).exists():
             raise UserError(f"{options.out / split} exists.", "Remove it, or choose another --out.")

@@ -40,10 +40,9 @@ from probemb.files import replace_file, replace_text
 from probemb.machine import choose_device, loader_workers
 from probemb.models.options import ModelOptions
 from probemb.progress import progress
-from tools.make_scenes.forms import FEATURES, region_features
+from tools.make_scenes.forms import FEATURES, SPLITS, region_features
 from zeroshot.localisation import GridOptions
 
-SPLITS = {"val": "dev"}  # the published files' name of a split
 BOXES, IDS, CAPTIONS, REGIONS = "boxes.npy", "ids.txt", "caps.txt", "ims.npy"
 
 
@@ -66,14 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.model == "crops" and options.proposals is None:
         raise UserError("--model crops is for proposals, and there are none.", "Name --proposals, or a timm backbone.")
-    if options.top is not None and options.proposals in (None, "grid"):
-        raise UserError("--top has no effect without a file of proposals.", "Leave it out.")
+    refuse_top(options)
     for split in options.split:
         for ending in (REGIONS, IDS, CAPTIONS if options.proposals is None else BOXES):
             if (file := file_of(options.out, split, ending)).exists():
                 raise UserError(f"{file} exists.", "Remove it, or choose another --out.")
     (write_grids if options.proposals is None else write_proposals)(options)
     return 0
+
+
+def refuse_top(options: Namespace) -> None:
+    if options.top is not None and options.proposals in (None, "grid"):
+        raise UserError("--top has no effect without a file of proposals.", "Leave it out.")
 
 
 def file_of(out: Path, split: str, ending: str) -> Path:

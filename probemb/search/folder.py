@@ -14,7 +14,6 @@ replacing or removing the folder changes nothing for it.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ import pyarrow as pa
 import torch
 
 from probemb.errors import Extra, UserError
-from probemb.files import flush, replace_text
+from probemb.files import flush, new_folder, replace_text
 from probemb.progress import silent
 from probemb.search import index as indexes
 from probemb.search.embeddings import Embeddings, item_schema, read_json
@@ -105,21 +104,15 @@ def write_index(
 
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` at the end. Raises UserError: `out` exists, or cannot be written."""
-    folder = out.parent / f".{out.name}.unfinished"
+    """`new_folder`. Raises UserError: `out` exists, or cannot be written."""
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} already exists.", "Name another folder with --out, or remove it.")
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed build
-        folder.mkdir(parents=True)
-        yield folder
-        folder.rename(out)
-        flush(out.parent)
+        with new_folder(out) as folder:
+            yield folder
     except OSError as error:
         what = f"The index cannot be written to {out}: {error.strerror or error}."
         raise UserError(what, "Free some space, or name another folder with --out.") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _train(index: faiss.Index, vectors: np.ndarray) -> None:

@@ -14,6 +14,6 @@ def be_killed(*_):
 
 
 def test_a_killed_process_is_told_with_the_option_to_change():
-    with pytest.raises(UserError, match="process was killed") as refused, process_pool(2, "--hands") as pool:
+    with pytest.raises(UserError, match="process was killed") as refused, process_pool(2, 4, "--hands") as pool:
         list(pool.map(be_killed, range(4)))
     assert refused.value.remedy == "Start the command again with fewer --hands."

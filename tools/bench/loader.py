@@ -4,16 +4,18 @@
 
 open_clip_train.data needs webdataset 0.2.86, so its stages are composed here in the same order: tarfile_to_samples,
 shuffle, select (an image and a caption), decode ("pilrgb"), rename, map_dict (transform, tokenizer), to_tuple, batched,
-in a WebLoader, with open_clip's transform (PIL, to 224 px, float32). Both sides read the same generated JPEGs with the
-same random crops, tokenizer, batch and workers. Each repeat restarts every loader in turn; timing starts after the
-first batches, so that neither start-up nor prefetched batches count. Aim: 2.3 times as fast at 256 px, 4 at 1024 px.
+in a WebLoader, with open_clip's transform (PIL, to 224 px, float32). Both sides read the same generated JPEGs, --images
+of each of the --sizes in pixels, with the same random crops, tokenizer, batch and workers. Each repeat restarts every
+loader in turn; timing starts after the first batches, so that neither start-up nor prefetched batches count. Aim: 2.3
+times as fast at 256 px, 4 at 1024 px.
 """
 
 from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -25,64 +27,48 @@ from PIL import Image
 from pretrain.config import Data
 from pretrain.stream.stream import Stream
 from probemb import models
-from probemb.cli.command import Parser, run_command
-from probemb.cli.ranges import Workers
+from probemb.cli.command import run_command
 from probemb.data.shards.index import read_index
 from probemb.data.shards.write import encode_captions, write_corpus
-from tools.bench.timing import in_turn, report, timer
+from tools.bench.timing import in_turn, options, report
 
 IMAGE_SIZE = 224
 SHARDS = 4
 
 
 def main() -> None:
-    parser = Parser(prog="python -m tools.bench.loader", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024], help="pixels of the JPEGs' sides")
-    parser.add_argument("--images", type=int, default=512, help="JPEGs of each size, in 4 shards (%(default)s)")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=16, help="timed in each repeat (%(default)s)")
-    parser.add_argument("--workers", type=Workers, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    o = options(__doc__, sizes=[256, 1024], images=512, batch=32, batches=16, workers=2, repeats=5)
     torch.set_num_threads(1)
-    batch, workers, count = options.batch, options.workers, options.batches
-    for size in options.sizes:
+    batch, workers, count = o.batch, o.workers, o.batches
+    for size in o.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            draw_shards(Path(folder), size, options.images)
-            makers = {
-                "webdataset": lambda f=folder: webdataset_batches(f, batch, workers),
-                "stream": lambda f=folder: stream_batches(f, batch, workers),
-                "stream, resized by PIL": lambda f=folder: stream_batches(f, batch, workers, resize="pil"),
+            text, shards = encode_captions(["a photo of some noise, " * 3]), Path(folder, "shards")
+            samples = ({"jpg": photograph(size, seed=i), "txt": text} for i in range(o.images))
+            write_corpus(shards, samples, -(-o.images // SHARDS))
+            loaders = {
+                "webdataset": partial(webdataset_batches, shards, batch, workers),
+                "stream": partial(stream_batches, shards, batch, workers),
+                "stream, resized by PIL": partial(stream_batches, shards, batch, workers, resize="pil"),
             }
-            timers = {
-                name: timer(lambda it: read(it, count), lambda m=make: started(m)) for name, make in makers.items()
-            }
-            measured = in_turn(timers, options.repeats)
+            starts = {name: partial(started, make) for name, make in loaders.items()}
+            measured = in_turn(dict.fromkeys(loaders, partial(read, count)), o.repeats, starts)
         extra = {name: {"images/s": f"{batch * count / times.median:,.0f}"} for name, times in measured.items()}
         title = f"{batch * count} JPEGs of {size} x {size} px to {IMAGE_SIZE} px, {workers} workers"
         report(title, measured, "webdataset", extra)
 
 
-def started(make) -> Iterator:
+def started(make: Callable[[], Iterator]) -> tuple[Iterator]:
     """A loader whose workers run at full speed: what they had prepared is read."""
     batches = make()
-    for images, tokens in islice(batches, 8):
+    read(8, batches)
+    return (batches,)
+
+
+def read(count: int, batches: Iterator) -> None:
+    """Wait for that many batches."""
+    for images, tokens in islice(batches, count):
         if images.shape[1:] != (3, IMAGE_SIZE, IMAGE_SIZE) or tokens.shape[1:] != (77,):
             raise RuntimeError(f"the loader gave {tuple(images.shape)} and {tuple(tokens.shape)}")
-    return batches
-
-
-def read(batches: Iterator, count: int) -> None:
-    """Wait for that many batches."""
-    for _ in islice(batches, count):
-        pass
-
-
-def draw_shards(folder: Path, size: int, images: int) -> None:
-    """Write JPEGs and their index."""
-    text = encode_captions(["a photo of some noise, " * 3])
-    samples = ({"jpg": photograph(size, seed=i), "txt": text} for i in range(images))
-    write_corpus(folder, samples, -(-images // SHARDS))
 
 
 def photograph(size: int, seed: int) -> bytes:
@@ -98,7 +84,7 @@ def photograph(size: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def stream_batches(folder: str, batch: int, workers: int, resize: str = "tensor") -> Iterator:
+def stream_batches(folder: Path, batch: int, workers: int, resize: str = "tensor") -> Iterator:
     """Infinite batches of the stream, as in training."""
     transform = models.create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train
     data = Data(workers=workers)
@@ -107,13 +93,13 @@ def stream_batches(folder: str, batch: int, workers: int, resize: str = "tensor"
             yield loaded.images, loaded.tokens
 
 
-def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:
+def webdataset_batches(folder: Path, batch: int, workers: int) -> Iterator:
     """Infinite batches of open_clip's stages."""
     from open_clip.transform import PreprocessCfg, image_transform_v2  # takes seconds to import
 
     transform, tokenizer = image_transform_v2(PreprocessCfg(size=IMAGE_SIZE), is_train=True), models.Tokenizer(77)
     dataset = wds.DataPipeline(
-        wds.ResampledShards(sorted(map(str, Path(folder).glob("*.tar")))),
+        wds.ResampledShards(sorted(map(str, folder.glob("*.tar")))),
         wds.tarfile_to_samples(),
         wds.shuffle(bufsize=5000, initial=100),
         wds.select(lambda sample: "txt" in sample and "jpg" in sample),

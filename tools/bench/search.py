@@ -3,9 +3,9 @@
     python -m tools.bench.search --items 100000
     python -m tools.bench.search --items 1000000 --factories HNSW32 OPQ64_512,IVF8192,PQ64np    # an hour on two cores
 
-First exact search (aim: CSD takes at most 1.05 of the means' time). Then, for every approximate index and effort, CSD
-itself against the paper's two steps (PCME++ §C.5): the same factory over the means, re-ranked from the fewest
-candidates that reach CSD's recall.
+First exact search (aim: CSD takes at most 1.05 of the means' time). Then, for every approximate index (auto: a suitable
+IVF-PQ) and effort, CSD itself against the paper's two steps (PCME++ §C.5): the same factory over the means, re-ranked
+from the fewest candidates that reach CSD's recall.
 
 The items are synthetic: directions around clustered centres in 64 dimensions, rotated into D, with a little noise;
 uncertainties are log-normal, so that they change the ranking. Queries lie near items.
@@ -16,19 +16,19 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from functools import partial
 
 import faiss
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from probemb import Gaussian
-from probemb.cli.command import Parser, run_command
+from probemb.cli.command import run_command
 from probemb.distances import csd
-from probemb.search import Index, build_index, choose_factory, rerank, search, set_effort
-from tools.bench.timing import in_turn, machine, ratio, report, timer
+from probemb.search import build_index, choose_factory, rerank, search, set_effort
+from tools.bench.timing import in_turn, machine, options, ratio, report, show
 
 K = 10
 NODES = (8, 16, 32, 64, 128, 256, 512)  # efforts of graphs; of inverted files, up to all cells
@@ -38,19 +38,12 @@ COLUMNS = ("effort", "CSD recall@10", "queries/s", "two steps recall@10", "queri
 
 
 def main() -> None:
-    parser = Parser(prog="python -m tools.bench.search", description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, default=100_000)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--queries", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--factories", nargs="*", help="default: HNSW32 and a suitable IVF-PQ")
-    options = parser.parse_args()
-    gallery = synthetic(options.items, options.dim)
-    queries = near(gallery, options.queries)
-    compare_exact(gallery, queries, options.repeats)
-    factories = options.factories
-    for factory in factories or ["HNSW32", choose_factory(options.items, options.dim, 0).factory]:
-        compare_approximate(gallery, queries, factory, options.repeats)
+    o = options(__doc__, items=100_000, dim=512, queries=200, repeats=5, factories=["HNSW32", "auto"])
+    gallery = synthetic(o.items, o.dim)
+    queries, suitable = near(gallery, o.queries), choose_factory(o.items, o.dim, 0).factory
+    compare_exact(gallery, queries, o.repeats)
+    for factory in o.factories:
+        compare_approximate(gallery, queries, suitable if factory == "auto" else factory, o.repeats)
 
 
 def synthetic(items: int, dim: int) -> Gaussian:
@@ -95,12 +88,12 @@ def compare_exact(gallery: Gaussian, queries: Gaussian, repeats: int, device: st
         for form, index in indexes.items():
             indexes[form] = replace(index, parts=(faiss.index_cpu_to_gpu(resources, 0, index.parts[0]),))
     runs = {
-        "means": lambda _: search(indexes["mean"], queries, K),
-        "CSD": lambda _: search(indexes["csd"], queries, K),
-        "CSD, torch": lambda _: brute_force(on_device, asked),
+        "means": partial(search, indexes["mean"], queries, K),
+        "CSD": partial(search, indexes["csd"], queries, K),
+        "CSD, torch": partial(brute_force, on_device, asked),
     }
     same = recall(search(indexes["csd"], queries, K)[1], brute_force(on_device, asked).cpu())
-    measured = in_turn({name: timer(run) for name, run in runs.items()}, repeats)
+    measured = in_turn(runs, repeats)
     title = f"Flat, {size_of(gallery)}, {len(queries.mean)} queries at once, {device}"
     report(f"{title}; {same:.2%} of CSD's items are brute force's", measured, "means")
 
@@ -121,25 +114,20 @@ def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repe
         table.add_column(column, justify="right")
     cells = re.search(r"IVF(\d+)", factory)
     for effort in NODES if cells is None else [2**i for i in range(int(cells[1]).bit_length())]:
-        set_effort(one_step, effort)
-        table.add_row(str(effort), *compare_steps(one_step, two_steps, queries, truth, effort, repeats))
-    Console(width=140).print(table)
-
-
-def compare_steps(one_step: Index, two_steps: Index, queries: Gaussian, truth: Tensor, effort: int, repeats: int):
-    """A row of the table: recall and queries per second of both ways."""
-    set_effort(two_steps, effort)
-    csd_recall = recall(search(one_step, queries, K)[1], truth)
-    for candidates in CANDIDATES:
-        reached = recall(rerank(two_steps, queries, K, candidates)[1], truth)
-        if reached >= csd_recall:
-            break
-    runs = {"one": lambda _: search(one_step, queries, K), "two": lambda _: rerank(two_steps, queries, K, candidates)}
-    measured = in_turn({name: timer(run) for name, run in runs.items()}, repeats)
-    speed = {name: f"{len(queries.mean) / times.median:,.0f}" for name, times in measured.items()}
-    two_recall = f"{reached:.3f}{' (not reached)' * (reached < csd_recall)}"
-    quotient = f"{ratio(measured, 'one', 'two'):.2f}"
-    return [f"{csd_recall:.3f}", speed["one"], two_recall, speed["two"], str(candidates), quotient]
+        for index in (one_step, two_steps):
+            set_effort(index, effort)
+        aim = recall(search(one_step, queries, K)[1], truth)
+        for candidates in CANDIDATES:
+            reached = recall(rerank(two_steps, queries, K, candidates)[1], truth)
+            if reached >= aim:
+                break
+        one, two = partial(search, one_step, queries, K), partial(rerank, two_steps, queries, K, candidates)
+        measured = in_turn({"one": one, "two": two}, repeats)
+        speed = {name: f"{len(queries.mean) / times.median:,.0f}" for name, times in measured.items()}
+        two_recall = f"{reached:.3f}{' (not reached)' * (reached < aim)}"
+        row = str(effort), f"{aim:.3f}", speed["one"], two_recall, speed["two"], str(candidates)
+        table.add_row(*row, f"{ratio(measured, 'one', 'two'):.2f}")
+    show(table)
 
 
 def recall(found: Tensor, truth: Tensor) -> float:

@@ -4,39 +4,63 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import resource
 import statistics
-from collections.abc import Callable
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch.utils.benchmark import Measurement, Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
-Variant = Callable[[], object]
+from probemb.cli.command import Parser
+from probemb.distributed import settle
+
+Variant = Callable[..., object]
 
 
-def timer(run: Callable, setup: Callable[[], object] = lambda: None, clock: Callable = default_timer) -> Timer:
-    """Times run(x) by the clock, x a fresh setup() that is not timed."""
-    variables = {"run": run, "setup": setup}
-    return Timer("run(x)", "x = setup()", timer=clock, globals=variables, num_threads=torch.get_num_threads())
+def options(doc: str, **defaults) -> Namespace:
+    """The command line: --NAME of each default's type, of a list's items several; False: a switch."""
+    parser = Parser(prog=f"python -m {sys.modules['__main__'].__spec__.name}", description=doc.splitlines()[0])
+    for name, default in defaults.items():
+        many = isinstance(default, list)
+        kind = {"type": type(default[0] if many else default), "default": default, "nargs": "*" if many else None}
+        kind = {"action": "store_true"} if default is False else kind
+        parser.add_argument(f"--{name.replace('_', '-')}", help="(default: %(default)s)", **kind)
+    return parser.parse_args()
 
 
-def in_turn(timers: dict[str, Timer], repeats: int) -> dict[str, Measurement]:
-    """Seconds of every repeat, after two warm-up calls; a slow moment of the machine hits all variants."""
+def in_turn(
+    variants: Mapping[str, Variant], repeats: int, start: Mapping[str, Callable] | None = None, clock=default_timer
+) -> dict[str, Measurement]:
+    """Seconds of every repeat, after two warm-up calls; a slow moment of the machine hits all variants.
+
+    `start`: of each variant, a function that gives its arguments and is not timed.
+    """
+    timers, threads = {}, torch.get_num_threads()
+    for name, run in variants.items():
+        known = {"run": run, "start": start[name] if start else tuple}
+        timers[name] = Timer("run(*given)", "given = start()", timer=clock, globals=known, num_threads=threads)
     turns = [{name: timed.timeit(1) for name, timed in timers.items()} for _ in range(repeats)]
     return {name: Measurement.merge([turn[name] for turn in turns])[0] for name in timers}
 
 
-def ratio(measured: dict[str, Measurement], name: str, peer: str) -> float:
+def ratio(measured: Mapping[str, Measurement], name: str, peer: str) -> float:
     """Time of a variant over the peer's: the median over turns, as both ran at about the same time."""
     return statistics.median(a / b for a, b in zip(measured[name].times, measured[peer].times))
 
 
-def report(title: str, measured: dict[str, Measurement], peer: str, extra: dict[str, dict[str, str]] | None = None):
+def report(title: str, measured: Mapping[str, Measurement], peer: str, extra: Mapping[str, Mapping[str, str]] = {}):
     """Print median, interquartile range, and time over the peer's; `extra` has more columns by variant."""
-    extra = extra or {}
     more = list(dict.fromkeys(column for values in extra.values() for column in values))
     table = Table(title=f"{title}\n{machine()}", title_justify="left")
     for column in ("variant", "median", "IQR", f"time / {peer}", *more):
@@ -44,6 +68,10 @@ def report(title: str, measured: dict[str, Measurement], peer: str, extra: dict[
     for name, times in measured.items():
         cells = [f"{times.median:.4g} s", f"{times.iqr:.2g}", f"{ratio(measured, name, peer):.3f}"]
         table.add_row(name, *cells, *(extra.get(name, {}).get(column, "") for column in more))
+    show(table)
+
+
+def show(table: Table) -> None:
     Console(width=None if Console().is_terminal else 140).print(table)
 
 
@@ -53,14 +81,14 @@ def machine() -> str:
     return f"{gpu}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def peak_memory(run: Variant, device: str) -> int:
-    """Bytes that a run adds to the peak of the GPU's allocator, or of this process: a new one (`loss.on_ranks`)."""
+def peak_memory(run: Callable, device: str) -> tuple[Any, int]:
+    """Its result, and what it adds to the peak, in bytes: the GPU allocator's, or that of this process, a new one."""
     if device == "cuda":
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
     before = _peak(device)
-    run()
-    return _peak(device) - before
+    result = run()
+    return result, _peak(device) - before
 
 
 def _peak(device: str) -> int:
@@ -68,3 +96,20 @@ def _peak(device: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def on_ranks(world: int, fn: Callable, *args) -> list:
+    """The results of fn(rank, world, *args) in rank order, in processes forked from this one, with gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (world, folder, fn, args), nprocs=world, start_method="fork")
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, folder: str, fn: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_RANK=f"{rank}")  # DeepSpeed reads them
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(fn(rank, world, *args)))
+    dist.barrier()
+    settle()
+    dist.destroy_process_group()

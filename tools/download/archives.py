@@ -82,16 +82,14 @@ def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) 
         raise UserError(f"No archive of {TITLES[corpus]} was named.", "Name its zips, or for coco 2014 or 2017.")
     lock = RunLock(paths.home / "locks" / "whole")
     try:
-        places = [
-            place for source in sources for place in members(local(source, paths.home / "archives", options.patience))
-        ]
+        named = (members(local(source, paths.home / "archives", options.patience)) for source in sources)
+        places = list(chain.from_iterable(named))
         images = {Path(n).name: place for n, place in places if n.lower().endswith((".jpg", ".jpeg", ".png"))}
         texts = {Path(n).name: place for n, place in places if n.endswith((".json", ".txt", ".token"))}
         splits, dropped = (coco if corpus == "coco" else flickr)(texts)
         for name, pictures in splits.items():
-            digest = hashlib.sha256(
-                json.dumps([[picture.key, picture.captions] for picture in pictures]).encode()
-            ).hexdigest()
+            listed = json.dumps([[picture.key, picture.captions] for picture in pictures])
+            digest = hashlib.sha256(listed.encode()).hexdigest()
             if state.lists.setdefault(name, {"sha256": digest})["sha256"] != digest:
                 what = f"{paths.folder} holds other images or captions of {name}."
                 raise UserError(what, "Name another folder with --out.")
@@ -190,21 +188,14 @@ def _text(place: Place) -> bytes:
 
 def members(path: Path) -> list[tuple[str, Place]]:
     """Names and locations of the files in a zip or folder, or of a single file."""
-    if path.is_dir():
-        return [
-            (file.name, Place(str(file), None, file.stat().st_size))
-            for file in sorted(path.rglob("*"))
-            if file.is_file()
-        ]
-    if path.suffix.lower() != ".zip" and not zipfile.is_zipfile(path):
-        return [(path.name, Place(str(path), None, path.stat().st_size))]
+    if path.is_dir() or not (path.suffix.lower() == ".zip" or zipfile.is_zipfile(path)):
+        files = filter(Path.is_file, sorted(path.rglob("*")) if path.is_dir() else [path])
+        return [(file.name, Place(str(file), None, file.stat().st_size)) for file in files]
     try:
         entries = _archive(str(path)).infolist()
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise UserError(f"{path} is not a whole zip archive: {error}.", "Fetch it again.") from None
-    return [
-        (entry.filename, Place(str(path), entry.filename, entry.file_size)) for entry in entries if not entry.is_dir()
-    ]
+    return [(one.filename, Place(str(path), one.filename, one.file_size)) for one in entries if not one.is_dir()]
 
 
 def local(source: str, folder: Path, patience: float) -> Path:
@@ -247,13 +238,13 @@ def write_split(paths: Paths, pictures: list[Picture], images: dict[str, Place],
     paths.make()
     size, tasks = options.shard_size, []
     for number, first in enumerate(range(0, len(pictures), size)):
-        stats = json.loads(paths.stats(number).read_text()) if paths.stats(number).exists() else None
-        if stats is None or stats["status_dict"].get(ABSENT):  # whose archive may be named now
-            chosen = pictures[first : first + size]
-            tasks.append((paths, number, [(picture, images.get(picture.name)) for picture in chosen], options))
-    processes = max(1, min(options.processes, len(tasks)))
+        stats = paths.stats(number)
+        if not stats.exists() or json.loads(stats.read_text())["status_dict"].get(ABSENT):  # may be named now
+            chosen = [(picture, images.get(picture.name)) for picture in pictures[first : first + size]]
+            tasks.append((paths, number, chosen, options))
+    count = len(tasks)
     _archive.cache_clear()  # forked processes would share the position in the file
-    with progress(paths.folder.name, len(tasks)) as advance, process_pool(processes, "--processes") as pool:
+    with progress(paths.folder.name, count) as advance, process_pool(options.processes, count, "--processes") as pool:
         for _ in pool.map(write_shard, tasks):
             advance(1)
 

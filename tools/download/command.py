@@ -40,9 +40,9 @@ from probemb.files import replace_file
 from probemb.machine import cores
 from probemb.progress import progress
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
-from probemb.runs.preemption import REQUEUE
+from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
 from tools.download.archives import TITLES, fetch_archives
-from tools.download.lists import CORPORA, KEPT, Dropped, find_lists, read_list
+from tools.download.lists import CORPORA, KEPT, find_lists, read_list
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
 from tools.pools import part_of, process_pool
 
@@ -102,21 +102,12 @@ class Download:
     retry_causes: str = TEMPORARY_CAUSES
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, or Slurm's SIGUSR1 before the time limit."""
-
-
-def _stop(*_) -> None:
-    raise Terminated
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     own = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     corpus, sources = (words[0] if own else None), words[1:own]
     known = [*CORPORA, *TITLES]
-    description = "Fetch a corpus by its published lists and write it as indexed shards."
-    options = parse_config(Download, f"{PROG} {{{','.join(known)}}} LIST …", description, words[own:])
+    options = parse_config(Download, f"{PROG} {{{','.join(known)}}} LIST …", __doc__.splitlines()[0], words[own:])
     if corpus is None:
         raise UserError("No corpus was named.", f"Write it first: {PROG} cc3m Train_GCC-training.tsv --out data/cc3m.")
     if corpus not in known:
@@ -132,20 +123,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError(what, "Give the same value, or name another folder with --out.")
         options = replace(options, **state.settings)
     state = state or State(corpus, {name: getattr(options, name) for name in STORED})
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _stop)
-    try:
-        if corpus in TITLES:
-            fetch_archives(paths, state, sources, options)
-        else:
-            fetch_lists(paths, state, sources, options, part)
-    except Terminated:
-        return REQUEUE
-    except (pa.ArrowException, OSError) as error:
-        name = getattr(error, "filename", None) or options.out
-        what = f"{name} cannot be used: {getattr(error, 'strerror', None) or error}."
-        remedy = "Free some space, make it writable, or remove it if it is damaged; the same command then resumes."
-        raise UserError(what, remedy) from error
+    with Preemption() as preemption:
+        preemption.interrupting = *SIGNALS, signal.SIGINT
+        try:
+            if corpus in TITLES:
+                fetch_archives(paths, state, sources, options)
+            else:
+                fetch_lists(paths, state, sources, options, part, preemption)
+        except KeyboardInterrupt:
+            if preemption.exit_code != REQUEUE:
+                raise
+            return REQUEUE
+        except (pa.ArrowException, OSError) as error:
+            name = getattr(error, "filename", None) or options.out
+            what = f"{name} cannot be used: {getattr(error, 'strerror', None) or error}."
+            remedy = "Free some space, make it writable, or remove it if it is damaged; the same command then resumes."
+            raise UserError(what, remedy) from error
     return 0
 
 
@@ -163,7 +156,9 @@ def _check(options: Download) -> tuple[int, int]:
     return part
 
 
-def fetch_lists(paths: Paths, state: State, sources: Sequence[str], options: Download, part: tuple[int, int]) -> None:
+def fetch_lists(
+    paths: Paths, state: State, sources: Sequence[str], options: Download, part: tuple[int, int], preemption: Preemption
+) -> None:
     """Fetch a web corpus; without a part, also drop duplicates and write index and report."""
     title = CORPORA[state.corpus].title
     if not sources and not state.lists:
@@ -183,7 +178,7 @@ def fetch_lists(paths: Paths, state: State, sources: Sequence[str], options: Dow
             fcntl.flock(file, fcntl.LOCK_EX)  # the first task of an array reads the lists for all
             state = read_state(paths, state.corpus) or state
             plan_lists(paths, state, lists)
-        run(paths, state, options, part)
+        run(paths, state, options, part, preemption)
         asked = sum(listed["rows"] for listed in state.lists.values())
         dropped = sum((Counter(listed["dropped"]) for listed in state.lists.values()), Counter())
         if part[1] > 1:
@@ -196,7 +191,7 @@ def fetch_lists(paths: Paths, state: State, sources: Sequence[str], options: Dow
             plan(paths, state, failed)
             state.write(paths)
             failed_rows(paths, causes, forget=True)
-            run(paths, state, options, part)
+            run(paths, state, options, part, preemption)
         drop_duplicates(paths)
         shutil.rmtree(paths.work)
         finish(paths, title, [paths.folder], asked, dropped, options.processes)
@@ -221,8 +216,8 @@ def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
         for path in new:
             dropped, usable = Counter(), 0
             for row in read_list(state.corpus, path, advance, clean=state.settings["captions"] == "clean"):
-                if isinstance(row, Dropped):
-                    dropped[row.why] += 1
+                if isinstance(row, str):
+                    dropped[row] += 1
                     continue
                 usable += 1
                 rows.append({"url": row.url, "caption": " ".join(row.caption.split()), **row.extra})
@@ -268,7 +263,7 @@ def columns_of(corpus: str) -> list[str]:
     return [] if CORPORA[corpus].columns else list(KEPT)
 
 
-def run(paths: Paths, state: State, options: Download, part: tuple[int, int]) -> None:
+def run(paths: Paths, state: State, options: Download, part: tuple[int, int], preemption: Preemption) -> None:
     """Fetch the unfinished shards. Raises UserError: one could not be finished, or a process was killed."""
     tasks = paths.pending(part)
     if not tasks:
@@ -276,9 +271,9 @@ def run(paths: Paths, state: State, options: Download, part: tuple[int, int]) ->
     paths.make()
     try:
         reason = fetch_shards(paths, options, tuple(columns_of(state.corpus)), tasks)
-    except Terminated:
-        starts = paths.home / f"starts-{part[0]}-of-{part[1]}"
-        if count_start(starts, -len(tasks), -len(paths.pending(part))) >= MAX_STARTS:
+    except KeyboardInterrupt:
+        starts, left = paths.home / f"starts-{part[0]}-of-{part[1]}", len(paths.pending(part))
+        if preemption.exit_code == REQUEUE and count_start(starts, -len(tasks), -left) >= MAX_STARTS:
             raise UserError(
                 f"{MAX_STARTS} starts in a row were asked to stop before they had finished a shard.",
                 "Give it more time (sbatch --time), or a new --out with a smaller --shard-size, and start it again.",
@@ -294,8 +289,8 @@ def fetch_shards(paths: Paths, options: Download, columns: tuple[str, ...], task
     shorten_sockets()
     context = get_context("forkserver")  # imports img2dataset once
     context.set_forkserver_preload(["tools.download.fetch"])
-    processes = min(options.processes, len(tasks))
-    with progress("Fetching shards", len(tasks)) as advance, process_pool(processes, "--processes", context) as pool:
+    given = options.processes, len(tasks), "--processes", context
+    with progress("Fetching shards", len(tasks)) as advance, process_pool(*given) as pool:
         try:
             for job in as_completed([pool.submit(fetch_one, paths.folder, options, columns, task) for task in tasks]):
                 if reason := job.result():

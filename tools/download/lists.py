@@ -13,7 +13,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -38,21 +38,12 @@ _CONTROL = re.compile(r"[\x00-\x20\x7f-\xa0\u1680\u2000-\u200b\u2028-\u202f\u205
 _PASSES = 10
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """An image to fetch: its address, its caption, and further metadata."""
 
     url: str
     caption: str
-    extra: dict = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """An unusable row: its position, and one of NO_CAPTION, NO_ADDRESS, NO_ROW, NOT_UTF8."""
-
-    where: str
-    why: str
+    extra: dict = {}  # noqa: RUF012
 
 
 class Corpus(NamedTuple):
@@ -92,8 +83,8 @@ def find_lists(corpus: str, paths: Iterable[str]) -> list[Path]:
 
 def read_list(
     corpus: str, path: Path, advance: Callable[[int], object] = lambda n: None, clean: bool = True
-) -> Iterator[Row | Dropped]:
-    """Rows of one list in their order, unusable ones as `Dropped`.
+) -> Iterator[Row | str]:
+    """Rows of one list in their order; of an unusable one the cause, such as NO_CAPTION.
 
     Args:
         corpus: a key of CORPORA.
@@ -112,10 +103,10 @@ def read_list(
             zipped = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             file = gzip.GzipFile(fileobj=raw) if zipped else raw
-            rows = _table_rows(columns, file, path) if columns else _json_rows(file, path)
+            rows = _table_rows(columns, file, path) if columns else _json_rows(file)
             read = (_checked(row, caption_of) for row in rows)
             head = list(islice(read, INSPECTED_LINES))
-            fetchable = sum(isinstance(row, Row) or row.why == NO_CAPTION for row in head)
+            fetchable = sum(isinstance(row, Row) or row == NO_CAPTION for row in head)
             if columns and (not head or 2 * fetchable < len(head)):
                 raise wrong
             reported = 0
@@ -132,50 +123,42 @@ def read_list(
         raise UserError(f"{path} cannot be read: {reason}.", "Fetch the list again.") from None
 
 
-def _checked(row: tuple | Dropped, caption_of: Callable[[str], str]) -> Row | Dropped:
-    if isinstance(row, Dropped):
+def _checked(row: Row | str, caption_of: Callable[[str], str]) -> Row | str:
+    if isinstance(row, str):
         return row
-    where, url, caption, extra = row
-    address = clean_url(url) if isinstance(url, str) else None
+    address = clean_url(row.url) if isinstance(row.url, str) else None
     if address is None:
-        return Dropped(where, NO_ADDRESS)
-    text = caption_of(caption) if isinstance(caption, str) else ""
+        return NO_ADDRESS
+    text = caption_of(row.caption) if isinstance(row.caption, str) else ""
     text = text.encode(errors="replace").decode()  # half a surrogate pair, from JSON
-    return Row(address, text, extra) if text else Dropped(where, NO_CAPTION)
+    return Row(address, text, row.extra) if text else NO_CAPTION
 
 
-def _table_rows(columns: tuple[str, ...], file: BinaryIO, path: Path) -> Iterator[tuple | Dropped]:
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES):
-        number += 1
+def _table_rows(columns: tuple[str, ...], file: BinaryIO, path: Path) -> Iterator[Row | str]:
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
         if len(line) == MAX_LINE_BYTES:
             raise UserError(f"Line {number} of {path} has more than {MAX_LINE_BYTES:,} bytes.", "Is it a text file?")
-        line, where = line.rstrip(b"\r\n"), f"{path.name}, line {number}"
         if not line.strip():
             continue
         try:
-            cells = line.decode("utf-8-sig" if number == 1 else "utf-8").split("\t")
+            cells = line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8").split("\t")
         except UnicodeDecodeError:
-            yield Dropped(where, NOT_UTF8)
+            yield NOT_UTF8
             continue
-        if len(cells) != len(columns):
-            yield Dropped(where, NO_ROW)
-        else:
-            yield where, cells[columns.index("url")], cells[columns.index("caption")], {}
+        yield Row(**dict(zip(columns, cells))) if len(cells) == len(columns) else NO_ROW
 
 
-def _json_rows(file: BinaryIO, path: Path) -> Iterator[tuple | Dropped]:
+def _json_rows(file: BinaryIO) -> Iterator[Row | str]:
     content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
         raise ValueError("too large")
-    for number, row in enumerate(json.loads(content)["annotations"]):
-        where = f"{path.name}, annotation {number}"
+    for row in json.loads(content)["annotations"]:
         if not isinstance(row, dict):
-            yield Dropped(where, NO_ROW)
+            yield NO_ROW
             continue
         known = {name: row.get(name) for name in KEPT}
         extra = {name: one for name, one in known.items() if isinstance(one, (str, int)) and len(str(one)) < 100}
-        yield where, row.get("url"), row.get("caption"), extra
+        yield Row(row.get("url"), row.get("caption"), extra)
 
 
 def clean_url(text: str) -> str | None:

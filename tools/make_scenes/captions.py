@@ -35,6 +35,7 @@ from tools.make_scenes.world import (
     Thing,
     layouts,
     pick,
+    shuffled,
 )
 
 SIZE_WORDS = {"small": ("small",), "large": ("large", "huge"), "huge": ("huge",)}
@@ -206,14 +207,14 @@ def draw_captions(scene: Scene, count: int = 5) -> list[Caption]:
 
 def _exact(scene: Scene, draw: random.Random) -> Caption:
     """Every object with shape, colour and size; their relation; the camera settings."""
-    things = _shuffled(scene.things, draw)
+    things = shuffled(draw, scene.things)
     patterns = [Pattern(thing.shape, thing.colour, thing.size) for thing in things]
     return _write_list(things, patterns, _true_camera(scene, draw, 0.7, 0.7), draw, place=0.6, relation=1.0)
 
 
 def _without_sizes(scene: Scene, draw: random.Random) -> Caption:
     """Every object with shape and colour; sometimes their relation."""
-    things = _shuffled(scene.things, draw)
+    things = shuffled(draw, scene.things)
     patterns = [Pattern(thing.shape, thing.colour) for thing in things]
     return _write_list(things, patterns, _true_camera(scene, draw, 0.4, 0.3), draw, place=0.4, relation=0.5)
 
@@ -230,7 +231,7 @@ def _one_object(scene: Scene, draw: random.Random) -> Caption:
 
 def _one_attribute(scene: Scene, draw: random.Random) -> Caption:
     """A shape, a colour or a size alone; two objects by one attribute each; several objects of one kind."""
-    chosen = _shuffled(scene.things, draw)[:2]
+    chosen = shuffled(draw, scene.things)[:2]
     camera = _true_camera(scene, draw, 0.3, 0.2)
     by_shape = draw.random() < 0.5
     patterns = [Pattern(shape=thing.shape) if by_shape else Pattern(colour=thing.colour) for thing in chosen]
@@ -332,7 +333,3 @@ def _finish(
 
 def _article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
-
-
-def _shuffled(things: Sequence[Thing], draw: random.Random) -> list[Thing]:
-    return [thing for _, thing in sorted(((draw.random(), thing) for thing in things), key=lambda pair: pair[0])]

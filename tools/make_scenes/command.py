@@ -23,24 +23,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import get_type_hints
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from probemb.cli.command import Parser
+from probemb.cli.configuration import docstring_texts
 from probemb.cli.ranges import Processes
 from probemb.data.captions.dataset import TRUTH
 from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.write import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
-from probemb.files import file_sha256
+from probemb.files import file_sha256, new_folder
 from probemb.progress import progress
 from tools.make_scenes import world
 from tools.make_scenes.captions import draw_captions, write_truth
@@ -58,19 +58,30 @@ Side = restricted_number_type("Side", int, [(">=", 16), ("<=", 1024)])
 
 @dataclass(frozen=True)
 class Plan:
-    """Arguments of a set: images of each part, their side in pixels, images per shard, captions per image, and whether
-    the forms with regions and boxes are written too.
+    """Arguments of a set.
+
+    Args:
+        train: training images
+        val: validation images
+        classes_images: images for zero-shot classification
+        size: side of an image in pixels
+        seed: number of the world
+        shard_size: samples per shard
+        captions: captions per image
+        class_captions: images of one object with captions and a class; an eighth more for val, a quarter for test
+        compositions: images of up to five objects for composed retrieval, split 4:1:1; 15000 give all lists
+        boxes: also write forms with regions and boxes
     """
 
-    train: int = 20_000
-    val: int = 1_000
-    classes_images: int = 1_000
-    size: int = 64
+    train: NonNegativeInt = 20_000
+    val: NonNegativeInt = 1_000
+    classes_images: NonNegativeInt = 1_000
+    size: Side = 64
     seed: int = 0
-    shard_size: int = 1_000
-    captions: int = 5
-    class_captions: int = 0
-    compositions: int = 0
+    shard_size: PositiveInt = 1_000
+    captions: PositiveInt = 5
+    class_captions: NonNegativeInt = 0
+    compositions: NonNegativeInt = 0
     boxes: bool = False
 
     def parts(self) -> dict[str, int]:
@@ -94,16 +105,6 @@ class Plan:
     def has_truth(self, part: str) -> bool:
         """True of every part with captions that no model is trained on."""
         return part in ("val", f"{BY_CLASS}val", f"{BY_CLASS}test")
-
-
-class ShardTask(NamedTuple):
-    """One tar to write: samples first ... first + count - 1 of a part."""
-
-    plan: Plan
-    part: str
-    path: Path
-    first: int
-    count: int
 
 
 def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
@@ -134,15 +135,15 @@ def caption_prompts(seed: int, count: int = 80) -> dict[str, list[str]]:
     return {name: row[:count] for name, row in zip(SIZED_KINDS, texts)}
 
 
-def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
-    """Write one tar, a pure function of the task; returns also the word counts of its captions."""
+def write_shard(plan: Plan, part: str, path: Path, first: int, count: int) -> tuple[Shard, Counter[str]]:
+    """Write samples first ... first + count - 1 of a part as a tar; returns also the word counts of its captions."""
     words: Counter[str] = Counter()
-    with open(task.path, "wb") as file, tar_writer(file) as tar:
-        for index in range(task.first, task.first + task.count):
-            members = sample_files(task.plan, task.part, index)
+    with open(path, "wb") as file, tar_writer(file) as tar:
+        for index in range(first, first + count):
+            members = sample_files(plan, part, index)
             tar.write({"__key__": f"{index:08d}", **members})
             words.update(count_words(members.get("txt", b"").decode().split("\n")))
-    return Shard(task.path.name, task.path, task.count, task.path.stat().st_size, file_sha256(task.path)), words
+    return Shard(path.name, path, count, path.stat().st_size, file_sha256(path)), words
 
 
 def write_set(plan: Plan, folder: Path, workers: int) -> None:
@@ -151,22 +152,22 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
     for part, count in plan.parts().items():
         (folder / part).mkdir(parents=True)
         for number, first in enumerate(range(0, count, plan.shard_size)):
-            path = folder / part / f"{number:05d}.tar"
-            tasks.append(ShardTask(plan, part, path, first, min(plan.shard_size, count - first)))
+            size = min(plan.shard_size, count - first)
+            tasks.append((plan, part, folder / part / f"{number:05d}.tar", first, size))
     forms = plan_forms(folder, plan.parts(), plan.seed, plan.size) if plan.boxes else []
-    shards: dict[Path, Shard] = {}
-    words: Counter[str] = Counter()  # of the training captions
+    shards, words = [], Counter()  # of the training captions
     total = sum(plan.parts().values()) + sum(form.count for form in forms)
     with progress("Drawing scenes", total) as advance:
         for shard, found in _run_all(write_shard, tasks, workers):
-            shards[shard.path] = shard
+            shards.append(shard)
             if shard.path.parent.name == "train":  # also by class
                 words += found
             advance(shard.samples)
-        for count in _run_all(write_form, forms, workers):
+        for count in _run_all(write_form, [(form,) for form in forms], workers):
             advance(count)
     for part in plan.parts():
-        write_index(folder / part, [shards[task.path] for task in tasks if task.part == part])
+        of_part = (shard for shard in shards if shard.path.parent == folder / part)
+        write_index(folder / part, sorted(of_part, key=lambda shard: shard.name))
         if plan.has_truth(part):
             part_truth(plan, part, folder)
     if plan.compositions:
@@ -182,11 +183,8 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
 
 def _run_all(write: Callable, tasks: list, workers: int) -> Iterator:
     """Results of `write` for each task, in the order in which they are done."""
-    if min(workers, len(tasks)) <= 1:
-        yield from map(write, tasks)
-        return
-    with process_pool(min(workers, len(tasks)), "--workers") as pool:
-        for done in as_completed([pool.submit(write, task) for task in tasks]):
+    with process_pool(workers, len(tasks), "--workers") as pool:
+        for done in as_completed([pool.submit(write, *task) for task in tasks]):
             yield done.result()
 
 
@@ -209,12 +207,8 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
         what = "a set of scenes made with other arguments or by another version" if made.is_file() else "something else"
         raise UserError(f"{out} already holds {what}.", "Name a new folder, or remove that one first.")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
-            aside = Path(folder, "set")
-            aside.mkdir()
-            write_set(plan, aside, workers)
-            aside.rename(out)
+        with new_folder(out) as folder:
+            write_set(plan, folder, workers)
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"{out} cannot be written: {why}.", "Free space or name another folder.") from error
@@ -225,30 +219,14 @@ def _json(content: object) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-OPTIONS = {  # type and help
-    "train": (NonNegativeInt, "training images"),
-    "val": (NonNegativeInt, "validation images"),
-    "classes_images": (NonNegativeInt, "images for zero-shot classification"),
-    "size": (Side, "side of an image in pixels"),
-    "seed": (int, "number of the world"),
-    "shard_size": (PositiveInt, "samples per shard"),
-    "captions": (PositiveInt, "captions per image"),
-    "class_captions": (
-        NonNegativeInt, "images of one object with captions and a class; an eighth more for val, a quarter for test"
-    ),
-    "compositions": (
-        NonNegativeInt, "images of up to five objects for composed retrieval, split 4:1:1; 15000 give all lists"
-    ),
-}  # fmt: skip
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.make_scenes", description="Write the synthetic world as webdataset shards.")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    for name, (kind, text) in OPTIONS.items():
-        text += " (default: %(default)s)"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Plan, name), help=text)
-    parser.add_argument("--boxes", action="store_true", help="also write forms with regions and boxes")
+    kinds, texts = get_type_hints(Plan), docstring_texts(Plan)
+    for name, default in asdict(Plan()).items():
+        kind = {"action": "store_true"} if kinds[name] is bool else {"type": kinds[name], "default": default}
+        text = texts[name] + " (default: %(default)s)" * (kinds[name] is not bool)
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **kind)
     parser.add_argument("--workers", type=Processes, default=2, help="processes (default: %(default)s)")
     options = parser.parse_args(argv)
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})

@@ -16,7 +16,7 @@ from probemb.data.boxes import Box
 from probemb.data.compositions.find import CATEGORIES, COMBINATIONS, read_concept_shards, sample_tuples
 from probemb.data.shards.write import encode_captions
 from tools.make_scenes.drawing import boxes, jpeg
-from tools.make_scenes.world import CAMERA, COLOURS, CORNERS, KINDS, MIDDLE, SHAPES, Scene, Thing, pick, pick_weighted
+from tools.make_scenes.world import CAMERA, CORNERS, KINDS, MIDDLE, Scene, Thing, pick, pick_weighted, shuffled
 
 SETTINGS = {"drawing": "drawing", "dark": "dark picture", "bright": "bright picture"}  # value of the camera -> text
 CONCEPTS = (*KINDS, *SETTINGS.values())  # a concept's number is its place here
@@ -31,7 +31,7 @@ _PATCH = (0.07, 0.47, 0.53, 0.93)  # borders of the corners, as shares of the si
 def groups(seed: int) -> tuple[tuple[int, ...], ...]:
     """The groups of kinds of a world, the narrow ones first; a pure function of the seed."""
     return tuple(
-        tuple(sorted(_some(range(len(KINDS)), size, random.Random(f"group {seed} {name} {number}"))))
+        tuple(sorted(shuffled(random.Random(f"group {seed} {name} {number}"), range(len(KINDS)))[:size]))
         for name, (count, size) in (("narrow", _NARROW), ("wide", _WIDE))
         for number in range(count)
     )
@@ -50,12 +50,12 @@ def composed_scene(world: int, seed: str, index: int) -> Scene:
     narrow, every = _NARROW[0], groups(world)
     group = pick(draw, every[:narrow] if draw.random() < _IN_NARROW else every[narrow:])
     count = pick_weighted(draw, OBJECTS)
-    cells = (*CORNERS, MIDDLE) if count > len(CORNERS) else _some(CORNERS, count, draw)
+    cells = (*CORNERS, MIDDLE) if count > len(CORNERS) else shuffled(draw, CORNERS)[:count]
     things = []
-    for kind, cell in zip(_some(group, count, draw), cells):
-        colour, shape = divmod(kind, len(SHAPES))
+    for kind, cell in zip(shuffled(draw, group), cells):
+        colour, shape = KINDS[kind].split()
         size = "large" if count <= len(CORNERS) and draw.random() < 0.5 else "small"
-        things.append(Thing(SHAPES[shape], COLOURS[colour], size, cell))
+        things.append(Thing(shape, colour, size, cell))
     medium, light = (pick_weighted(draw, CAMERA[name]) for name in ("medium", "light"))
     return Scene(tuple(things), medium, light, "sharp", int(draw.random() * 2**32))
 
@@ -81,11 +81,6 @@ def concept_boxes(scene: Scene, size: int) -> list[tuple[int, Box]]:
         settings = (concept for concept in scene_concepts(scene) if concept >= len(KINDS))
         found += [(concept, (left, top, right, bottom)) for concept in settings]
     return found
-
-
-def _some(options, count: int, draw: random.Random) -> list:
-    """So many different ones, in a random order."""
-    return [one for _, one in sorted((draw.random(), one) for one in options)[:count]]
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -65,12 +65,13 @@ def write_form(form: Form) -> int:
 # features are its crop of 12 x 12 pixels, row by row in RGB from -1 to 1, and its box: left, top, right, bottom and
 # area as shares of the image.
 
+SPLITS = {"val": "dev"}  # the published files' names of splits
 REGIONS, CROP = 6, 12
 FEATURES = 3 * CROP * CROP + 5
 
 
 def write_regions(form: Form) -> None:
-    name = {"val": "dev"}.get(form.part, form.part)
+    name = SPLITS.get(form.part, form.part)
     file = form.folder / f"{name}_ims.npy"
     features = np.lib.format.open_memmap(file, "w+", np.float32, (form.count, REGIONS, FEATURES))
     ids = [str(index) for index in range(form.count)]
@@ -104,8 +105,7 @@ def choose_regions(scene: Scene, size: int) -> list[Box]:
     found = [*things, (0.0, 0.0, float(size), float(size))]
     while len(found) < REGIONS:
         found.append(min([somewhere() for _ in range(24)], key=covered))  # the emptiest of 24
-    order = sorted((draw.random(), row) for row in range(REGIONS))
-    return [found[row] for _, row in order]
+    return world.shuffled(draw, found)
 
 
 def region_features(image: Image.Image, regions: list[Box]) -> np.ndarray:

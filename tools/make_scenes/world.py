@@ -7,9 +7,10 @@ only `random()`, whose stream is the same in all versions of Python.
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "cross", "ring", "heart")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "white", "black")
@@ -96,6 +97,11 @@ def layouts(count: int) -> dict[tuple[tuple[str, int], ...], float]:
 def pick(draw: random.Random, options: Sequence):
     """One of the options, uniformly."""
     return options[int(draw.random() * len(options))]
+
+
+def shuffled(draw: random.Random, options: Iterable) -> list:
+    """The options in a random order."""
+    return [option for _, option in sorted(((draw.random(), option) for option in options), key=itemgetter(0))]
 
 
 def pick_weighted(draw: random.Random, odds: Mapping):

@@ -21,6 +21,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from jsonargparse.typing import PositiveInt, restricted_number_type
@@ -149,26 +150,28 @@ def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
     device = choose_device(options.device, options.precision)
     files = [file for folder in options.index for file in folder.rglob("*") if file.is_file()]
     in_memory = options.serve and sum(file.stat().st_size for file in files) <= machine_memory() / 4
-    indexes = {folder: open_index(folder, options, in_memory) for folder in options.index}
-    encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and resize backend
-    weights, found = {}, {}
+    indexes, found = {folder: open_index(folder, options, in_memory) for folder in options.index}, {}
+
+    @cache
+    def encoder_of(name: str, resize: str) -> tuple[QueryEncoder, str]:
+        """The encoder, and the hash of its weights."""
+        loaded = models.load_model(name, device.name, resize)
+        return QueryEncoder(loaded, name, device), models.weights_sha256(loaded.model)
+
     for folder, index in indexes.items():
         name = options.model or index.model
-        key = name, index.resize
-        if key not in encoders:
-            try:
-                encoders[key] = QueryEncoder(models.load_model(name, device.name, index.resize), name, device)
-            except UserError as error:
-                if options.model:
-                    raise
-                what = f"The index {folder} was made with it; --model names its present location."
-                raise UserError(error.what, what) from None
-            weights[name] = models.weights_sha256(encoders[key].loaded.model)
-        if index.weights != weights[name]:
-            what = f"{folder} was made with {index.model} ({index.weights[:12]}), not {name} ({weights[name][:12]})."
+        try:
+            encoder, weights = encoder_of(name, index.resize)
+        except UserError as error:
+            if options.model:
+                raise
+            remedy = f"The index {folder} was made with it; --model names its present location."
+            raise UserError(error.what, remedy) from None
+        if index.weights != weights:
+            what = f"{folder} was made with {index.model} ({index.weights[:12]}), not {name} ({weights[:12]})."
             raise UserError(what, f"Search with --model {index.model}, or build an index with the other model.")
         calibration = None if options.calibrate else load_calibration(folder, index.weights)
-        found[folder.absolute().name] = Searcher(index, encoders[key], options.tolerance, options.rerank, calibration)
+        found[folder.absolute().name] = Searcher(index, encoder, options.tolerance, options.rerank, calibration)
     return found
 
 

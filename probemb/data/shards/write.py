@@ -1,6 +1,5 @@
 """Write shards: tars of samples, and whole folders of them."""
 
-import tempfile
 from collections.abc import Iterable
 from itertools import chain, islice
 from pathlib import Path
@@ -10,7 +9,7 @@ from webdataset import TarWriter
 
 from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.samples import SampleSpan, read_sample
-from probemb.files import file_sha256, replace_file
+from probemb.files import file_sha256, new_folder, replace_file
 
 
 def tar_writer(file: BinaryIO):
@@ -22,20 +21,16 @@ def write_corpus(folder: Path, samples: Iterable[dict[str, bytes]], size: int) -
     """Write samples {extension: bytes} as tars of `size` samples, and the index, into a new folder, which appears when
     it is complete; returns their number. Raises OSError, and whatever `samples` raises.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     rest, shards, count = iter(samples), [], 0
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
-        written = Path(aside) / folder.name
-        written.mkdir()
+    with new_folder(folder) as aside:
         for first in rest:
-            path, before = written / f"{len(shards):05d}.tar", count
+            path, before = aside / f"{len(shards):05d}.tar", count
             with open(path, "wb") as file, tar_writer(file) as tar:
                 for sample in chain([first], islice(rest, size - 1)):
                     tar.write({"__key__": f"{count:08d}", **sample})
                     count += 1
             shards.append(Shard(path.name, path, count - before, path.stat().st_size, file_sha256(path)))
-        write_index(written, shards)
-        written.rename(folder)
+        write_index(aside, shards)
     return count
 
 
