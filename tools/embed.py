@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -315,13 +315,9 @@ def tar_samples(path: Path, shard: str, *settings) -> Samples:
 
 
 def _read_tar(path: Path, spans: Sequence[SampleSpan], row: int) -> tuple[Callable, Sequence[str], str | None]:
-    sample = parse_sample(read_sample(_open(path).fileno(), spans[row]), spans[row].key, None)
+    with open(path, "rb", buffering=0) as file:
+        sample = parse_sample(read_sample(file.fileno(), spans[row]), spans[row].key, None)
     return partial(decode_image, sample.image, exif=True), sample.captions, web_link(sample.meta.get("url"))
-
-
-@lru_cache(maxsize=1)  # of this process
-def _open(path: Path) -> BinaryIO:
-    return open(path, "rb", buffering=0)
 
 
 def annotated_samples(captions: CaptionDataset, *settings) -> Samples:

@@ -21,20 +21,18 @@ from functools import partial
 import faiss
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from probemb import Gaussian
 from probemb.cli.command import run_command
 from probemb.distances import csd
 from probemb.search import build_index, choose_factory, rerank, search, set_effort
-from tools.bench.timing import in_turn, machine, options, ratio, report, show
+from tools.bench.timing import in_turn, options, ratio, report, show
 
 K = 10
 NODES = (8, 16, 32, 64, 128, 256, 512)  # efforts of graphs; of inverted files, up to all cells
 CANDIDATES = (10, 20, 50, 100, 200, 500, 1000)
 CHUNK = 50_000
-COLUMNS = ("effort", "CSD recall@10", "queries/s", "two steps recall@10", "queries/s", "candidates", "CSD / two steps")
 
 
 def main() -> None:
@@ -108,11 +106,7 @@ def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repe
     one_step = build_index(gallery, factory)
     built, size = time.perf_counter() - began, faiss.serialize_index(one_step.parts[0]).nbytes / 2**30
     two_steps = build_index(gallery, factory, "mean")
-    title = f"{factory}, {size_of(gallery)}: built in {built:.0f} s, {size:.2f} GiB"
-    table = Table(title=f"{title}\n{machine()}", title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
-    cells = re.search(r"IVF(\d+)", factory)
+    cells, rows = re.search(r"IVF(\d+)", factory), {}
     for effort in NODES if cells is None else [2**i for i in range(int(cells[1]).bit_length())]:
         for index in (one_step, two_steps):
             set_effort(index, effort)
@@ -121,13 +115,18 @@ def compare_approximate(gallery: Gaussian, queries: Gaussian, factory: str, repe
             reached = recall(rerank(two_steps, queries, K, candidates)[1], truth)
             if reached >= aim:
                 break
-        one, two = partial(search, one_step, queries, K), partial(rerank, two_steps, queries, K, candidates)
-        measured = in_turn({"one": one, "two": two}, repeats)
-        speed = {name: f"{len(queries.mean) / times.median:,.0f}" for name, times in measured.items()}
-        two_recall = f"{reached:.3f}{' (not reached)' * (reached < aim)}"
-        row = str(effort), f"{aim:.3f}", speed["one"], two_recall, speed["two"], str(candidates)
-        table.add_row(*row, f"{ratio(measured, 'one', 'two'):.2f}")
-    show(table)
+        runs = {"CSD": partial(search, one_step, queries, K)}
+        runs["two steps"] = partial(rerank, two_steps, queries, K, candidates)
+        measured = in_turn(runs, repeats)
+        speed = {f"{name}, queries/s": f"{len(queries.mean) / times.median:,.0f}" for name, times in measured.items()}
+        rows[f"effort {effort}"] = {
+            f"CSD, recall@{K}": f"{aim:.3f}",
+            f"two steps, recall@{K}": f"{reached:.3f}{' (not reached)' * (reached < aim)}",
+            **speed,
+            "candidates": str(candidates),
+            "time of CSD / two steps": f"{ratio(measured, 'CSD', 'two steps'):.2f}",
+        }
+    show(f"{factory}, {size_of(gallery)}: built in {built:.0f} s, {size:.2f} GiB", rows)
 
 
 def recall(found: Tensor, truth: Tensor) -> float:

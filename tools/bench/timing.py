@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 from torch.utils.benchmark import Measurement, Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
@@ -61,18 +60,15 @@ def ratio(measured: Mapping[str, Measurement], name: str, peer: str) -> float:
 
 def report(title: str, measured: Mapping[str, Measurement], peer: str, extra: Mapping[str, Mapping[str, str]] = {}):
     """Print median, interquartile range, and time over the peer's; `extra` has more columns by variant."""
-    more = list(dict.fromkeys(column for values in extra.values() for column in values))
-    table = Table(title=f"{title}\n{machine()}", title_justify="left")
-    for column in ("variant", "median", "IQR", f"time / {peer}", *more):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for name, times in measured.items():
-        cells = [f"{times.median:.4g} s", f"{times.iqr:.2g}", f"{ratio(measured, name, peer):.3f}"]
-        table.add_row(name, *cells, *(extra.get(name, {}).get(column, "") for column in more))
-    show(table)
+    rows = {name: {"median": f"{times.median:.4g} s", "IQR": f"{times.iqr:.2g}"} for name, times in measured.items()}
+    for name, row in rows.items():
+        row |= {f"time / {peer}": f"{ratio(measured, name, peer):.3f}", **extra.get(name, {})}
+    show(title, rows)
 
 
-def show(table: Table) -> None:
-    Console(width=None if Console().is_terminal else 140).print(table)
+def show(title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
+    table = pd.DataFrame.from_dict(rows, orient="index").fillna("")
+    print(title, machine(), table.to_string(), "", sep="\n", flush=True)
 
 
 def machine() -> str:

@@ -69,7 +69,6 @@ class Download:
         patience: seconds without data after which an address is abandoned.
         seconds: for one address in total.
         max_mib: MiB of one response at most.
-        redirects: followed for one address.
         user_agent: a token to add to the user agent, by which servers may address this project.
         respect_opt_out: leave out images whose server says noai, noimageai, noindex, noimageindex or none.
         private_hosts: also contact hosts in private networks, including this machine.
@@ -91,7 +90,6 @@ class Download:
     patience: PositiveFloat = 10.0
     seconds: PositiveFloat = 60.0
     max_mib: PositiveFloat = 32.0
-    redirects: NonNegativeInt = 5
     user_agent: str | None = None
     respect_opt_out: bool = True
     private_hosts: bool = False

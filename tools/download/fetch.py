@@ -64,7 +64,7 @@ class Fetcher(Downloader):
         self.paths = Paths(folder.absolute())
         patience = min(options.patience, options.seconds)
         size = int(options.max_mib * 2**20)
-        self.limits = Limits(options.seconds, patience, size, options.redirects, options.private_hosts)
+        self.limits = Limits(options.seconds, patience, size, options.private_hosts)
         super().__init__(
             sample_writer_class=WebDatasetSampleWriter,
             resizer=UprightResizer(options, options.resize or "keep_ratio"),

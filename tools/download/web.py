@@ -41,14 +41,12 @@ class Limits:
     seconds    in total: redirects, waiting and the transfer
     patience   seconds without a byte
     size       bytes of the answer
-    redirects  followed at most
     private    also contact hosts in private networks and this machine
     """
 
     seconds: float = 60.0
     patience: float = 10.0
     size: int = 32 << 20
-    redirects: int = 5
     private: bool = False
 
 
@@ -189,10 +187,7 @@ class _Answer(http.client.HTTPResponse):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    max_repeats = 2
-
-    def __init__(self, limit: int):
-        self.max_redirections = limit
+    max_repeats, max_redirections = 2, 5
 
     def http_error_302(self, request, answer, code, message, headers):
         scheme = urllib.parse.urlsplit(headers.get("Location") or headers.get("URI") or "").scheme
@@ -215,7 +210,7 @@ class BoundedOpener(urllib.request.OpenerDirector):
             urllib.request.UnknownHandler(),
             urllib.request.HTTPDefaultErrorHandler(),
             urllib.request.HTTPErrorProcessor(),
-            _Redirects(limits.redirects),
+            _Redirects(),
             _Web(),
         ):
             self.add_handler(handler)
