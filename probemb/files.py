@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from probemb.errors import UserError
+
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, flush it to disk, and rename it; makes missing folders.
@@ -32,6 +34,15 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 def replace_text(path: Path, text: str) -> None:
     """`replace_file` with a text; lone surrogates become question marks."""
     replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8", errors="replace"))
+
+
+@contextmanager
+def writing(path: Path, remedy: str = "Free some space, or choose another --out.") -> Iterator[None]:
+    """Raises UserError in place of OSError: `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error}).", remedy) from error
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import find_tars, read_samples
 from probemb.data.words import count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
+from probemb.files import writing
 from probemb.progress import progress
 
 
@@ -37,10 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         what = f"None of the {len(counts):,} words occurs {options.min_count} times."
         raise UserError(what, "Give a smaller --min-count.")
-    try:
+    with writing(options.out):
         write_vocabulary(options.out, words)
-    except OSError as error:
-        raise UserError(f"{options.out} cannot be written: {error.strerror}.", "Choose another --out.") from error
     covered = sum(count for _, count in words) / counts.total()
     print(
         f"wrote {options.out}: {len(words):,} of {len(counts):,} words of {captions:,} captions, "

@@ -29,6 +29,7 @@ from torch import Tensor
 from probemb import Gaussian
 from probemb.cli.command import Parser, run_command
 from probemb.distances import DISTANCES
+from probemb.files import writing
 from probemb.losses import pairwise_match_loss, triplet_loss
 
 CLASSES, POINTS, CONFUSABLE = 3, 500, 150
@@ -121,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [f"{x.mean():.2f}" for x in (certain, confusable, confusable / certain)]
         places = [f"{100 * x:.1f}" for x in torch.tensor([toy.places for toy in toys]).mean(0)]
         table.add_row(distance, *(["–"] * 3 if distance in TRIPLETS else found), PAPER.get(distance, "–"), *places)
-    figure.savefig(options.out, dpi=150)
+    with writing(options.out):
+        figure.savefig(options.out, dpi=150)
     Console(width=100).print(table)
     print(f"written: {options.out}", flush=True)
     return 0

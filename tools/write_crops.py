@@ -27,6 +27,7 @@ from probemb.data.failures import BadSample
 from probemb.data.shards.write import encode_captions, write_corpus
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop, phrase_overlaps, scale_of
+from probemb.files import writing
 from probemb.progress import progress
 from tools.write_regions import find_proposals, refuse_top
 
@@ -51,11 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{options.out / split} exists.", "Remove it, or choose another --out.")
     for split in options.split:
         data = find_phrases(options.data, None if split == "all" else split, options.images, options.sample)
-        try:
+        with writing(options.out / split):
             print(f"wrote {options.out / split}: {write_split(options, data, options.out / split)}", flush=True)
-        except OSError as error:
-            what = f"{options.out / split} cannot be written ({error.strerror or error})."
-            raise UserError(what, "Make room, or choose another --out.") from None
     return 0
 
 

@@ -36,7 +36,7 @@ from probemb.data.image_loader import ImageBatches
 from probemb.data.regions import RegionImages
 from probemb.errors import UserError
 from probemb.evaluation.localisation import crop
-from probemb.files import replace_file, replace_text
+from probemb.files import replace_file, replace_text, writing
 from probemb.machine import choose_device, loader_workers
 from probemb.models.options import ModelOptions
 from probemb.progress import progress
@@ -110,11 +110,8 @@ def write_array(file: Path, shape: tuple[int, ...], dtype: str, blocks: Iterable
                     raise UserError(f"Features are not finite numbers in {dtype}.", remedy)
                 opened.write(values.data)
 
-    try:
+    with writing(file):
         replace_file(file, write)
-    except OSError as error:
-        what = f"{file} cannot be written ({error.strerror or error})."
-        raise UserError(what, "Make room, or choose another --out.") from None
     print(f"wrote {file}: {' x '.join(f'{n:,}' for n in shape)}")
 
 

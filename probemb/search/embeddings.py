@@ -12,8 +12,7 @@ NAME is the tar's folder and name. A kind is complete once every shard of every 
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from probemb.errors import UserError
-from probemb.files import replace_file, replace_text
+from probemb.files import replace_file, replace_text, writing
 
 FORMAT = 3
 KINDS = ("image", "text")
@@ -31,6 +30,7 @@ MEAN_DTYPES = ("float16", "float32")
 RESIZES = ("pil", "tensor")
 NAME, CORPORA = "embeddings.json", "corpora"
 _AGAIN = "Delete it, and repeat the command of tools.embed."
+_RESUMES = "Free some space or name another folder with --out, and repeat the command: it resumes."
 
 
 class Partition(NamedTuple):
@@ -61,7 +61,7 @@ class Embeddings:
     def add_corpus(self, data: str, names: Sequence[str]) -> None:
         digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
         content = json.dumps({"data": data, "shards": list(names)}, indent=1)
-        with self._writing():
+        with writing(self.folder, _RESUMES):
             replace_text(self.folder / CORPORA / f"{digest[:16]}.json", content + "\n")
 
     def partitions(self, kind: str) -> list[Partition]:
@@ -126,7 +126,7 @@ class Embeddings:
             with open(path, "wb") as opened:
                 np.savez(opened, **arrays)
 
-        with self._writing():
+        with writing(self.folder, _RESUMES):
             replace_file(file.with_suffix(".parquet"), lambda path: pq.write_table(items, path, compression="zstd"))
             replace_file(file, save)
 
@@ -142,15 +142,6 @@ class Embeddings:
 
     def _damaged(self, kind: str, name: str, why: str) -> UserError:
         return UserError(f"{self._file(kind, name)} is damaged ({why}).", _AGAIN)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            what = f"The embeddings cannot be written to {self.folder}: {error.strerror or error}."
-            remedy = "Free some space or name another folder with --out, and repeat the command: it resumes."
-            raise UserError(what, remedy) from error
 
 
 def item_schema(kind: str) -> pa.Schema:
@@ -183,7 +174,7 @@ def create_embeddings(
         same_model([held, made])
         return held
     about = {key: value for key, value in asdict(made).items() if key != "folder"}
-    with made._writing():
+    with writing(folder, _RESUMES):
         replace_text(folder / NAME, json.dumps({"format": FORMAT, **about}, indent=1) + "\n")
     return made
 

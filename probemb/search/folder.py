@@ -24,7 +24,7 @@ import pyarrow as pa
 import torch
 
 from probemb.errors import Extra, UserError
-from probemb.files import flush, new_folder, replace_text
+from probemb.files import flush, new_folder, replace_text, writing
 from probemb.progress import silent
 from probemb.search import index as indexes
 from probemb.search.embeddings import Embeddings, item_schema, read_json
@@ -104,15 +104,11 @@ def write_index(
 
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """`new_folder`. Raises UserError: `out` exists, or cannot be written."""
+    """`new_folder`. Raises UserError: it exists, or cannot be written."""
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} already exists.", "Name another folder with --out, or remove it.")
-    try:
-        with new_folder(out) as folder:
-            yield folder
-    except OSError as error:
-        what = f"The index cannot be written to {out}: {error.strerror or error}."
-        raise UserError(what, "Free some space, or name another folder with --out.") from error
+    with writing(out), new_folder(out) as folder:
+        yield folder
 
 
 def _train(index: faiss.Index, vectors: np.ndarray) -> None:

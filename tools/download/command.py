@@ -42,7 +42,7 @@ from probemb.progress import progress
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
 from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
 from tools.download.archives import TITLES, fetch_archives
-from tools.download.lists import CORPORA, KEPT, find_lists, read_list
+from tools.download.lists import CORPORA, find_lists, read_list
 from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
 from tools.pools import part_of, process_pool
 
@@ -236,7 +236,7 @@ def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
 
 def plan(paths: Paths, state: State, rows: Sequence[dict]) -> None:
     """Write rows as further shards to be fetched."""
-    names = ["url", "caption", *columns_of(state.corpus)]
+    names = ["url", "caption", *CORPORA[state.corpus].kept]
     for first in range(0, len(rows), state.settings["shard_size"]):
         chunk = rows[first : first + state.settings["shard_size"]]
         table = pa.table({name: _column([row.get(name) for row in chunk]) for name in names})
@@ -256,11 +256,6 @@ def _column(values: list) -> pa.Array:
         return pa.array([None if value is None else str(value) for value in values])
 
 
-def columns_of(corpus: str) -> list[str]:
-    """Columns of a row beside address and caption."""
-    return [] if CORPORA[corpus].columns else list(KEPT)
-
-
 def run(paths: Paths, state: State, options: Download, part: tuple[int, int], preemption: Preemption) -> None:
     """Fetch the unfinished shards. Raises UserError: one could not be finished, or a process was killed."""
     tasks = paths.pending(part)
@@ -268,7 +263,7 @@ def run(paths: Paths, state: State, options: Download, part: tuple[int, int], pr
         return
     paths.make()
     try:
-        reason = fetch_shards(paths, options, tuple(columns_of(state.corpus)), tasks)
+        reason = fetch_shards(paths, options, CORPORA[state.corpus].kept, tasks)
     except KeyboardInterrupt:
         starts, left = paths.home / f"starts-{part[0]}-of-{part[1]}", len(paths.pending(part))
         if preemption.exit_code == REQUEUE and count_start(starts, -len(tasks), -left) >= MAX_STARTS:

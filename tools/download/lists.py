@@ -47,17 +47,18 @@ class Row(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """A published format. `columns` are those of a table, () for RedCaps' JSON."""
+    """A published format. `columns` are those of a table, () for RedCaps' JSON, of which `kept` are kept."""
 
     title: str
     columns: tuple[str, ...]
     suffixes: tuple[str, ...]
+    kept: tuple[str, ...] = ()
 
 
 CORPORA = {
     "cc3m": Corpus("CC3M", ("caption", "url"), (".tsv", ".tsv.gz")),
     "cc12m": Corpus("CC12M", ("url", "caption"), (".tsv", ".tsv.gz")),
-    "redcaps": Corpus("RedCaps", (), (".json", ".json.gz")),
+    "redcaps": Corpus("RedCaps", (), (".json", ".json.gz"), KEPT),
 }
 
 
@@ -66,7 +67,7 @@ def find_lists(corpus: str, paths: Iterable[str]) -> list[Path]:
 
     Raises UserError: a path that does not exist, or a folder without such files.
     """
-    found, (title, _, suffixes) = [], CORPORA[corpus]
+    found, (title, _, suffixes, _) = [], CORPORA[corpus]
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"The list {path} does not exist.", "Check the path.")
@@ -94,7 +95,7 @@ def read_list(
     Raises UserError: the file is empty, cannot be read, or is not in this corpus' format.
     """
     caption_of = clean_caption if clean else str.strip
-    title, columns, _ = CORPORA[corpus]
+    title, columns, *_ = CORPORA[corpus]
     form = " TAB ".join("address" if name == "url" else name for name in columns)
     form = form or 'SUBREDDIT_YEAR.json: {"annotations": [{"url", "caption", …}, …]}'
     wrong = UserError(f"{path} is no {title} list.", f"A {title} list has the form `{form}`, without a header.")

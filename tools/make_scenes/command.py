@@ -40,7 +40,7 @@ from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.write import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
-from probemb.files import file_sha256, new_folder
+from probemb.files import file_sha256, new_folder, writing
 from probemb.progress import progress
 from tools.make_scenes import world
 from tools.make_scenes.captions import draw_captions, write_truth
@@ -206,12 +206,8 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         what = "a set of scenes made with other arguments or by another version" if made.is_file() else "something else"
         raise UserError(f"{out} already holds {what}.", "Name a new folder, or remove that one first.")
-    try:
-        with new_folder(out) as folder:
-            write_set(plan, folder, workers)
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"{out} cannot be written: {why}.", "Free space or name another folder.") from error
+    with writing(out, "Free some space, or name another folder."), new_folder(out) as folder:
+        write_set(plan, folder, workers)
     return True
 
 

@@ -30,6 +30,7 @@ from probemb import models
 from probemb.cli.command import Parser, require_output
 from probemb.cli.ranges import Share
 from probemb.errors import UserError, count
+from probemb.files import writing
 from probemb.machine import choose_device, machine_memory
 from probemb.progress import progress
 from probemb.reports.results import finite, write_json
@@ -244,10 +245,8 @@ def calibrate_index(options: argparse.Namespace) -> int:
     """Measure a threshold, print it among others, and store it beside the index."""
     (searcher,) = open_searchers(options).values()
     found, curve = calibrate(searcher, options.calibrate, options.min_precision, options.within, progress)
-    try:
+    with writing(options.index[0], "Free some space, or make it writable."):
         write_json(options.index[0] / NAME, found, "probemb tools.search --calibrate")
-    except OSError as error:
-        raise UserError(f"{options.index[0]} cannot be written ({error.strerror}).", "Make it writable.") from None
     print(f"{curve.queries:,} queries against {found['gallery']:,} items of {found['data']}")
     print("uncertainty up to  answered   correct  at least (95 %)")
     for u, *shares in zip(curve.threshold, curve.coverage, curve.precision, curve.at_least):
