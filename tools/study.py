@@ -19,6 +19,7 @@ correction for the tests of their family does not keep.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import math
@@ -230,15 +231,18 @@ class Runner:
         return None
 
     def seconds_left(self, left: Sequence[Job], every: Sequence[Job]) -> float | None:
-        """Expected time until all are finished; None before the first one is. A row takes what its other seeds took,
-        else its cost at the mean rate.
+        """Expected time until all are finished; None before the first one is.
+
+        A row takes what its other seeds took, else its cost at the mean rate; a worker that is free takes the next job.
         """
-        took, rest = [(job, record["seconds"]) for job in every if (record := job.record())], 0.0
+        took = [(job, record["seconds"]) for job in every if (record := job.record())]
+        loads = [0.0] * self.workers
         for job in (job for job in left if took and job.record() is None):
             rate = sum(seconds for _, seconds in took) / sum(one.cost for one, _ in took)
             expected = fmean([seconds for one, seconds in took if one.row == job.row and job.row] or [job.cost * rate])
-            rest += max(0.0, expected - time.monotonic() + self.clock.get(job.name, time.monotonic()))
-        return rest / self.workers if took else None
+            spent = time.monotonic() - self.clock.get(job.name, time.monotonic())
+            heapq.heapreplace(loads, loads[0] + max(0.0, expected - spent))
+        return max(loads) if took else None
 
 
 def _become(words: list[str], log: str) -> None:
