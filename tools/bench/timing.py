@@ -103,9 +103,11 @@ def on_ranks(world: int, fn: Callable, *args) -> list:
 
 def _rank(rank: int, world: int, folder: str, fn: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_RANK=f"{rank}")  # DeepSpeed reads them
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    if world > 1:
+        os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_RANK=f"{rank}")  # DeepSpeed reads them
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(fn(rank, world, *args)))
-    dist.barrier()
-    settle()
-    dist.destroy_process_group()
+    if world > 1:
+        dist.barrier()
+        settle()
+        dist.destroy_process_group()
