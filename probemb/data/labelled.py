@@ -55,7 +55,7 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     Raises UserError: the path is missing, holds no labelled image, or cannot be read.
     """
     path = Path(data)
-    remedy = f"Name {reading.listed(list(LAYOUTS), 'or')}, or sort plain images into class folders (docs/data.md)."
+    remedy = f"Name {reading.listed(list(LAYOUTS), 'or')}; zeroshot.imagenet also takes plain images with --labels."
     if not path.exists() and not find_tars(path):
         raise UserError(f"The data path {data} does not exist.", remedy)
     if labels is not None:
