@@ -157,7 +157,7 @@ class PairTask(Task):
     def find(self, split):
         data = self.config.data
         held_out = HELD_OUT if data.validation else 0.0
-        return find_captions(data.path, split, data.images, data.format, data.exif, held_out=held_out)
+        return find_captions(data.path, split, data.images, data.format, exif=data.exif, held_out=held_out)
 
     @property
     def texts(self) -> list[str]:
