@@ -32,7 +32,7 @@ from probemb.evaluation.composed import KS as COMPOSED_KS
 from probemb.evaluation.composed import embed_queries, measure_composed
 from probemb.evaluation.embedding import Embedder, embed_classes
 from probemb.evaluation.retrieval import evaluate_retrieval
-from probemb.gaussian import Gaussian
+from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import mixed, same_image, smooth
 from probemb.machine import Device
 from probemb.metrics.retrieval import KS
@@ -50,7 +50,7 @@ from probemb.models import (
 from probemb.models.heads import size_augment_mask
 from probemb.options import named_paths
 
-Embedded = tuple[dict[str, Tensor], dict[str, Tensor]]  # the tensors of both towers' `Encoded`
+Embedded = tuple[Encoded, Encoded]  # by both towers
 
 
 class Task:
@@ -132,8 +132,8 @@ class Task:
 
 
 def of_all_ranks(embedded: Embedded) -> tuple[Encoded, Encoded]:
-    """Both towers' tensors of every rank -> images and texts of all ranks, in at least float32."""
-    return distributed.gather_encoded(*(Encoded.of(side).float() for side in embedded))
+    """Every rank's images and texts -> those of all ranks, in at least float32."""
+    return distributed.gather_encoded(*(side.each(at_least_float32) for side in embedded))
 
 
 class PairTask(Task):
@@ -228,9 +228,9 @@ class PairTask(Task):
         images, texts = every
         if unpaired := len(pairs.images) > n:
             order = torch.cat([_places(pairs, rank) for rank in range(world)]).argsort().to(self.device)
-            every = [side[order] for side in every]
+            every = [side.each(lambda x: x[order]) for side in every]
             words = None if words is None else words[order]
-            images, texts = (side[: n * world] for side in every)
+            images, texts = (side.each(lambda x: x[: n * world]) for side in every)
         numbers = torch.cat(distributed.all_of(torch.stack([pairs.image_index, pairs.pair_index], 1)))
         image, pair = numbers.T.contiguous()
         group = self.groups[image.to(self.device)]
@@ -309,7 +309,7 @@ class ComposedTask(Task):
     def gather(self, embedded, batch: TupleBatch, mix, *, step, **now) -> Batch:
         """Targets and parts of all ranks, and which targets are correct for which query."""
         b, k = batch.part_rows.shape
-        images, texts = (Encoded.of(side).float().gaussian for side in embedded)
+        images, texts = (side.gaussian.float() for side in embedded)
         place = batch.part_rows.to(self.device)
         place = torch.where(place >= 0, b + place, len(images) - 1 - place)
         unused = (~batch.text_used).to(self.device, images.mean.dtype)
@@ -322,9 +322,9 @@ class ComposedTask(Task):
         numbers = distributed.all_of(torch.cat([batch.target_index[:, None], batch.concepts], 1))
         numbers = torch.cat(numbers).numpy()
         match = torch.from_numpy(self.train.matches(numbers[:, 1:], numbers[:, 0])).to(self.device).to(mean.dtype)
-        targets, parts = Gaussian(mean[:, 0], log_var[:, 0]), Gaussian(mean[:, 1:], log_var[:, 1:])
+        targets, parts = Encoded(mean[:, 0], log_var[:, 0]), Gaussian(mean[:, 1:], log_var[:, 1:])
         generator = self.generator(step, self.LOSS, self.device)
-        return Batch(Encoded(targets), None, match, None, None, step=step, generator=generator, parts=parts, **now)
+        return Batch(targets, None, match, None, None, step=step, generator=generator, parts=parts, **now)
 
     def measure(self, model) -> dict[str, float]:
         """R-Precision and recalls of all queries."""

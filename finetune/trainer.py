@@ -104,7 +104,6 @@ class Network(nn.Module):
         self.model, self.method, self.wants = model, method.module, (method.wants_tokens, method.wants_features)
 
     def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> Embedded:
-        """The tensors of both towers' `Encoded`."""
         image = self.model.image_tower(images, image_mask, *self.wants)
         return image, self.model.text_tower(tokens, None, *self.wants)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.objectives import MASKED_EVERY
 from probemb import distributed
 from probemb.data.randomness import number_of
-from probemb.models.towers.parts import chances, draw_parts
+from probemb.models.towers import chances, draw_parts
 
 if TYPE_CHECKING:
     from pretrain.config import Config
@@ -27,7 +27,7 @@ MASKED_SHARE = 0.25  # of patches and tokens that these keep
 
 
 class Masks(NamedTuple):
-    """Positions of what the towers read, see `probemb.models.towers.parts`; None for everything, or for no copies."""
+    """Positions of what the towers read, see `probemb.models.towers`; None for everything, or for no copies."""
 
     kept: Tensor | None = None  # (B, n) patches of every image
     masked_image: Tensor | None = None  # (B / 8, n) patches of the masked copies of images 0, 8, 16, …

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -164,13 +163,11 @@ def gather_encoded(image, text):
         return image, text
     if text.tokens is not None:
         missing, pad = max(all_of(text.tokens.shape[1])) - text.tokens.shape[1], torch.nn.functional.pad
-        text = replace(text, tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
+        text = text._replace(tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
         if text.features is not None:
-            text = replace(text, features=pad(text.features, (0, 0, 0, missing)))
-    sides = image.tensors(), text.tensors()
-    gathered = iter(gather_together([x for side in sides for x in side.values()]))
-    image, text = (image.of({name: next(gathered) for name in side}) for side in sides)
-    return image, text
+            text = text._replace(features=pad(text.features, (0, 0, 0, missing)))
+    gathered = iter(gather_together([x for x in (*image, *text) if x is not None]))
+    return image.each(lambda _: next(gathered)), text.each(lambda _: next(gathered))
 
 
 def swap(x: Tensor, other: int, n: int) -> Tensor:

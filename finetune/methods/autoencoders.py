@@ -221,7 +221,7 @@ class VAEMH(MSE):
             drawn.append(codes.sample(1, batch.generator)[..., 0, :])
             kl.append(jwae.vae_kl(codes))
         prior = {"image_prior": (o.image_prior, kl[0]), "text_prior": (o.text_prior, kl[1])}
-        triplet = hinge_of_cosines(batch, *(codes[: len(batch.images)] for codes in drawn), o)
+        triplet = hinge_of_cosines(batch, *(codes[: len(batch.match)] for codes in drawn), o)
         return triplet | self.reconstruction(everything, model, *drawn) | prior
 
 

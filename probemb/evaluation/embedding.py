@@ -211,10 +211,10 @@ class KeptTokens:
         return unit_tokens(values.to(device), mask.to(device))
 
     def through(self, tower: models.Encoder) -> Callable[[Tensor], Gaussian]:
-        """A tower's `encode` of a batch, which also keeps its tokens. Raises ValueError: its heads give none."""
+        """A tower's embedding of a batch, which also keeps its tokens. Raises ValueError: its heads give none."""
 
         def encode(inputs: Tensor) -> Gaussian:
-            encoded = tower.encode(inputs, want_tokens=True)
+            encoded = tower(inputs, want_tokens=True)
             self.add(encoded.tokens, encoded.mask)
             return encoded.gaussian
 

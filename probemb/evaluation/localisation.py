@@ -126,7 +126,7 @@ def embedded_proposals(
     parts, tokens, failed = [], [], ""
 
     def encode(batch: Tensor) -> Gaussian:
-        encoded = embedder.model.image_tower.encode(batch, want_tokens=True)
+        encoded = embedder.model.image_tower(batch, want_tokens=True)
         tokens.append(unit_tokens(encoded.tokens, encoded.mask))
         return encoded.gaussian
 

@@ -14,7 +14,7 @@ _HOME = {
     " unknown_words",
     "match": "Ensemble MatchModel as_one networks_of",
     "options": "Augmentation ModelOptions TrainedTowers",
-    "towers.parts": "draw_parts",
+    "towers": "draw_parts",
     "towers.regions": "RegionTower",
 }
 _MODULES = {name: module for module, names in _HOME.items() for name in names.split()}

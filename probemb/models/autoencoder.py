@@ -46,10 +46,6 @@ class CaptionDecoder(nn.Module):
         read = self.embedding(seen_NL)
         return torch.cat([self.start.expand(len(read), 1, -1), read[:, :-1]], 1)
 
-    def log_probabilities(self, source: Tensor | Tokens, seen_NL: Tensor) -> Tensor:
-        """log p of every word at every place, (N, L, V)."""
-        return self.out(self.states(source, seen_NL)).log_softmax(-1)
-
     def nll(self, source: Tensor | Tokens, words_NL: Tensor, seen_NL: Tensor) -> Tensor:
         """−log p of each caption, summed over its words, (N,); padding does not count."""
         counts = words_NL != 0

@@ -19,10 +19,11 @@ from probemb import models
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.adapter import Adapter
-from probemb.models.architectures import Stock
-from probemb.models.encoder import Place
+from probemb.models.architectures import Stock, reads_words, tower_kind
+from probemb.models.encoder import Encoder, Place
 from probemb.models.options import DEFAULTS, SAVED, CrossAttention, ModelOptions
-from probemb.models.towers import make_tower
+from probemb.models.towers import cnn, open_clip, trunks
+from probemb.models.towers.words import WordGRU, WordMean
 
 
 class ModelOutput(NamedTuple):
@@ -81,13 +82,13 @@ class DualEncoder(nn.Module):
         `token_mask`: (B, T) bool, tokens that take part in pooling. `kept`: (B, n) int64, see `draw_parts`.
         """
         _check_tensor(pixels, "pixels (B, 3, H, W)", "transforms.evaluate(image)[None]")
-        encode = partial(self.visual.encode, pixels, token_mask, kept=kept)
+        encode = partial(self.visual, pixels, token_mask, kept=kept)
         return self.adapter.adapt(self.adapter.image, self.visual, encode) if self.adapter else encode().gaussian
 
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, L) int64, L at most the context length -> Gaussian (B, D), as `encode_image`; `kept` is of tokens."""
         _check_tensor(tokens, "tokens (B, L)", 'tokenizer(["a dog"])')
-        encode = partial(self.text.encode, tokens, token_mask, kept=kept)
+        encode = partial(self.text, tokens, token_mask, kept=kept)
         return self.adapter.adapt(self.adapter.text, self.text, encode) if self.adapter else encode().gaussian
 
     def cut_padding(self, tokens: Tensor, device: torch.device | None = None, multiple: int = 1) -> Tensor:
@@ -174,10 +175,7 @@ class DualEncoder(nn.Module):
         part, _, rest = name.partition(".")
         if part not in ("visual", "text"):
             return Place("composer" if part == "composer" else "scalar")
-        tower, which = getattr(self, part), "image" if part == "visual" else "text"
-        return tower.place(rest)._replace(
-            tower=which, in_stem=tower.in_stem(rest), pretrained=tower.is_pretrained(rest)
-        )
+        return getattr(self, part).place(rest)._replace(tower="image" if part == "visual" else "text")
 
 
 def _check_tensor(x: Tensor, wanted: str, made_by: str) -> None:
@@ -211,6 +209,39 @@ def plain(value):
     return json.loads(json.dumps(value))
 
 
+# --------------------------------------------------------------------------------------------------------------- towers
+
+# Of the project: made with the options, the number of layers, and their part of the architecture.
+OWN = {"small_cnn": cnn.SmallCNN, "word_gru": WordGRU, "word_mean": WordMean}
+OWN["regions"] = lambda **sizes: models.RegionTower(**sizes)  # which pretraining does not load
+# Of libraries: functions of the whole architecture, the part, the options, the number of layers, and a stock tower.
+MAKERS = {
+    "timm": trunks.timm_tower,
+    "open_clip.timm": trunks.timm_tower,
+    "open_clip.resnet": cnn.image_resnet,
+    "open_clip.hf": trunks.text_tower,
+    "open_clip.transformer": open_clip.transformer,
+}
+
+
+def make_tower(architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> Encoder:
+    """The tower of a part, "vision_cfg" or "text_cfg"; `stock` is one of open_clip's to take over, None for random."""
+    kind, config = tower_kind(architecture, part), architecture[part]
+    if o.uncertainty != "branch" and (kind != "open_clip.transformer" or config.get("attentional_pool")):
+        raise UserError(
+            "An uncertainty token needs open_clip's own transformers, without attention pooling as CoCa's have it.",
+            "Set uncertainty to branch, or choose an architecture such as ViT-B-16 or ViT-Tiny-64.",
+        )
+    if kind not in OWN:
+        return MAKERS[kind](architecture, part, o, n_unc_layers, stock)
+    if part == "text_cfg" and reads_words(architecture) and not config.get("vocabulary"):
+        raise UserError(
+            "The text tower reads words, and has no vocabulary.",
+            "Build one with `python -m tools.build_vocabulary DATA --out vocabulary.txt`, and name it as vocabulary.",
+        )
+    return OWN[kind](o=o, n_unc_layers=n_unc_layers, **{key: config[key] for key in config if key != "tower"})
+
+
 # ------------------------------------------------------------------- weight decay, learning rates by layer, and locks
 
 
@@ -239,7 +270,7 @@ def layer_rates(model: DualEncoder, decay: float, stem: bool = True) -> dict[str
 def freeze_backbones(
     model: DualEncoder, image: bool, text: bool = False, image_groups: int = 0, text_groups: int = 0
 ) -> bool:
-    """Freeze or thaw each tower's pretrained part (`Encoder.is_pretrained`); frozen batch norms keep their statistics.
+    """Freeze or thaw each tower's pretrained part (`Place.pretrained`); frozen batch norms keep their statistics.
 
     The last groups train nevertheless: what lies behind the blocks (the last norm, the projection), then the last
     block, and so on. True if anything has changed; then DDP must wrap the model again.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.heads import HEADS, ClipHead, Features, MaxMeanHead, shape_log_var
 from probemb.models.options import ModelOptions
+from probemb.models.towers import used_columns
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
 # precision, and which still has a finite inverse and logarithm.
@@ -32,11 +32,11 @@ POINT_LOG_VAR = -30.0
 BothFeatures = tuple[Features, Features | None]  # of the mean and of the log-variance; None for a point model
 
 
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """A batch of images or texts behind their tower; all but the first are for methods that ask for them."""
+class Encoded(NamedTuple):
+    """A batch of images or texts behind their tower: a tuple of tensors, as engines hook those of no other object."""
 
-    gaussian: Gaussian  # (B, D), or (B, K, D) for K embeddings an item
+    mean: Tensor  # (B, D), or (B, K, D) for K embeddings an item
+    log_var: Tensor  # of the same shape; what follows is for methods that ask for it
     # Every token in the embedding space (B, T, D); or what a PIE head's attention adds to each embedding (B, K, D); or
     # the trunk's tokens (B, T, W); and which of them take part, (B, T) bool.
     tokens: Tensor | None = None
@@ -44,36 +44,24 @@ class Encoded:
     features: Tensor | None = None  # (B, P), the trunk's own summary; with tokens, theirs (B, T, W)
     codes: Tensor | None = None  # (B, D), the mean before it is l2-normalised
 
-    def tensors(self) -> dict[str, Tensor]:
-        """By name, those that there are."""
-        held = {**vars(self.gaussian), **vars(self)}
-        return {name: x for name, x in held.items() if isinstance(x, Tensor)}
+    @property
+    def gaussian(self) -> Gaussian:
+        return Gaussian(self.mean, self.log_var)
 
-    @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> Encoded:
-        more = dict(tensors)
-        return Encoded(Gaussian(more.pop("mean"), more.pop("log_var")), **more)
-
-    def float(self) -> Encoded:
-        return Encoded.of({n: x if x.dtype == torch.bool else at_least_float32(x) for n, x in self.tensors().items()})
-
-    def __getitem__(self, rows) -> Encoded:
-        return Encoded.of({name: x[rows] for name, x in self.tensors().items()})
-
-    def __len__(self) -> int:
-        return len(self.gaussian)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Encoded:
+        return Encoded(*(x if x is None else change(x) for x in self))
 
 
 class Place(NamedTuple):
     """Place of a parameter in its tower: "trunk" is what a deterministic model has, "branch" the branch's blocks, or
-    its token; and its block, counted from 1 for the part's last one, 0 for what is in none. The model adds the rest.
+    its token; and its block, counted from 1 for the part's last one, 0 for what is in none. The model adds the tower.
     """
 
     part: Literal["trunk", "branch", "head", "composer", "scalar"]
     depth: int = 0
     tower: Literal["image", "text", "neither"] = "neither"
     in_stem: bool = False  # before all blocks
-    pretrained: bool = False  # pretrained weights would fill it
+    pretrained: bool = False  # it starts from published weights, where anything does
 
 
 class FeatureLayout(NamedTuple):
@@ -127,6 +115,7 @@ class Encoder(nn.Module):
     stem_prefixes: tuple[str, ...] = ()  # of names of parameters before all blocks: embeddings, the first convolution
     normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of uint8 pixels' channels
     feature_layout: FeatureLayout | None = None  # set where features that were computed before come in place of inputs
+    pad_id: int | None = None  # of the tokens behind a text
     batch_statistics: bool = False  # batch norms use the batch's in training
     _updating: bool = False
 
@@ -159,15 +148,8 @@ class Encoder(nn.Module):
         for part, blocks in (("branch", self.branch_blocks), ("trunk", self.blocks)):
             for depth, block in enumerate(reversed(blocks), 1):
                 if name.startswith(f"{block}."):
-                    return Place(part, depth)
-        return Place("trunk")
-
-    def in_stem(self, name: str) -> bool:
-        return name.startswith(self.stem_prefixes)
-
-    def is_pretrained(self, name: str) -> bool:
-        """True if the parameter belongs to what starts from published weights, where anything does."""
-        return self.place(name).part == "trunk"
+                    return Place(part, depth, pretrained=part == "trunk")
+        return Place("trunk", in_stem=name.startswith(self.stem_prefixes), pretrained=True)
 
     def targets(self, inputs: Tensor, features: Features, of_tokens: bool) -> Tensor:
         """An autoencoder reconstructs these from the codes of inputs: (B, P), or (B, T, W) for every token."""
@@ -186,8 +168,8 @@ class Encoder(nn.Module):
         return pixels.to(dtype)
 
     def trim(self, inputs: Tensor) -> Tensor:
-        """A batch without what no output depends on, such as common padding at the end of texts."""
-        return inputs
+        """A batch without what no output depends on: common padding at the end of texts."""
+        return inputs if self.pad_id is None else used_columns(inputs, inputs != self.pad_id)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in the backward pass; towers without it do nothing."""
@@ -196,15 +178,15 @@ class Encoder(nn.Module):
         self, inputs: Tensor, token_mask: Tensor | None = None,
         want_tokens: bool | Literal["residuals", "trunk"] = False, want_features: bool = False,
         kept: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """The tensors of `Encoded`, as engines hook no other object; `encode` gives the object.
+    ) -> Encoded:  # fmt: skip
+        """Embed a batch.
 
         Args:
             inputs: (B, 3, H, W) pixels (uint8, or normalised floats) or (B, L) int64 tokens; (B, F) features with a
                 `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
             want_tokens: which of `Encoded.tokens` to give; "residuals" are a PIE head's.
-            kept: (B, n) int64, the patches or tokens that the tower reads, see `towers/parts.py`; None for all.
+            kept: (B, n) int64, the patches or tokens that the tower reads, see `draw_parts`; None for all.
         """
         head, (mean_features, unc_features) = self.mean_head, self._features(inputs, kept)
         if token_mask is not None:
@@ -222,17 +204,15 @@ class Encoder(nn.Module):
             log_var = torch.full_like(mean, POINT_LOG_VAR)
         else:
             log_var = shape_log_var(self.options, self.log_var_head(unc_features), mean.shape)
-        found = {"mean": mean, "log_var": log_var}
+        encoded = Encoded(mean, log_var)
         if want_features:
-            found |= {"features": self.targets(inputs, mean_features, want_tokens is True), "codes": code}
+            targets = self.targets(inputs, mean_features, want_tokens is True)
+            encoded = encoded._replace(features=targets, codes=code)
         if want_tokens:
             tokens = head.embed_tokens(tokens) if want_tokens is True else tokens
             mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask
-            found |= {"tokens": tokens, "mask": mask}
-        return found
-
-    def encode(self, *inputs, **options) -> Encoded:
-        return Encoded.of(self(*inputs, **options))
+            encoded = encoded._replace(tokens=tokens, mask=mask)
+        return encoded
 
     def _features(self, inputs: Tensor, kept: Tensor | None) -> BothFeatures:
         if self.feature_layout is not None:
@@ -247,7 +227,7 @@ class Encoder(nn.Module):
     def layout(self, inputs: Tensor) -> FeatureLayout:
         """Storage layout of the features of such inputs. Raises UserError: more than heads would train."""
         names = [name for name, _ in self.named_parameters() if self.place(name).part != "head"]
-        if trained := next((name for name in names if not self.is_pretrained(name)), None):
+        if trained := next((name for name in names if not self.place(name).pretrained), None):
             raise UserError(
                 f"A locked tower's features change, as {trained} trains (blocks of its own for uncertainty, or a GRU).",
                 "Set model.uncertainty to branch and model.n_unc_layers to 0, or to two numbers such as [0, 1], or "

@@ -86,22 +86,14 @@ class RandomCrop(tv.RandomResizedCrop):
 
 
 class Resized:
-    """A PIL image resized to (3, h, w) uint8, as torchvision's Resize or open_clip's ResizeKeepRatio (`step`) would."""
+    """A PIL image resized to (3, h, w) uint8, to the size that torchvision's or open_clip's `step` would give it."""
 
     def __init__(self, step: tv.Resize):
         self.step = step
 
     def __call__(self, image: Image.Image) -> Tensor:
-        if isinstance(self.step, tv.Resize):
-            wanted, (width, height) = self.step.size, image.size
-            if isinstance(wanted, int) or len(wanted) == 1:  # of the shorter side; the longer is cut to whole pixels
-                short = wanted if isinstance(wanted, int) else wanted[0]
-                long = int(short * max(width, height) / min(width, height))
-                wanted = (long, short) if width <= height else (short, long)
-            size = wanted
-        else:
-            size = self.step.get_params(image, self.step.size, self.step.longest)
-        return resize(as_pixels(image), size, self.step.interpolation.value)
+        width, height = self.step(Image.new("1", image.size)).size
+        return resize(as_pixels(image), (height, width), self.step.interpolation.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts

@@ -111,9 +111,6 @@ class Ensemble(nn.Module):
     def cut_padding(self, tokens: Tensor) -> Tensor:
         return max((model.cut_padding(tokens) for model in self.models), key=lambda cut: cut.shape[1])
 
-    def match_probability(self, image: Gaussian, text: Gaussian, among: str | None = None) -> Tensor:
-        return self.match_model.probability(image, text, among)
-
     @property
     def match_model(self) -> MatchModel:
         """With the means of a and b, if all have one form; they have no one temperature."""

@@ -114,9 +114,9 @@ def test_a_scan_model_scores_phrases_with_each_region(entities, tmp_path):
     for image, some in enumerate(data.by_image()):
         for row in some:
             with torch.no_grad():
-                text = model.text_tower.encode(embedder.tokenizer([data.phrases[row].text]), want_tokens=True)
+                text = model.text_tower(embedder.tokenizer([data.phrases[row].text]), want_tokens=True)
                 of_region = [
-                    model.image_tower.encode(torch.from_numpy(features[image, r])[None, None], want_tokens=True)
+                    model.image_tower(torch.from_numpy(features[image, r])[None, None], want_tokens=True)
                     for r in proposals.rows[image]
                 ]
             words = unit_tokens(text.tokens, text.mask)

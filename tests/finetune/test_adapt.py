@@ -85,7 +85,7 @@ def test_an_adapted_model_is_a_model(method, embedded, captioned, tmp_path):
     p = (task.cosine / temperature / task.u[:, None] ** power).softmax(1).amax(1)
     assert_close(scores["adapter's softmax"].values, p)
     if method == "laplace":
-        raw = base.text.encode(texts, want_features=True).codes
+        raw = base.text(texts, want_features=True).codes
         norm = (raw.norm(dim=1) / found.mean.norm(dim=1)).square()  # E‖z‖²
         assert_close(found.var.sum(1) * norm + raw.square().sum(1), norm, rtol=1e-4, atol=1e-4)
         assert_close((found.mean @ found.mean.T), prob_cosine(found, found)[0], rtol=1e-4, atol=1e-4)
@@ -129,9 +129,9 @@ def test_embeddings_are_linear_in_the_inputs_of_the_last_projection(kind):
     size = TIMM[kind]["image_size"]
     for tower, batch in ((model.visual, torch.randn(2, 3, size, size)), (model.text, torch.randint(1, 9, (2, 8)))):
         projection = last_projection(tower)
-        before, inputs = last_layer(tower, lambda tower=tower, batch=batch, **more: tower.encode(batch, **more))
+        before, inputs = last_layer(tower, lambda tower=tower, batch=batch, **more: tower(batch, **more))
         change = torch.randn_like(projection.weight)
         projection.weight.add_(change)
-        after, _ = last_layer(tower, lambda tower=tower, batch=batch, **more: tower.encode(batch, **more))
+        after, _ = last_layer(tower, lambda tower=tower, batch=batch, **more: tower(batch, **more))
         assert inputs.shape[1] == change.shape[1] + (projection.bias is not None)
         assert_close(after.codes - before.codes, inputs[:, : change.shape[1]] @ change.T, rtol=1e-3, atol=1e-3)

@@ -12,7 +12,6 @@ import probemb.losses.jwae
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from finetune.methods.regions import cross_attention
-from probemb import Gaussian
 from probemb.cross_attention import CrossAttention, Tokens
 from probemb.losses import triplet_loss
 from probemb.losses.jwae import code_mse, drop_words
@@ -37,7 +36,7 @@ def points(d: int = 5) -> Batch:
     """Pairs of which the first two are of one image."""
     g = torch.Generator().manual_seed(0)
     means = [F.normalize(torch.randn(N, d, generator=g), dim=-1) for _ in range(2)]
-    image, text = (Encoded(Gaussian(m, torch.full_like(m, -30.0))) for m in means)
+    image, text = (Encoded(m, torch.full_like(m, -30.0)) for m in means)
     match, index = torch.eye(N), torch.arange(N)
     match[0, 1] = match[1, 0] = 1
     return Batch(image, text, match, index, index, 5, 0, g)
@@ -73,7 +72,7 @@ def test_a_and_b_belong_to_the_distance_that_trained_them():
 def test_the_clip_loss_beside_pcmepp(name):
     """Its weight, the model's own temperature, and labels with two captions of one image."""
     b = points(d=8)
-    b.images, b.texts = (Encoded(Gaussian(g.mean, torch.zeros_like(g.mean))) for g in (b.image, b.text))
+    b.images, b.texts = (Encoded(g.mean, torch.zeros_like(g.mean)) for g in (b.image, b.text))
     model = create_model("ViT-Micro-32", probabilistic=METHODS[name].probabilistic, init_scale=5, init_shift=5)
 
     def terms(weight: float):
@@ -98,16 +97,16 @@ class TwoNetworks:
         self.embedded = [self.pairs(wrong=[0, 1], seed=0), self.pairs(wrong=[2, 3], seed=1)]
 
     @staticmethod
-    def pairs(wrong: list[int], seed: int) -> tuple[Gaussian, Gaussian]:
+    def pairs(wrong: list[int], seed: int) -> tuple[Encoded, Encoded]:
         r = torch.Generator().manual_seed(seed)
         image = F.normalize(torch.randn(12, 32, generator=r), dim=1)
         text = F.normalize(image + 0.1 * torch.randn(12, 32, generator=r), dim=1)
         text[wrong] *= -1
-        return Gaussian(image, torch.zeros(12, 32)), Gaussian(text, torch.zeros(12, 32))
+        return Encoded(image, torch.zeros(12, 32)), Encoded(text, torch.zeros(12, 32))
 
     def step(self, epoch: int, network: int):
-        rows, other = torch.arange(12), lambda: tuple(map(Encoded, self.embedded[1 - network]))
-        batch = Batch(*map(Encoded, self.embedded[network]), self.match, rows, rows, epoch, 0, None, network, other)
+        rows, other = torch.arange(12), lambda: self.embedded[1 - network]
+        batch = Batch(*self.embedded[network], self.match, rows, rows, epoch, 0, None, network, other)
         return self.method.loss(batch, None)
 
     def begin(self, epoch: int) -> None:
@@ -160,7 +159,7 @@ def codes(model, epoch=1) -> Batch:
         codes = (torch.randn(N, 4, generator=g, dtype=torch.float64) + shift).requires_grad_()
         log_var = torch.randn(N, 4, generator=g, dtype=torch.float64) - 1
         features = torch.randn(N, width, generator=g, dtype=torch.float64)
-        return Encoded(Gaussian(F.normalize(codes, dim=1), log_var), features=features, codes=codes)
+        return Encoded(F.normalize(codes, dim=1), log_var, features=features, codes=codes)
 
     images, texts = encoded(model.image_tower.pooled_width, 0.5), encoded(model.text_tower.pooled_width, 0.0)
     ids = torch.tensor([0, 0, 2, 3, 4, 5])
@@ -173,7 +172,8 @@ def said(method, texts, b, model):
     """Mean negative log likelihood of the captions, with the words that the method's generator drops."""
     words = b.words[:, : int((b.words != 0).sum(1).max())]
     seen = drop_words(words, method.options.word_dropout, torch.Generator().manual_seed(9))
-    log_p = method.module.decoders["text"].log_probabilities(texts, seen)
+    decoder = method.module.decoders["text"]
+    log_p = decoder.out(decoder.states(texts, seen)).log_softmax(-1)
     each = [-log_p[i, m, w] for i, row in enumerate(words.tolist()) for m, w in enumerate(row) if w]
     return sum(each) / N
 
@@ -222,7 +222,8 @@ def test_unpaired_items_are_reconstructed_and_held_to_the_prior_but_not_matched(
 
     def pairs(with_unpaired=None):
         b = codes(model)
-        return replace(b, images=b.images[:n], texts=b.texts[:n], match=b.match[:n, :n], with_unpaired=with_unpaired)
+        first = {"images": b.images.each(lambda x: x[:n]), "texts": b.texts.each(lambda x: x[:n])}
+        return replace(b, match=b.match[:n, :n], with_unpaired=with_unpaired, **first)
 
     alone, whole = (method.loss(b, model).terms for b in (replace(pairs(), words=codes(model).words[:n]), codes(model)))
     found = method.loss(pairs(everything), model).terms
@@ -253,9 +254,9 @@ def step(authors, monkeypatch):  # noqa: F811
     embedded = F.embedding(v["captions"], own["txt_enc__param__embed.weight"])
     words_NLD = torch.func.functional_call(gru, weights, embedded)[0]
     mask = torch.arange(7) < v["lengths"][:, None]
-    point = Gaussian(torch.zeros(4, 8, **d), torch.zeros(4, 8, **d))
-    images = Encoded(point, regions_NRD, torch.ones(4, 5, dtype=torch.bool), v["images"], point.mean)
-    texts = Encoded(point, words_NLD, mask, words_NLD, point.mean)
+    none = torch.zeros(4, 8, **d)
+    images = Encoded(none, none, regions_NRD, torch.ones(4, 5, dtype=torch.bool), v["images"], none)
+    texts = Encoded(none, none, words_NLD, mask, words_NLD, none)
     rows = torch.arange(4)
     batch = Batch(images, texts, torch.eye(4), rows, rows, 5, 0, torch.Generator(), words=v["captions"])
     unseen = (v["word_dropout_uniform"] < 0.2) & (v["captions"] >= 2)
@@ -319,10 +320,10 @@ def test_the_loss_is_the_triplets_and_the_captions(name):
     g = torch.Generator().manual_seed(1)
     tokens = torch.randn(N, 6, 128, generator=g, dtype=torch.float64).requires_grad_()
     mask = torch.arange(6) < torch.tensor([6, 3, 3, 1, 6, 2])[:, None]
-    image, text = (Gaussian(one.mean, one.log_var.clamp(-2, 2)) for one in pairs(N))
+    image, text = (Encoded(one.mean, one.log_var.clamp(-2, 2)) for one in pairs(N))
     words = torch.randint(2, 8, (N, 5), generator=g).masked_fill(torch.arange(5) >= torch.arange(5, -1, -1)[:, None], 0)
     batch = Batch(
-        Encoded(image, tokens, mask), Encoded(text), same_images(N), torch.arange(N), torch.arange(N), 1, 0, g,
+        image._replace(tokens=tokens, mask=mask), text, same_images(N), torch.arange(N), torch.arange(N), 1, 0, g,
         words=torch.cat([words, torch.zeros(N, 9, dtype=torch.int64)], 1),
     )  # fmt: skip
     out = made.loss(batch, model)
@@ -330,12 +331,12 @@ def test_the_loss_is_the_triplets_and_the_captions(name):
     for row in range(N):  # alone, without the others' padding
         length = max(1, int((words[row] != 0).sum()))
         there = Tokens(tokens[row : row + 1, mask[row]], torch.ones(1, int(mask[row].sum()), dtype=torch.bool))
-        log_p = type(decoder).log_probabilities(decoder, there, words[row : row + 1, :length])
+        log_p = decoder.out(decoder.states(there, words[row : row + 1, :length])).log_softmax(-1)
         said.append(-sum(log_p[0, m, w] for m, w in enumerate(words[row, :length].tolist())))
     if name == "vsrn":
         expected = triplet_loss(image.mean @ text.mean.T, same_images(N), 0.2).loss
     else:
-        expected = prob_triplet_loss(image, text, same_images(N), "wasserstein2", 0.1, "hardest").loss
+        expected = prob_triplet_loss(image.gaussian, text.gaussian, same_images(N), "wasserstein2", 0.1, "hardest").loss
     close(out.terms["caption"], (sum(said) / N).detach())
     close(out.loss, (expected + 0.7 * sum(said) / N).detach())
     out.loss.backward()

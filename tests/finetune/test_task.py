@@ -124,7 +124,7 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(queries):
     model = trainer.model.eval()
     with torch.no_grad():
         image, text = model.encode_image(images), model.encode_text(tokens)
-        embedded = [Encoded(image).tensors(), Encoded(text).tensors()]
+        embedded = [Encoded(g.mean, g.log_var) for g in (image, text)]
         batch = trainer.task.gather(embedded, given, None, epoch=0, step=0)
     n = len(given.part_rows)
     assert batch.texts is None
@@ -175,7 +175,7 @@ def test_a_text_tower_without_texts_gets_a_gradient_of_zero(queries):
     )  # fmt: skip
     (images, tokens, _), _ = trainer.task.inputs(given, trainer.model, 0)
     image, text = trainer.model.encode_image(images), trainer.model.encode_text(tokens)
-    embedded = [Encoded(image).tensors(), Encoded(text).tensors()]
+    embedded = [Encoded(g.mean, g.log_var) for g in (image, text)]
     trainer.objective.loss(trainer.task.gather(embedded, given, None, epoch=0, step=0), trainer.model).loss.backward()
     grads = [p.grad for name, p in trainer.model.text.named_parameters() if p.requires_grad]
     assert all(grad is not None and not grad.any() for grad in grads)

@@ -134,7 +134,7 @@ def test_text_encoder(parity):
     state |= {f"mean_head.{k}": v for k, v in mean.items()} | {f"log_var_head.{k}": v for k, v in unc.items()}
     tower.load_state_dict(state)
     check_encoder(arrays, "txt_enc", tower.mean_head, tower.log_var_head, *tower.features(tokens))
-    assert_close(tower(tokens)["mean"], torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
+    assert_close(tower(tokens).mean, torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}

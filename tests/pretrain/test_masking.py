@@ -13,7 +13,7 @@ from pretrain.objectives import ProLIP
 from probemb import Gaussian
 from probemb.losses import prolip_loss
 from probemb.losses.prolip import inclusion_loss
-from probemb.models.towers.parts import chances
+from probemb.models.towers import chances
 from tests.ranks import run_ranks
 from tests.steps import take_step, trainer_of
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from probemb.errors import UserError
 from probemb.models.architectures import stock_image_tower
-from probemb.models.encoder import BothFeatures, Encoder
+from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks, run_both
+from probemb.models.towers import last_blocks, run_both
 
 STAGES = [f"layer{i}" for i in (1, 2, 3, 4)]  # of a ResNet
 
@@ -94,8 +94,9 @@ class ImageResNet(CNN, ModifiedResNet):
             self.add_heads(o, width, width)
         self.train(self.training)
 
-    def in_stem(self, name: str) -> bool:
-        return self.place(name)[:2] == ("trunk", 0) and not name.startswith("attnpool.")
+    def place(self, name: str) -> Place:
+        place = super().place(name)
+        return place._replace(in_stem=place[:2] == ("trunk", 0) and not name.startswith("attnpool."))
 
 
 def image_resnet(

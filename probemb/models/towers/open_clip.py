@@ -26,8 +26,7 @@ from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks, run_both
-from probemb.models.towers.parts import take_parts, used_columns
+from probemb.models.towers import last_blocks, run_both, take_parts, used_columns
 
 
 class TransformerTower(Encoder):

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from probemb.models.encoder import BothFeatures, Encoder
 from probemb.models.heads import Features, start_mean
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks
+from probemb.models.towers import last_blocks
 
 
 class RegionTower(Encoder):

@@ -26,8 +26,7 @@ from probemb.models.architectures import stock_image_tower, stock_text_tower
 from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import Branch, last_blocks, run_with
-from probemb.models.towers.parts import used_columns
+from probemb.models.towers import Branch, last_blocks, run_with
 from probemb.models.weights import load_strictly, read_state_dict, refused
 
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
@@ -94,11 +93,9 @@ class TimmTower(Encoder):
                 logger.warning(f"timm's {type(self.trunk).__name__} cannot recompute its blocks; it keeps activations.")
 
     def place(self, name: str) -> Place:
-        place = super().place(name)
-        return Place("trunk", self._depths.get(name, 0)) if place.part == "trunk" else place
-
-    def in_stem(self, name: str) -> bool:
-        return self._depths.get(name, 0) == max(self._depths.values(), default=0) > 0
+        place, depth = super().place(name), self._depths.get(name, 0)
+        in_stem = depth == max(self._depths.values(), default=0) > 0
+        return place._replace(depth=depth, in_stem=in_stem) if place.part == "trunk" else place
 
     @cached_property
     def _depths(self) -> dict[str, int]:
@@ -249,9 +246,6 @@ class HFText(Encoder):
         unc = last if unc is None else unc
         return mean, Features(unc, self._pool(unc, mask), mask) if self.options.probabilistic else None
 
-    def trim(self, tokens: Tensor) -> Tensor:
-        return used_columns(tokens, tokens != self.pad_id)
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         if self.uncertainty_layers is not None:
             self.uncertainty_layers.grad_checkpointing = enable
@@ -260,8 +254,10 @@ class HFText(Encoder):
         else:
             self.transformer.gradient_checkpointing_disable()
 
-    def in_stem(self, name: str) -> bool:
-        return name.startswith("transformer.") and "embed" in name and self.place(name)[:2] == ("trunk", 0)
+    def place(self, name: str) -> Place:
+        place = super().place(name)
+        in_stem = place[:2] == ("trunk", 0) and name.startswith("transformer.") and "embed" in name
+        return place._replace(in_stem=in_stem)
 
     def _pool(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """The first token, or the average of all that are no padding: whichever open_clip pools by."""

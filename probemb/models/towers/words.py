@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb.data.words import split_words
-from probemb.models.encoder import BothFeatures, Encoder
+from probemb.models.encoder import BothFeatures, Encoder, Place
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers.branch import last_blocks, run_both
-from probemb.models.towers.parts import used_columns
+from probemb.models.towers import last_blocks, run_both
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 VECTOR_STD = 0.3  # about that of GloVe's vectors
@@ -50,13 +49,6 @@ class WordTokenizer:
         return list(dict.fromkeys(word for word in words if word not in self._ids))
 
 
-class WordTower(Encoder):
-    """Base of towers of words, whose vectors are `table`, (FIRST_WORD + words, E)."""
-
-    def trim(self, tokens: Tensor) -> Tensor:
-        return used_columns(tokens, tokens != PADDING)
-
-
 def random_vectors(n_words: int, width: int) -> Tensor:
     """Vectors to start from, (FIRST_WORD + n_words, width): 0 for padding and for unknown words."""
     vectors = torch.randn(FIRST_WORD + n_words, width) * VECTOR_STD
@@ -69,10 +61,11 @@ def word_mask(tokens: Tensor) -> Tensor:
     return (tokens != PADDING) | (torch.arange(tokens.shape[1], device=tokens.device) == 0)
 
 
-class WordMean(WordTower):
+class WordMean(Encoder):
     """Mean word vectors, which are inputs, not weights, so that an autoencoder can reconstruct them. Source: jWAE."""
 
-    table = property(lambda self: self.vectors)
+    pad_id = PADDING
+    table = property(lambda self: self.vectors)  # (FIRST_WORD + words, E)
 
     def __init__(
         self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, width: int = 300, context_length: int = 64
@@ -110,10 +103,10 @@ class GRUShape(NamedTuple):
     head_options: Mapping[str, dict] = {}  # further `ModelOptions.pooling` of a head here: {"pie": {"project": false}}
 
 
-class WordGRU(WordTower):
+class WordGRU(Encoder):
     """Word vectors and GRUs; the backward ones read every text reversed within its own length."""
 
-    stem_prefixes = ("embedding.",)
+    pad_id, stem_prefixes = PADDING, ("embedding.",)
     table = property(lambda self: self.embedding.weight)
 
     def __init__(self, vocabulary: list[str], o: ModelOptions, n_unc_layers: int, **shape):
@@ -162,9 +155,10 @@ class WordGRU(WordTower):
             x, pooled = (state.unflatten(-1, (2, -1)).mean(-2) for state in (x, pooled))
         return Features(words if self.shape.tokens == "words" else x, pooled, mask)
 
-    def is_pretrained(self, name: str) -> bool:
-        """The word vectors alone: the GRU starts from random weights."""
-        return self.in_stem(name)
+    def place(self, name: str) -> Place:
+        """Pretrained are the word vectors alone: the GRU starts from random weights."""
+        place = super().place(name)
+        return place._replace(pretrained=place.in_stem)
 
 
 class GRULayer(nn.Module):

@@ -58,8 +58,8 @@ def test_equals_the_definition(options):
 def test_published_architectures():
     """SCAN: tokens of both sides in 1024 dimensions; VSRN: 2048, and no map behind either GRU."""
     scan = create_model("scan-regions-gru", head="average", vocabulary=["a", "dog"], probabilistic=False)
-    images = scan.image_tower.encode(torch.randn(2, 36, 2048), want_tokens=True)
-    texts = scan.text_tower.encode(torch.tensor([[2, 3], [3, 0]]), want_tokens=True)
+    images = scan.image_tower(torch.randn(2, 36, 2048), want_tokens=True)
+    texts = scan.text_tower(torch.tensor([[2, 3], [3, 0]]), want_tokens=True)
     assert (images.tokens.shape, texts.tokens.shape) == ((2, 36, 1024), (2, 2, 1024))
     vsrn = create_model("vsrn-regions-gru", vocabulary=["a", "dog"], probabilistic=False)
     assert vsrn.encode_image(torch.randn(2, 36, 2048)).mean.shape == (2, 2048)

@@ -38,7 +38,7 @@ def test_feature_maps_are_tokens(name, n_tokens, width, kwargs, head):
     assert features.tokens.shape[:2] == unc.tokens.shape[:2] == (2, n_tokens)
     assert tower.n_tokens == n_tokens
     assert width is None or features.tokens.shape[2] == width
-    out = tower.encode(images).gaussian
+    out = tower(images).gaussian
     ((out.mean + out.log_var) * torch.linspace(-1, 1, 16)).sum().backward()
     assert [key for key, parameter in tower.named_parameters() if parameter.grad is None] == []
     assert max(tower.place(key).depth for key, _ in tower.named_parameters()) > 1
