@@ -30,7 +30,8 @@ from probemb import Gaussian
 from probemb.cli.command import Parser, run_command
 from probemb.distances import DISTANCES
 from probemb.files import writing
-from probemb.losses import pairwise_match_loss, triplet_loss
+from probemb.losses import pairwise_match_loss
+from probemb.losses.triplet import triplet_loss
 
 CLASSES, POINTS, CONFUSABLE = 3, 500, 150
 PAPER = {"csd": "1.68 / 3.05", "wasserstein2": "2.69 / 2.80"}

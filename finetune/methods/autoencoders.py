@@ -20,7 +20,8 @@ from finetune.methods.base import Batch, Hinge, Method
 from finetune.methods.regions import SCAN, n_words, own_rows
 from probemb import distributed
 from probemb.gaussian import Gaussian
-from probemb.losses import LossOutput, jwae, triplet_loss
+from probemb.losses import LossOutput, jwae
+from probemb.losses.triplet import triplet_loss
 
 Parts = dict[str, tuple[float, Tensor]]
 

@@ -11,10 +11,10 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from finetune.methods.base import Batch, Hinge, Method
-from probemb.losses import LossOutput, infonce_loss, triplet_loss
+from probemb.losses import LossOutput, infonce_loss
 from probemb.losses.noisy import CaptionSimilarity, daa_loss, p2rm_loss
 from probemb.losses.output import cosine_similarity
-from probemb.losses.triplet import order_similarity, pvse_loss
+from probemb.losses.triplet import order_similarity, pvse_loss, triplet_loss
 
 HALF_SIDE = 0.1  # of P2RM's rectangles at the start, times the square root of D
 

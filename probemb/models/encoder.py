@@ -116,6 +116,7 @@ class Encoder(nn.Module):
     normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of uint8 pixels' channels
     feature_layout: FeatureLayout | None = None  # set where features that were computed before come in place of inputs
     pad_id: int | None = None  # of the tokens behind a text
+    grad_checkpointing: bool = False
     batch_statistics: bool = False  # batch norms use the batch's in training
     _updating: bool = False
 
@@ -172,7 +173,8 @@ class Encoder(nn.Module):
         return inputs if self.pad_id is None else used_columns(inputs, inputs != self.pad_id)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass; towers without it do nothing."""
+        """Recompute blocks in the backward pass; CNNs and towers of words and regions do not."""
+        self.grad_checkpointing = enable
 
     def forward(
         self, inputs: Tensor, token_mask: Tensor | None = None,
@@ -234,7 +236,7 @@ class Encoder(nn.Module):
                 "leave data.cache_features out.",
             )
         mean, unc = self.features(inputs)
-        width, every = mean.tokens.shape[2], getattr(self.mean_head, "reads_tokens", False)
+        width, every = mean.tokens.shape[2], hasattr(self.mean_head, "embed_tokens")
         n_tokens = mean.tokens.shape[1] if every else int(isinstance(self.mean_head, MaxMeanHead))
         other = [0 if unc is None or a.equal(b) else b[0].numel() for a, b in zip(mean[:2], unc or mean)]
         other[0] = n_tokens * width if other[0] else 0

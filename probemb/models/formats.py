@@ -42,22 +42,17 @@ def check_sizes(config: dict, make: Callable[[], nn.Module], state: dict[str, Te
     """Raise ValueError for an untrusted architecture that asks for far more than its weights have. Its numbers are
     bounded first, so that `make()` builds it, here without memory, in little time.
     """
-    largest = max((n for tensor in state.values() for n in tensor.shape), default=0)
+    largest = max([10**5, *(n for tensor in state.values() for n in tensor.shape)])
     for part in ("vision_cfg", "text_cfg"):
         for key, value in config[part].items():
-            most = len(state) if key in ("layers", "graph_layers", "convolutions") else max(largest, 10**5)
+            most = len(state) if key in ("layers", "graph_layers", "convolutions") else largest
             for size in value if isinstance(value, list) else [value]:
                 if isinstance(size, int | float) and not abs(size) <= most:
                     raise ValueError(f"{part} has {key} {value}")
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        wanted = {name: tensor.numel() for name, tensor in make().state_dict().items()}
-    sizes = {name: tensor.numel() for name, tensor in state.items()}
-    most = max(sizes.values(), default=0)
-    for name, size in wanted.items():
-        if size > 16 * sizes.get(name, most):
-            raise ValueError(f"{name} has {size:,} numbers, far more than the weights")
-    if sum(wanted.values()) > 16 * sum(sizes.values()):
-        raise ValueError(f"it has {sum(wanted.values()):,} numbers, far more than the weights")
+        wanted = sum(tensor.numel() for tensor in make().state_dict().values())
+    if wanted > 16 * sum(tensor.numel() for tensor in state.values()):
+        raise ValueError(f"it has {wanted:,} numbers, far more than the weights")
 
 
 # ----------------------------------------------------------------------------------------------- PCME++'s and ProLIP's

@@ -1,7 +1,7 @@
 """Heads: from a tower's features to the mean or the log-variance of an embedding, and the poolings they are made of.
 
-A head is a module from `Features` to (B, D), or to (B, K, D) for K embeddings an item. With `reads_tokens` it looks at
-the tokens, and has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32, also under autocast, as
+A head is a module from `Features` to (B, D), or to (B, K, D) for K embeddings an item. One that looks at every token
+has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32, also under autocast, as
 bfloat16 resolves a log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty. But maps of every token
 that end in a mean or in weights of tokens have the towers' precision: they are the large ones.
 
@@ -92,8 +92,6 @@ def shape_log_var(o: ModelOptions, predicted: Tensor, shape: torch.Size) -> Tens
 class ClipHead(FullPrecisionLinear):
     """A linear map of the tower's own pooling."""
 
-    reads_tokens = False
-
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         out, bias = _outputs(o, log_var)
         super().__init__(pooled_width, out, bias and log_var)
@@ -107,8 +105,6 @@ class ClipHead(FullPrecisionLinear):
 
 class GPOHead(nn.Module):
     """A linear map of every token, then GPO. Source: PCME++ §3.3 (COCO)."""
-
-    reads_tokens = True
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
@@ -129,8 +125,6 @@ class PIEHead(nn.Module):
     Of two numbers a LayerNorm would leave the order alone, so there is none. `hidden_dim` is the attention's (W / 2).
     Sources: PVSE (Song and Soleymani 2019) for the mean; PCME (Chun et al. 2021) for the log-variance.
     """
-
-    reads_tokens = True
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
@@ -163,8 +157,6 @@ class PIEHead(nn.Module):
 class MaxMeanHead(nn.Module):
     """A linear map of the pooled features and of every channel's maximum over the tokens, side by side."""
 
-    reads_tokens = False
-
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
         self.linear, self.dropout = FullPrecisionLinear(width + pooled_width, *_outputs(o, log_var)), o.dropout
@@ -186,8 +178,6 @@ class MaxMeanHead(nn.Module):
 class MLPHead(nn.Module):
     """Two layers of width D with a ReLU between them, or one (`layers`). Source: jWAE §4.2."""
 
-    reads_tokens = False
-
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()
         two = (o.pooling or {}).get("layers", 2) == 2
@@ -204,8 +194,6 @@ class MLPHead(nn.Module):
 
 class AverageHead(nn.Module):
     """The average of tokens in the embedding space (SCAN); zero without any."""
-
-    reads_tokens = True
 
     def __init__(self, o: ModelOptions, width: int, pooled_width: int, log_var: bool = False):
         super().__init__()

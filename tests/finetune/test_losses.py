@@ -13,11 +13,10 @@ from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from finetune.methods.regions import cross_attention
 from probemb.cross_attention import CrossAttention, Tokens
-from probemb.losses import triplet_loss
 from probemb.losses.jwae import code_mse, drop_words
 from probemb.losses.noisy import clean_probability, ncr_loss, ncr_pair_losses, ncr_predict
 from probemb.losses.output import cosine_similarity
-from probemb.losses.triplet import prob_triplet_loss
+from probemb.losses.triplet import prob_triplet_loss, triplet_loss
 from probemb.models import Encoded, create_model
 from tests.finetune.conftest import WORDS
 from tests.finetune.trainers import configured

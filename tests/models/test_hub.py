@@ -80,7 +80,7 @@ def test_paths_without_a_model(tmp_path, monkeypatch):
         ("", {"embed_dim": 17}, "."),
         ("text_cfg", {"layers": 10**6}, "."),
         ("preprocess", {"std": [0.5, 0.5, float("nan")]}, "."),
-        ("vision_cfg", {"image_size": 50_000, "patch_size": 1}, "positional_embedding has .* far more than the"),
+        ("vision_cfg", {"image_size": 50_000, "patch_size": 1}, "numbers, far more than the weights"),
         ("", {"max_logit_scale": "high"}, "max_logit_scale is 'high'"),
         ("", {"n_embeddings": -1}, "n_embeddings is -1"),
         ("", {"log_var_start": float("nan")}, "log_var_start is nan"),

@@ -40,9 +40,17 @@ def last_blocks(blocks: Sequence[nn.Module], n: int) -> list[nn.Module]:
 
 
 def run_both(
-    run: Callable[[nn.ModuleList, Tensor], Tensor], blocks: nn.ModuleList, own: nn.ModuleList | None, x: Tensor
-) -> tuple[Tensor, Tensor | None]:
+    blocks: Sequence[nn.Module], own: Sequence[nn.Module] | None, x: Tensor, *more: Tensor, recompute: bool = False,
+    **options,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The outputs of all blocks, and of the branch: `own` in place of as many last ones; None without a branch."""
+
+    def run(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+        for block in blocks:
+            call = partial(checkpoint, block, use_reentrant=False) if recompute else block
+            x = call(x, *more, **options)
+        return x
+
     shared = len(blocks) - len(own or ())
     x = run(blocks[:shared], x)
     return run(blocks[shared:], x), None if own is None else run(own, x)
@@ -55,7 +63,6 @@ class Branch(nn.ModuleList):
 
     def __init__(self, own: Sequence[nn.Module], trunk_blocks: Sequence[nn.Module]):
         super().__init__(own)
-        self.grad_checkpointing = False
         self.heard: list[tuple[tuple, dict]] | None = None  # not while checkpointed blocks are recomputed
         for block in last_blocks(trunk_blocks, len(own)):
             # Checkpointing may call what is inside a Sequential one by one, and then never the Sequential itself.
@@ -67,22 +74,22 @@ class Branch(nn.ModuleList):
         if self.heard is not None:
             self.heard.append((args, kwargs))
 
-    def forward(self) -> Tensor:
+    def forward(self, recompute: bool) -> Tensor:
         heard, self.heard = self.heard, None
         (x, *_), _ = heard[0]
         for block, (args, kwargs) in zip(self, heard):
-            call = partial(checkpoint, block, use_reentrant=False) if self.grad_checkpointing else block
+            call = partial(checkpoint, block, use_reentrant=False) if recompute else block
             x = call(x, *args[1:], **kwargs)
             x = x[0] if isinstance(x, tuple) else x
         return x
 
 
-def run_with(branch: Branch | None, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
+def run_with(branch: Branch | None, run: Callable[[], Any], recompute: bool) -> tuple[Any, Tensor | None]:
     """`run()`, a trunk's forward pass, and the output of the branch behind it."""
     if branch is None:
         return run(), None
     branch.heard = []
-    return run(), branch()
+    return run(), branch(recompute)
 
 
 # -------------------------------------------------------------------------------------------------------------- parts

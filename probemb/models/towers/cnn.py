@@ -28,16 +28,10 @@ class CNN(Encoder):
     def features(self, pixels: Tensor) -> BothFeatures:
         stages, own = ([self.get_submodule(name) for name in names] for names in (self.blocks, self.branch_blocks))
         x = self.stem(self.normalized(pixels, next(self.parameters()).dtype))
-        x, unc = run_both(_run, stages, own if self.options.probabilistic else None, x)
+        x, unc = run_both(stages, own if self.options.probabilistic else None, x)
         mean, attention = _pooled(x), getattr(self, "attnpool", None)
         mean = mean if attention is None else mean._replace(pooled=attention(x))
         return mean, None if unc is None else _pooled(unc)
-
-
-def _run(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
-    for stage in stages:
-        x = stage(x)
-    return x
 
 
 def _pooled(x: Tensor) -> Features:

@@ -18,7 +18,6 @@ import math
 import torch
 from open_clip.transformer import TextTransformer, Transformer, VisionTransformer, text_global_pool
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from probemb.errors import UserError
 from probemb.gaussian import at_least_float32
@@ -48,25 +47,16 @@ class TransformerTower(Encoder):
         unc_widths = (width, o.embed_dim) if self.published and isinstance(self, TextTransformer) else None
         self.add_heads(o, width, width, own_projection=True, unc_widths=unc_widths)
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.transformer.grad_checkpointing = enable
-
     def place(self, name: str) -> Place:
         return Place("branch") if name == "uncertainty_token" else super().place(name)
 
     def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Last tokens of the mean and of the branch, (B, T, W); None without that."""
-
-        def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-            for block in blocks:
-                if self.transformer.grad_checkpointing:
-                    x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
-                else:
-                    x = block(x, attn_mask=attn_mask)
-            return x
-
-        own = self.uncertainty_transformer
-        return run_both(run, self.transformer.resblocks, None if own is None else own.resblocks, x)
+        blocks, own = (
+            self.transformer.resblocks,
+            self.uncertainty_transformer and self.uncertainty_transformer.resblocks,
+        )
+        return run_both(blocks, own, x, recompute=self.grad_checkpointing, attn_mask=attn_mask)
 
     def _with_uncertainty_token(self, x: Tensor) -> Tensor:
         if self.uncertainty_token is None:

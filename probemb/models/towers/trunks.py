@@ -74,7 +74,7 @@ class TimmTower(Encoder):
 
     def features(self, pixels: Tensor) -> BothFeatures:
         pixels = self.normalized(pixels, next(self.trunk.parameters()).dtype)
-        (x, pooled), unc = run_with(self.uncertainty_blocks, lambda: self.trunk(pixels))
+        (x, pooled), unc = run_with(self.uncertainty_blocks, lambda: self.trunk(pixels), self.grad_checkpointing)
         tokens = self._tokens(x)
         pooled = self._pool(tokens) if pooled is None else pooled
         mean = Features(tokens, self.head(pooled))
@@ -84,8 +84,7 @@ class TimmTower(Encoder):
         return mean, Features(unc, self._pool(unc))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        if self.uncertainty_blocks is not None:
-            self.uncertainty_blocks.grad_checkpointing = enable
+        super().set_grad_checkpointing(enable)
         try:
             self.trunk.set_grad_checkpointing(enable)
         except (AttributeError, AssertionError):
@@ -239,7 +238,7 @@ class HFText(Encoder):
     def features(self, tokens: Tensor) -> BothFeatures:
         mask = tokens != self.pad_id
         run = partial(self.transformer, input_ids=tokens, attention_mask=mask.long())
-        out, unc = run_with(self.uncertainty_layers, run)
+        out, unc = run_with(self.uncertainty_layers, run, self.grad_checkpointing)
         last = out.last_hidden_state
         pooled = self._pool(last, mask) if self.pooler is None else self.proj(self.pooler(out, mask.long()))
         mean = Features(last, pooled, mask)
@@ -247,8 +246,7 @@ class HFText(Encoder):
         return mean, Features(unc, self._pool(unc, mask), mask) if self.options.probabilistic else None
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        if self.uncertainty_layers is not None:
-            self.uncertainty_layers.grad_checkpointing = enable
+        super().set_grad_checkpointing(enable)
         if enable:
             self.transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:

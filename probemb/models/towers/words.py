@@ -131,15 +131,9 @@ class WordGRU(Encoder):
     def features(self, tokens: Tensor) -> BothFeatures:
         mask = word_mask(tokens)
         length = mask.sum(1)
-
-        def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-            for layer in layers:
-                x = layer(x, length)
-            return x
-
         with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
             words = self.embedding(tokens)
-            both = run_both(run, self.layers, self.branch, words)
+            both = run_both(self.layers, self.branch, words, length)
             return tuple(x if x is None else self._pool(x, words, length, mask) for x in both)
 
     def _pool(self, x: Tensor, words: Tensor, length: Tensor, mask: Tensor) -> Features:
