@@ -26,6 +26,7 @@ from probemb.errors import UserError
 from probemb.files import replace_file
 from probemb.models import DualEncoder, create_transforms
 from probemb.models.encoder import Encoder, FeatureLayout
+from probemb.models.weights import tensors_sha256
 from probemb.progress import progress
 
 Batches = Iterable[tuple[Sequence[int], Tensor]]  # numbers of rows, and their inputs
@@ -56,11 +57,6 @@ class CachedTexts(dict):
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         return torch.from_numpy(np.array(self.rows[[self[text] for text in texts]]))
-
-
-def unchanged(row: Tensor) -> Tensor:
-    """The transform of cached images."""
-    return row
 
 
 def cache_features(
@@ -143,11 +139,8 @@ def _rows(
 
 def cache_key(tower: Encoder, layout: FeatureLayout, about, named: Iterable[str]) -> str:
     """A digest of everything that the features depend on."""
-    digest = hashlib.sha256(json.dumps([about, layout], sort_keys=True, default=str).encode())
-    for name, tensor in sorted(tower.state_dict().items()):
-        if tower.place(name).part == "trunk":
-            digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    trunk = {name: tensor for name, tensor in tower.state_dict().items() if tower.place(name).part == "trunk"}
+    digest = hashlib.sha256(tensors_sha256(trunk, json.dumps([about, layout], sort_keys=True, default=str)).encode())
     for name in named:
         digest.update(f"|{name}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]

@@ -18,7 +18,7 @@ from torch import Tensor
 from finetune.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
 from finetune.config import Config
 from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, shuffle_captions
-from finetune.feature_cache import cache_features, cache_texts, unchanged
+from finetune.feature_cache import cache_features, cache_texts
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
 from probemb import distributed
@@ -48,6 +48,7 @@ from probemb.models import (
     create_transforms,
 )
 from probemb.models.heads import size_augment_mask
+from probemb.models.inputs import identity
 from probemb.options import named_paths
 
 Embedded = tuple[Encoded, Encoded]  # by both towers
@@ -104,7 +105,7 @@ class Task:
             for name, split in self.splits.items():
                 setattr(self, name, self.cached(split, cache))
             self.labelled = [(name, one._replace(images=cache(one.images))) for name, one in self.labelled]
-            self.transforms = Transforms(unchanged, unchanged)
+            self.transforms = Transforms(identity, identity)
 
     def generator(self, step: int, what: int, device: torch.device | str = "cpu") -> torch.Generator:
         """Random numbers of one use in one step, the same on all ranks: drawn for the whole batch."""

@@ -132,20 +132,17 @@ class Tokenizer(SimpleTokenizer):
 
     def __init__(self, context_length: int):
         super().__init__(context_length=context_length)
-        self._special, self._words = dict(self.cache), {}
+        self._special = dict(self.cache)
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []
         for match in self.pat.finditer(self._clean(text[:MAX_CHARACTERS])):
             if len(tokens) >= self.context_length - 2:
                 break
-            word = match.group()[:MAX_WORD]
-            if word not in self._words:
-                if len(self._words) >= MAX_CACHED_WORDS:
-                    self.cache, self._words = dict(self._special), {}
-                letters = "".join(self.byte_encoder[byte] for byte in word.encode("utf-8", "replace"))
-                self._words[word] = [self.encoder[piece] for piece in self.bpe(letters).split(" ")]
-            tokens += self._words[word]
+            if len(self.cache) >= MAX_CACHED_WORDS:
+                self.cache = dict(self._special)
+            letters = "".join(self.byte_encoder[byte] for byte in match.group()[:MAX_WORD].encode("utf-8", "replace"))
+            tokens += [self.encoder[piece] for piece in self.bpe(letters).split(" ")]
         return tokens
 
     def _clean(self, text: str) -> str:

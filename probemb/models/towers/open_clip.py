@@ -52,11 +52,9 @@ class TransformerTower(Encoder):
 
     def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Last tokens of the mean and of the branch, (B, T, W); None without that."""
-        blocks, own = (
-            self.transformer.resblocks,
-            self.uncertainty_transformer and self.uncertainty_transformer.resblocks,
-        )
-        return run_both(blocks, own, x, recompute=self.grad_checkpointing, attn_mask=attn_mask)
+        own = self.uncertainty_transformer and self.uncertainty_transformer.resblocks
+        recompute = self.grad_checkpointing
+        return run_both(self.transformer.resblocks, own, x, recompute=recompute, attn_mask=attn_mask)
 
     def _with_uncertainty_token(self, x: Tensor) -> Tensor:
         if self.uncertainty_token is None:
