@@ -225,7 +225,7 @@ MAKERS = {
 
 
 def make_tower(architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None) -> Encoder:
-    """The tower of a part, "vision_cfg" or "text_cfg"; `stock` is one of open_clip's to take over, None for random."""
+    """The tower of a part, "vision_cfg" or "text_cfg"; `stock` is one of a library to take over, None for ours."""
     kind, config = tower_kind(architecture, part), architecture[part]
     if o.uncertainty != "branch" and (kind != "open_clip.transformer" or config.get("attentional_pool")):
         raise UserError(

@@ -94,12 +94,11 @@ class ImageResNet(CNN, ModifiedResNet):
 
 
 def image_resnet(
-    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet | None
+    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet
 ) -> ImageResNet:
     if (size := architecture[part].get("image_size", 224)) % 32:
         what = f"A ResNet of open_clip does not take images of {size} pixels."
         raise UserError(what, "Set image_size to a multiple of 32.")
     names = last_blocks(STAGES, n_unc_layers)
-    stock = stock or stock_image_tower(architecture)
     fresh = stock_image_tower(architecture) if names else None
     return ImageResNet(stock, [getattr(fresh, name) for name in names], o)

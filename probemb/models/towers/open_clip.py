@@ -220,19 +220,16 @@ class TextTransformerTower(TransformerTower, TextTransformer):
 # --------------------------------------------------------------------------------------------------------------- both
 
 
-def transformer(
-    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: nn.Module | None
-) -> TransformerTower:
+def transformer(architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: nn.Module) -> Encoder:
     """A tower of open_clip's configuration. The branch's blocks are those of a small tower, drawn by open_clip."""
     image, config, branch = part == "vision_cfg", architecture[part], None
-    make = stock_image_tower if image else stock_text_tower
-    stock = stock or make(architecture)
     blocks = stock.transformer.resblocks
     last_blocks(blocks, n_unc_layers)
     if o.probabilistic and o.uncertainty == "branch":
         size = {"vocab_size": 1, "context_length": 1}
         size = {"image_size": config.get("patch_size", 16), "attentional_pool": False} if image else size
         small = {**config, "layers": max(n_unc_layers, 1), **size}
+        make = stock_image_tower if image else stock_text_tower
         branch = make({**architecture, "embed_dim": 1, part: small}).transformer
         branch.resblocks = branch.resblocks[:n_unc_layers]
         with torch.no_grad():

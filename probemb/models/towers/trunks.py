@@ -265,10 +265,8 @@ class HFText(Encoder):
         return (tokens * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
-def text_tower(
-    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: HFTextEncoder | None
-) -> HFText:
-    stock, length = stock or stock_text_tower(architecture), architecture[part].get("context_length", 77)
+def text_tower(architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: HFTextEncoder) -> HFText:
+    length = architecture[part].get("context_length", 77)
     if length > (most := getattr(stock.config, "max_position_embeddings", length)):
         what = f"context_length is {length}, and the text tower has positions for {most} tokens."
         raise UserError(what, f"Set it to at most {most}.")
