@@ -29,7 +29,8 @@ from probemb.distributed import all_of, control_group, on_main, same_everywhere,
 from probemb.errors import UserError, count, raise_together
 from probemb.machine import gpu_capability, share_cores, training_precision
 from probemb.models import as_one, fill_word_vectors, save_model
-from probemb.models.architectures import reads_regions, reads_vectors
+from probemb.models.architectures import reads_regions
+from probemb.models.towers.words import WordMean
 from probemb.runs.checkpoints import read_state
 from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_endless_starts, refuse_full_disk
 from probemb.runs.log import METRICS, headline, step_of
@@ -141,7 +142,7 @@ def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | 
         networks.append(config.model.create([config.data.path], config.loss, texts, objective=config.method, **more))
         if config.model.word_vectors and not earlier:
             say(f"words   {fill_word_vectors(networks[-1], config.model.word_vectors)}")
-        elif not (earlier or config.model.pretrained) and reads_vectors(networks[-1].config["architecture"]):
+        elif not (earlier or config.model.pretrained) and isinstance(networks[-1].text_tower, WordMean):
             say("words   have random vectors, which do not train: name word vectors with --model.word-vectors")
     model, architecture = networks[0], networks[0].config["architecture"]
     composer = () if model.composer is None else model.composer.modules()

@@ -58,11 +58,11 @@ class MSE(Method):
     takes_unpaired = True
 
     def build(self, model, data) -> None:
-        from probemb.models.architectures import reads_vectors
         from probemb.models.autoencoder import FeatureDecoder, WordDecoder
+        from probemb.models.towers.words import WordMean
 
         d, of_tokens = model.embed_dim, bool(self.wants_tokens)
-        self.generates_words = of_tokens or not reads_vectors(model.config["architecture"])
+        self.generates_words = of_tokens or not isinstance(model.text_tower, WordMean)
         if self.generates_words:
             decoder = WordDecoder(n_words(model), d, self.options.word_width, self.options.hidden)
         else:

@@ -93,11 +93,6 @@ def reads_words(config: dict | None) -> bool:
     return config is not None and config["text_cfg"].get("tower") in ("word_gru", "word_mean")
 
 
-def reads_vectors(config: dict | None) -> bool:
-    """True if an architecture's pooled text features are inputs, which depend on no weight."""
-    return config is not None and config["text_cfg"].get("tower") == "word_mean"
-
-
 def reads_regions(config: dict | None) -> bool:
     """True if an architecture's image tower reads precomputed regions instead of pixels."""
     return config is not None and config["vision_cfg"].get("tower") == "regions"

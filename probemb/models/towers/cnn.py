@@ -93,9 +93,7 @@ class ImageResNet(CNN, ModifiedResNet):
         return place._replace(in_stem=place[:2] == ("trunk", 0) and not name.startswith("attnpool."))
 
 
-def image_resnet(
-    architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet
-) -> ImageResNet:
+def image_resnet(architecture: dict, part: str, o: ModelOptions, n_unc_layers: int, stock: ModifiedResNet) -> Encoder:
     if (size := architecture[part].get("image_size", 224)) % 32:
         what = f"A ResNet of open_clip does not take images of {size} pixels."
         raise UserError(what, "Set image_size to a multiple of 32.")
