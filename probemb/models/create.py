@@ -136,16 +136,13 @@ def _starting_point(
     config: dict, o: ModelOptions, source: DualEncoder | None, files: ModelFiles | None
 ) -> tuple[Stock, dict]:
     """The deterministic model that the new one takes over, and the preprocessing that belongs to its weights."""
-    if o.image_weights and (tower_kind(config, "vision_cfg") != "timm" or source is not None):
-        raise UserError(
-            "image_weights are for a new model with an image tower from timm.",
-            "Set image_weights to null, or name an architecture such as resnet-gru without pretrained.",
-        )
-    if o.text_weights and (tower_kind(config, "text_cfg") != "open_clip.hf" or source is not None):
-        raise UserError(
-            "text_weights are for a new model with a text tower from Hugging Face.",
-            "Set text_weights to null, or name an architecture such as effnet-lite0-minilm without pretrained.",
-        )
+    for option, part, kind, tower, such in (
+        ("image_weights", "vision_cfg", "timm", "an image tower from timm", "resnet-gru"),
+        ("text_weights", "text_cfg", "open_clip.hf", "a text tower from Hugging Face", "effnet-lite0-minilm"),
+    ):
+        if getattr(o, option) and (tower_kind(config, part) != kind or source is not None):
+            remedy = f"Set {option} to null, or name an architecture such as {such} without pretrained."
+            raise UserError(f"{option} are for a new model with {tower}.", remedy)
     weights, wanted = None, {}
     if source is None and files is not None:
         weights = files.weights
