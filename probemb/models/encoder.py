@@ -8,7 +8,6 @@ Shapes: B items, T tokens, W width of the tower, P width of its own pooling, D e
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -65,19 +64,14 @@ class Place(NamedTuple):
 
 
 class FeatureLayout(NamedTuple):
-    """Sizes of a frozen trunk's features as rows: tokens (T, W), (1, W) for their maximum, (0, W) where no head reads
-    them; pooled; those of the log-variance, 0 where they are the mean's. `masked`: tokens that take no part are zeros.
+    """A frozen trunk's features as rows: tokens (T, W), (1, W) for their maximum, (0, W) where no head reads them;
+    numbers of tokens, pooled, and those of the log-variance, 0 where they are the mean's. `masked`: tokens that take no
+    part are zeros.
     """
 
     tokens: tuple[int, int]
-    pooled: int
-    unc_tokens: int
-    unc_pooled: int
+    sizes: tuple[int, int, int, int]
     masked: bool
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return math.prod(self.tokens), self.pooled, self.unc_tokens, self.unc_pooled
 
     def pack(self, mean: Features, unc: Features | None) -> Tensor:
         """(B, sum of the sizes)."""
@@ -96,10 +90,10 @@ class FeatureLayout(NamedTuple):
     def unpack(self, rows: Tensor) -> BothFeatures:
         """The inverse of `pack`, in at least float32."""
         tokens, pooled, unc_tokens, unc_pooled = rows.float().split(self.sizes, 1)
-        unc_tokens = (unc_tokens if self.unc_tokens else tokens).view(len(rows), *self.tokens)
+        unc_tokens = (unc_tokens if self.sizes[2] else tokens).view(len(rows), *self.tokens)
         tokens = tokens.view(len(rows), *self.tokens)
         mask = tokens.any(-1) if self.masked else None
-        return Features(tokens, pooled, mask), Features(unc_tokens, unc_pooled if self.unc_pooled else pooled, mask)
+        return Features(tokens, pooled, mask), Features(unc_tokens, unc_pooled if self.sizes[3] else pooled, mask)
 
 
 class Encoder(nn.Module):
@@ -238,9 +232,9 @@ class Encoder(nn.Module):
         mean, unc = self.features(inputs)
         width, every = mean.tokens.shape[2], hasattr(self.mean_head, "embed_tokens")
         n_tokens = mean.tokens.shape[1] if every else int(isinstance(self.mean_head, MaxMeanHead))
-        other = [0 if unc is None or a.equal(b) else b[0].numel() for a, b in zip(mean[:2], unc or mean)]
-        other[0] = n_tokens * width if other[0] else 0
-        return FeatureLayout((n_tokens, width), mean.pooled.shape[1], *other, every and mean.mask is not None)
+        n, unc = n_tokens * width, unc or mean
+        of_unc = 0 if mean.tokens.equal(unc.tokens) else n, 0 if mean.pooled.equal(unc.pooled) else unc.pooled.shape[1]
+        return FeatureLayout((n_tokens, width), (n, mean.pooled.shape[1], *of_unc), every and mean.mask is not None)
 
     # ----------------------------------------------------------------------------------------------------- batch norms
 
