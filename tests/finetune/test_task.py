@@ -24,7 +24,7 @@ def mixed(rank, world, few, words):
     pairs = next(trainer.loader.epoch(0))
     (images, _, _), mix = trainer.task.inputs(pairs, trainer.model, 0)
     zeros = torch.zeros(len(images), 8, dtype=torch.float64)
-    embedded = [{"mean": zeros, "log_var": zeros}] * 2
+    embedded = [Encoded(zeros, zeros)] * 2
     batch = trainer.task.gather(embedded, pairs, mix, epoch=0, step=0)
     return images.numpy(), batch.image_index.numpy(), batch.match.numpy(), [x.numpy() for x in mix]
 
@@ -55,7 +55,7 @@ def test_captions_of_the_class_match(positives, birds):
     data = trainer.task.train
     trainer.task.train = replace(data, classes=["red circle", "blue square"] * (len(data) // 2))
     pairs = next(Loader(trainer.task.rows()).epoch(0))
-    embedded = [{"mean": torch.zeros(24, 4), "log_var": torch.zeros(24, 4)}] * 2
+    embedded = [Encoded(torch.zeros(24, 4), torch.zeros(24, 4))] * 2
     batch = trainer.task.gather(embedded, pairs, None, epoch=0, step=0)
     key = pairs.image_index % 2 if positives == "class" else pairs.image_index
     assert torch.equal(batch.match, (key[:, None] == key[None, :]).float())
