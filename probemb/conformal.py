@@ -88,15 +88,14 @@ def of_labels(scores: Tensor, labels: Tensor) -> Tensor:
     return scores.gather(1, labels[:, None])[:, 0]
 
 
-def tune_raps(probability: Tensor, labels: Tensor, alpha: float, penalties: Sequence[float] = RAPS_PENALTIES) -> Score:
+def tune_raps(ordered: Tensor, place: Tensor, alpha: float) -> Score:
     """RAPS with k_reg and the penalty of the smallest sets; the items must not be those of the threshold.
 
-    k_reg: the 1 - α quantile of the true label's rank, as the authors choose it.
+    ordered: (n, K) probabilities that descend; place: (n,), that of the true label. k_reg: the 1 - α quantile of its
+    rank, as the authors choose it.
     """
-    ordered, order = probability.sort(dim=1, descending=True, stable=True)
-    place = (order == labels[:, None]).int().argmax(1)
-    k_reg = min(threshold(place + 1, alpha), probability.shape[1])
-    scores = [Score("raps", penalty, int(k_reg)) for penalty in penalties]
+    k_reg = min(threshold(place + 1, alpha), ordered.shape[1])
+    scores = [Score("raps", penalty, int(k_reg)) for penalty in RAPS_PENALTIES]
 
     def size(score: Score) -> float:
         found = score.of_sorted(ordered)

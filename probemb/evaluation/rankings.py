@@ -23,7 +23,7 @@ from probemb.errors import UserError, names_of
 from probemb.evaluation.embedding import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.metrics.retrieval import blocks, rank_both
-from probemb.search import Index, build_index, rerank, search
+from probemb.search import Index, build_index, refuse_small_gallery, rerank, search
 from probemb.search.index import new_index, width_of
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
@@ -305,10 +305,11 @@ def _unfit(name: str, model) -> str | None:
     return None
 
 
-def check_factory(factory: str, names: Sequence[str]) -> None:
-    """Refuse a string that FAISS does not know, if any ranking of `names` needs it. Raises UserError."""
+def check_factory(factory: str, names: Sequence[str], count: int) -> None:
+    """Refuse a string that FAISS does not know, or for too few items, if a ranking needs it. Raises UserError."""
     for form in {RANKINGS[name].index for name in names if RANKINGS[name].scores is None}:
         new_index(width_of(ANY_DIMENSION, form, factory), factory)
+        refuse_small_gallery(factory, count)
 
 
 class Ranked(NamedTuple):

@@ -18,9 +18,9 @@ COUNT_ELEMENTS = 1 << 22  # counts of images held at a time
 WEIGHT_ELEMENTS = 1 << 21  # weights of pairs held at a time
 
 
-def interval(values_R: Tensor, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The quantiles that leave out (1 - confidence) / 2 of the resamples on either side; NaN without any."""
-    tail = (1 - confidence) / 2
+def interval(values_R: Tensor) -> tuple[float, float]:
+    """The quantiles that leave out (1 - CONFIDENCE) / 2 of the resamples on either side; NaN without any."""
+    tail = (1 - CONFIDENCE) / 2
     if not len(values_R):
         return math.nan, math.nan
     return tuple(values_R.double().quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist())

@@ -180,10 +180,6 @@ def set_algebra(config: AlgebraConfig) -> None:
     mixes = {name: analyses.mixing(g, whole, whole[partner]) for name, g in mixed.items()}
     erased = {side: analyses.erasing(whole, gone, SHARES), "words": analyses.erasing(written, unsaid, SHARES)}
     sigma = {what: float(geometric_sigma(g).mean()) for what, g in ((side, whole), ("words", written))}
-    figures = []  # PCME Fig. 7
-    for what, some in erased.items():
-        curve = [0.0, *(100 * row["share"] for row in some)], [sigma[what], *(row["sigma"] for row in some)]
-        figures.append(line_figure(f"sigma-{what}", f"erased {what}, %", "geometric mean of σ", {"": curve}))
     title = f"mixed images against the intersection of both, {len(rows)} pairs, percent"
     chance = percent(mixes["cutmix"]["chance"])
     tables = [
@@ -202,7 +198,7 @@ def set_algebra(config: AlgebraConfig) -> None:
             ]),
             ("A part erased", [
                 "Where erasing is inclusion, the erased item is wider, the whole lies in it, and it covers the whole.",
-                *tables, figures,
+                *tables,
             ]),
         ],
     )  # fmt: skip

@@ -42,7 +42,6 @@ from probemb.reports import pages
 from probemb.reports.figures import BLUE, ORANGE, Chart
 from probemb.reports.pages import Block, Card, Cell, Figure, Page, Table, picture_of, verdict
 from probemb.reports.text import between, correlations, number, percent
-from probemb.search import refuse_small_gallery
 from zeroshot.evaluations import runner
 from zeroshot.retrieval import RetrievalConfig
 
@@ -56,12 +55,10 @@ INCLUDED = {"image lies in its own caption": "lies_in", "image lies in another i
 def evaluate(config: RetrievalConfig) -> None:
     """Check the options against the data, load the model, embed, rank, and write the results. Raises UserError."""
     rankings = ranking_names(config.rankings)
-    check_factory(config.factory, rankings)
     if (config.tolerance.i2t is None) != (config.tolerance.t2i is None):
         raise UserError("One weight of tolerance is given without the other.", "Give both, or none to choose them.")
     captions = runner.open_captions(config)
-    if any(RANKINGS[name].scores is None for name in rankings):
-        refuse_small_gallery(config.factory, min(len(captions), captions.n_captions))
+    check_factory(config.factory, rankings, min(len(captions), captions.n_captions))
     selection = find_selection(config, captions)
     wanted = retrieval.choose_benchmarks(config.benchmarks, captions, config.instances is not None)
     objects = read_objects(config.instances, captions.image_ids) if "pmrp" in wanted else None
