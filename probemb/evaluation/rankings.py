@@ -22,6 +22,7 @@ from probemb.cross_attention import CrossAttention, attention_scores
 from probemb.errors import UserError, names_of
 from probemb.evaluation.embedding import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
+from probemb.losses.triplet import multi_instance_similarity
 from probemb.metrics.retrieval import blocks, rank_both
 from probemb.search import Index, build_index, refuse_small_gallery, rerank, search
 from probemb.search.index import new_index, width_of
@@ -179,12 +180,7 @@ def match_probability_scores(a: Gaussian, b: Gaussian, scale: float, shift: floa
 def _multi_instance(a: Gaussian, b: Gaussian) -> Scores:
     """The largest dot product of any of a row's K embeddings with any of a column's. Source: PVSE."""
     left, right = (at_least_float32(g.mean if g.mean.ndim == 3 else g.mean[:, None]) for g in (a, b))
-
-    def score(x_NKD: Tensor, y_MKD: Tensor) -> Tensor:
-        products = x_NKD.flatten(0, 1) @ y_MKD.flatten(0, 1).T
-        return products.view(*x_NKD.shape[:2], *y_MKD.shape[:2]).amax((1, 3))
-
-    return pairwise(left, right, score, INSTANCE_ELEMENTS, right.shape[1] ** 2)
+    return pairwise(left, right, multi_instance_similarity, INSTANCE_ELEMENTS, right.shape[1] ** 2)
 
 
 def _attention(a: Gaussian, b: Gaussian, options: RankingOptions) -> Scores:
