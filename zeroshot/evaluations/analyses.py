@@ -68,11 +68,10 @@ def hierarchy(config: CaptionConfig) -> None:
     numbers = torch.tensor([place[text] for text in texts])
     numbers_NL = numbers.view(len(pairs.images), -1)
     images, captions, u = pairs.images.mean, pairs.texts.mean, pairs.texts.uncertainty().view(numbers_NL.shape)
+    roots = analyses.including_roots(pairs.images, pairs.texts, root)
     found = {
         "walk": analyses.hierarchy_walk(images, captions, numbers, root.expand_as(images)),
-        "walk-inclusion": analyses.hierarchy_walk(
-            images, captions, numbers, analyses.including_roots(pairs.images, pairs.texts, root)
-        ),
+        "walk-inclusion": analyses.hierarchy_walk(images, captions, numbers, roots),
         "radius": analyses.within_radius(images, captions, numbers, root),
     }
     scores = {name: analyses.hierarchy_score(seen, numbers_NL) for name, seen in found.items()}
@@ -239,9 +238,8 @@ def shares_table(title: str, columns: dict[str, str], rows: dict[str, dict]) -> 
     def cell(row: dict, key: str) -> str:
         return plus_minus({"value": row[key], "se": row[f"{key}_se"]}, digits=1) if key != "sigma" else number(row[key])
 
-    return Table(
-        ("", *columns.values()), [(name, *(cell(row, key) for key in columns)) for name, row in rows.items()], title
-    )
+    cells = [(name, *(cell(row, key) for key in columns)) for name, row in rows.items()]
+    return Table(("", *columns.values()), cells, title)
 
 
 def ellipses(config: EllipsesConfig) -> None:

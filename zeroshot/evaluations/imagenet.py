@@ -290,11 +290,9 @@ def k_figures(results: dict) -> list[Figure]:
     if classes[0]["oracle_k"] is not None:
         chosen = [row["oracle_k"] for row in classes if row["images"] and row["oracle_top1_max_over_k"]]
         counts = [chosen.count(k) for k in range(1, len(ys) + 1)]
-        chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(
-            counts, "classes"
-        )
+        chart = Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes")
         note = f"The best K on a class's own images; {len(classes) - len(chosen):,} classes are never right."
-        figures.append(Figure(chart, "Oracle K of each class", note))
+        figures.append(Figure(chart.bars(counts, "classes"), "Oracle K of each class", note))
     return figures
 
 

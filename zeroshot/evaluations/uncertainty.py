@@ -158,9 +158,8 @@ def classify(
     nearest = nearest_is_of_class(found.images.mean, task.truth)
     lost = [{"name": name, "reason": reason} for name, reason in found.bad]
     about = {"images_left_out": lost, "strangers": strangers and len(strangers.queries)}
-    return answered(config, task, {}, nearest=nearest, strangers=strangers) | about, sets_of(
-        config, task, config.class_conditional, True
-    )
+    sets = sets_of(config, task, config.class_conditional, True)
+    return answered(config, task, {}, nearest=nearest, strangers=strangers) | about, sets
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
