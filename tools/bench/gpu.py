@@ -1,4 +1,4 @@
-"""Throughput on one GPU, most important first, while there is time: the second half of `make gpu-check`.
+"""Throughput on one GPU, most important first, until the time is spent: the second half of `make gpu-check`.
 
     python -m tools.bench.gpu
     python -m tools.bench.gpu --only step-B-16 --minutes 30
@@ -12,9 +12,11 @@ match loss and the exact search. Exit code 1: an aim was missed (PCME++ at most 
 from __future__ import annotations
 
 import gc
+import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -71,7 +73,7 @@ def steps(name: str, batch: int, reduced: bool, device: str, compiled: bool = Fa
 def main() -> int:
     parser = Parser(prog="python -m tools.bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="PART", choices=list(parts("cpu", True)), help="%(choices)s")
-    parser.add_argument("--minutes", type=float, default=9, help="start no part after this time (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=9, help="stop after this time (%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--reduced", action="store_true", help="tiny sizes")
     options = parser.parse_args()
@@ -79,14 +81,18 @@ def main() -> int:
         raise UserError("There is no GPU here.", "Try the parts with --device cpu --reduced.")
     todo, problems, began = parts(options.device, options.reduced), [], time.monotonic()
     waiting = [name for name in todo if name in (options.only or todo)]
-    while waiting and time.monotonic() - began < 60 * options.minutes:
-        try:
-            problems += todo[waiting[0]]() or []
-        except Exception:  # of one part: the others may still run in the time
-            problems.append(f"{waiting[0]} failed:\n{traceback.format_exc()}")
-        del waiting[0]
-        gc.collect()
-        torch.cuda.empty_cache()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # raises KeyboardInterrupt
+    signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
+    with suppress(KeyboardInterrupt):
+        while waiting:
+            try:
+                problems += todo[waiting[0]]() or []
+            except Exception:  # of one part: the others may still run in the time
+                problems.append(f"{waiting[0]} failed:\n{traceback.format_exc()}")
+            del waiting[0]
+            gc.collect()
+            torch.cuda.empty_cache()
+    signal.setitimer(signal.ITIMER_REAL, 0)
     print(f"{time.monotonic() - began:.0f} s; not run: {', '.join(waiting) or 'none'}")
     print("\n".join(problems) or "no aim was missed")
     return int(bool(problems))
