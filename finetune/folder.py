@@ -45,7 +45,7 @@ class RunFolder(RunOutput):
     def close(self) -> None:
         super().close()
         if self.lock:
-            self.lock.release()
+            self.lock.close()
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""

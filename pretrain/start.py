@@ -111,7 +111,7 @@ def train(config: Config, preemption: Preemption) -> int:
     settle()
     torch.distributed.destroy_process_group()
     if lock:
-        lock.release()
+        lock.close()
     return preemption.exit_code if stopped else 0
 
 

@@ -40,7 +40,7 @@ class RunLock:
         except OSError as error:  # others say nothing about the folder
             return not isinstance(error, (FileNotFoundError, NotADirectoryError))
 
-    def release(self) -> None:
+    def close(self) -> None:
         self._file.close()
 
 

@@ -109,7 +109,7 @@ def impatient(monkeypatch):
 def test_a_requeued_job_waits_until_its_earlier_start_has_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     held, told = RunLock(tmp_path), []
-    end = threading.Timer(1.0, held.release)
+    end = threading.Timer(1.0, held.close)
     end.start()
     refuse_locked(tmp_path, minutes=1, tell=told.append)
     end.join()
@@ -125,7 +125,7 @@ def test_a_first_start_is_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is in use"):
         refuse_locked(tmp_path, minutes=1, tell=told.append)
     assert not told
-    held.release()
+    held.close()
 
 
 def test_a_failed_login_at_wandb_leaves_no_run(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -80,8 +81,7 @@ def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) 
     sources = [source for word in sources for source in published.get(word, [word])]
     if not sources:
         raise UserError(f"No archive of {TITLES[corpus]} was named.", "Name its zips, or for coco 2014 or 2017.")
-    lock = RunLock(paths.home / "locks" / "whole")
-    try:
+    with closing(RunLock(paths.home / "locks" / "whole")):
         named = (members(local(source, paths.home / "archives", options.patience)) for source in sources)
         places = list(chain.from_iterable(named))
         images = {Path(n).name: place for n, place in places if n.lower().endswith((".jpg", ".jpeg", ".png"))}
@@ -99,8 +99,6 @@ def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) 
         asked = sum(map(len, splits.values())) + dropped.total()
         folders = [paths.folder / name for name in splits]
         finish(paths, TITLES[corpus], folders, asked, dropped, options.processes)
-    finally:
-        lock.release()
 
 
 # ------------------------------------------------------------------------------------------------- published captions

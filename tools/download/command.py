@@ -14,7 +14,6 @@ Writes shards of KEY.jpg, KEY.txt and KEY.json with their index.json into --out,
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import re
 import shutil
@@ -24,13 +23,16 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import as_completed
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
+from pyarrow.feather import write_feather
 
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Processes, Requests
@@ -167,8 +169,7 @@ def fetch_lists(
             next(read_list(state.corpus, path), None)
     paths.make()
     name = "whole" if part[1] == 1 else f"part-{part[0]}-of-{part[1]}"
-    lock = RunLock(paths.home / "locks" / name)
-    try:
+    with closing(RunLock(paths.home / "locks" / name)):
         for other in (paths.home / "locks").iterdir():  # the other tasks of the same array run beside this one
             if other.is_dir() and other.name != name and not other.name.endswith(f"-of-{part[1]}"):
                 refuse_locked(other)
@@ -193,8 +194,6 @@ def fetch_lists(
         drop_duplicates(paths)
         shutil.rmtree(paths.work)
         finish(paths, title, [paths.folder], asked, dropped, options.processes)
-    finally:
-        lock.release()
 
 
 def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
@@ -240,11 +239,7 @@ def plan(paths: Paths, state: State, rows: Sequence[dict]) -> None:
     for first in range(0, len(rows), state.settings["shard_size"]):
         chunk = rows[first : first + state.settings["shard_size"]]
         table = pa.table({name: _column([row.get(name) for row in chunk]) for name in names})
-
-        def write(aside: Path, table: pa.Table = table) -> None:
-            with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
-                out.write_table(table)
-
+        write = partial(write_feather, table, compression="uncompressed")  # Arrow's file format
         replace_file(paths.todo / f"{state.shards:05d}.arrow", write)
         state.shards += 1
 
@@ -300,7 +295,7 @@ def fetch_one(folder: Path, options: Download, columns: tuple[str, ...], task: t
     return _fetcher(folder, options, columns).fetch(*task)
 
 
-@functools.cache
+@cache
 def _fetcher(folder: Path, options: Download, columns: tuple[str, ...]):
     from tools.download.fetch import Fetcher
 
