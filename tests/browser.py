@@ -1,7 +1,5 @@
 """A real headless Chromium, driven over its DevTools protocol through a pipe: no port, no further package."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

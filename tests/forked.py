@@ -7,6 +7,15 @@ from tempfile import TemporaryDirectory
 
 import tests.jobs
 
+OPTIONS = {  # of a small run
+    "data.workers": 0,
+    "model.name": "ViT-Micro-32",
+    "batch-size": 16,
+    "optimizer.warmup_samples": 64,
+    "log-every": 1,
+    "engine.threads": 1,
+}
+
 
 @cache
 def pretraining():

@@ -1,8 +1,5 @@
 """A real web server here that serves images and misbehaves by path: the first word of a path says how."""
 
-from __future__ import annotations
-
-import io
 import shutil
 import socket
 import ssl
@@ -22,6 +19,7 @@ from PIL import Image
 
 from tests.orientation import stored, upright
 from tests.webserver import running
+from tests.world import encode
 
 DRIP = 0.05  # seconds between two bytes
 
@@ -29,10 +27,7 @@ DRIP = 0.05  # seconds between two bytes
 def picture(name: object, size: tuple[int, int] = (96, 64), form: str = "JPEG", mode: str = "RGB") -> bytes:
     """An encoded image that depends on its name alone."""
     colours = np.random.default_rng(zlib.crc32(str(name).encode())).integers(0, 256, (4, 4, 3), np.uint8)
-    image = Image.fromarray(colours).resize(size, Image.Resampling.BILINEAR).convert(mode)
-    data = io.BytesIO()
-    image.save(data, form)
-    return data.getvalue()
+    return encode(Image.fromarray(colours).resize(size, Image.Resampling.BILINEAR).convert(mode), form)
 
 
 def bomb(width: int = 40_000, height: int = 40_000) -> bytes:

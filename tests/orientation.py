@@ -1,9 +1,9 @@
 """Pictures as cameras store them: on their side or mirrored, with an EXIF orientation that puts them right."""
 
-import io
-
 from PIL import Image
 from PIL.Image import Transpose as Turn
+
+from tests.world import encode
 
 # Orientation -> the way from the upright picture to the stored one. Viewers go the other way (EXIF 2.32, table 6).
 STORED = {
@@ -29,10 +29,9 @@ def upright(size=(64, 48)):
 
 def stored(image, orientation, form="JPEG"):
     """The encoded picture that viewers show as `image`."""
-    exif, data = Image.Exif(), io.BytesIO()
+    exif = Image.Exif()
     exif[0x0112] = orientation
     way = STORED[orientation]
     turned = image if way is None else image.transpose(way)
     options = {"quality": 95, "subsampling": 0} if form == "JPEG" else {"lossless": True} if form == "WEBP" else {}
-    turned.save(data, form, exif=exif, **options)
-    return data.getvalue()
+    return encode(turned, form, exif=exif, **options)

@@ -9,8 +9,6 @@ What mixes tensors of two devices raises `Mismatch`, as CUDA would; autograd is 
 autocast and CUDA's own kernels are not pretended: `tests/gpu` is for those.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

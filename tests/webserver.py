@@ -1,7 +1,5 @@
 """A real web server on the loopback that misbehaves as it is told to."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading
@@ -22,6 +20,7 @@ class Site(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.ranges = folder, ranges
         self.troubles: dict[str, list] = {}
+        self.headers: dict[str, str] = {}  # of every answer
         self.requests: list[tuple[str, str | None]] = []  # name, Range header
         self.sent = 0
         self.ended = threading.Event()
@@ -35,6 +34,14 @@ class Site(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
+
+    def end_headers(self) -> None:
+        for header in self.server.headers.items():
+            self.send_header(*header)
+        super().end_headers()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def do_GET(self) -> None:
         site, name, asked = self.server, self.path.rpartition("/")[2].partition("?")[0], self.headers.get("Range")
@@ -67,6 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         if trouble in ("cut", "stall"):
             body = body[: len(body) // 2]
         self._send(body)

@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,10 +17,26 @@ from tools.make_scenes.world import KINDS, class_scene, scene
 N_CLASSES, PER_CLASS = 8, 4
 
 
-def jpeg(one, size=32):
+def encode(image, form="JPEG", **options):
+    """The bytes of an image."""
     data = io.BytesIO()
-    render(one, size).save(data, "JPEG", quality=90)
+    image.save(data, form, **options)
     return data.getvalue()
+
+
+def jpeg(one, size=32):
+    return encode(render(one, size), quality=90)
+
+
+def photograph(width, height, seed=0):
+    """Structure at several scales, the finest of single pixels."""
+    numbers = np.random.default_rng(seed)
+    pixels = np.zeros((height, width, 3))
+    for scale in (4, 16, 64):
+        noise = Image.fromarray(numbers.integers(0, 256, (scale, scale, 3), dtype=np.uint8))
+        pixels += np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC)) / scale**0.5
+    pixels += numbers.normal(0, 8, pixels.shape)
+    return Image.fromarray((pixels * (255 / pixels.max())).clip(0, 255).astype(np.uint8))
 
 
 def write_tar(path, files, format=tarfile.USTAR_FORMAT):
@@ -106,11 +123,9 @@ def make_scenes(tmp_path_factory, **plan):
     return out
 
 
-def picture(colour, size=16, format="PNG"):
+def picture(colour, size=16, format="PNG", mode="RGB", **options):
     """A picture of one colour, encoded."""
-    data = io.BytesIO()
-    Image.new("RGB", (size, size) if isinstance(size, int) else size, colour).save(data, format)
-    return data.getvalue()
+    return encode(Image.new(mode, (size, size) if isinstance(size, int) else size, colour), format, **options)
 
 
 def shade(i):

@@ -1,8 +1,5 @@
 """Pictures that occur twice: found when they are saved anew, and not confused with other pictures."""
 
-import io
-
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,23 +8,14 @@ from probemb.data.labelled import find_images
 from probemb.data.look_alikes import ALIKE, MAX_SHARE, describe, leave_out, same_picture, seen_in
 from probemb.errors import UserError
 from tests.orientation import stored
-from tests.world import save
+from tests.world import encode, save
+from tests.world import photograph as drawn
 from tools.make_scenes.drawing import render
 from tools.make_scenes.world import scene
 
 
-def photograph(seed, size=(160, 120)):
-    """Smooth blobs under finer ones, as photographs have more contrast at large scales."""
-    r = np.random.default_rng(seed)
-    layers = [Image.fromarray(r.integers(0, 256, (n, n, 3), dtype=np.uint8)) for n in (3, 9, 40)]
-    pixels = [np.asarray(layer.resize(size, Image.BICUBIC), float) * w for layer, w in zip(layers, (0.6, 0.3, 0.1))]
-    return Image.fromarray(sum(pixels).astype(np.uint8))
-
-
-def encode(image, form, **options):
-    data = io.BytesIO()
-    image.save(data, form, **options)
-    return data.getvalue()
+def photograph(seed):
+    return drawn(160, 120, seed)
 
 
 AGAIN = {
@@ -50,7 +38,7 @@ def folder(path, files):
 @pytest.mark.parametrize("way", AGAIN)
 def test_a_picture_that_is_saved_anew_is_found(way, tmp_path):
     these = folder(tmp_path / "a" / "x", {f"{i}": AGAIN[way](photograph(i)) for i in range(6)})
-    those = folder(tmp_path / "b" / "x", {f"{i}": encode(photograph(i), "JPEG", quality=92) for i in (1, 4, 9, 10)})
+    those = folder(tmp_path / "b" / "x", {f"{i}": encode(photograph(i), quality=92) for i in (1, 4, 9, 10)})
     assert seen_in(these, those) == ([] if way == "grey" else [1, 4])  # another picture: its colours are gone
 
 
@@ -62,7 +50,7 @@ def test_distinct_pictures_are_told_apart():
 
 
 def test_groups_are_those_of_a_plain_search(tmp_path):
-    files = {f"{i:02d}": encode(photograph(i), "JPEG") for i in range(12)}
+    files = {f"{i:02d}": encode(photograph(i)) for i in range(12)}
     files |= {"a": AGAIN["png"](photograph(3)), "b": AGAIN["smaller"](photograph(3)), "c": AGAIN["webp"](photograph(7))}
     images = folder(tmp_path / "x" / "y", files | {"broken": b"no image"})
     names = [place.name.split("/")[-1] for place in images.places]
@@ -72,7 +60,7 @@ def test_groups_are_those_of_a_plain_search(tmp_path):
 
 
 def test_a_few_are_left_out_and_many_are_refused(tmp_path):
-    evaluated = folder(tmp_path / "a" / "x", {f"{i}": encode(photograph(i), "JPEG") for i in range(3)})
+    evaluated = folder(tmp_path / "a" / "x", {f"{i}": encode(photograph(i)) for i in range(3)})
     files = {f"{i:02d}": encode(photograph(i), "PNG") for i in range(2, 42)}
     rows, told = leave_out(folder(tmp_path / "b" / "x", files), evaluated)
     assert rows == list(range(1, 40))

@@ -1,24 +1,12 @@
 """Tensor resizing beside PIL's: the same boxes and sizes, and pixels that differ by rounding."""
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from probemb.models.inputs import create_transforms
+from tests.world import photograph
 
 SIZES = ((256, 256), (640, 480), (120, 90), (300, 1000), (1024, 700), (225, 225), (33, 500), (500, 33))
-
-
-def photograph(width: int, height: int, seed: int) -> Image.Image:
-    """Structure at several scales, the finest of single pixels."""
-    numbers = np.random.default_rng(seed)
-    pixels = np.zeros((height, width, 3))
-    for scale in (4, 16, 64):
-        noise = Image.fromarray(numbers.integers(0, 256, (scale, scale, 3), dtype=np.uint8))
-        pixels += np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC)) / scale**0.5
-    pixels += numbers.normal(0, 8, pixels.shape)
-    return Image.fromarray((pixels * (255 / pixels.max())).clip(0, 255).astype(np.uint8))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.forked import Job
+from tests.forked import OPTIONS, Job
 
-RANKS, KILLS, STEPS, BATCH, SAMPLES = 2, 10, 24, 16, 64
+RANKS, KILLS, STEPS, BATCH, SAMPLES = 2, 10, 24, OPTIONS["batch-size"], 64
 
 
 def samples_of(run: Path) -> dict[int, list[str]]:
@@ -68,24 +68,11 @@ def strike(job: Job, run: Path, chance: random.Random) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_kills_at_any_moment_change_nothing(stage, scenes, tmp_path):
-    options = {
-        "data.train": scenes / "train",
-        "data.workers": 1,
-        "model.name": "ViT-Micro-32",
-        "batch-size": BATCH,
-        "samples": STEPS * BATCH,
-        "optimizer.warmup_samples": 64,
-        "optimizer.lr": 1e-3,
-        "log-every": 1,
-        "log-samples": "true",
-        "engine.threads": 1,
-        "engine.zero_stage": stage,
-    }
+    options = {**OPTIONS, "data.train": scenes / "train", "data.workers": 1, "samples": STEPS * BATCH}
+    options |= {"optimizer.lr": 1e-3, "log-samples": "true", "engine.zero_stage": stage}
     whole, run = tmp_path / "whole", tmp_path / "killed"
-    assert Job({**options, "out": whole, "save-every": 0}, ranks=RANKS, output=tmp_path / "whole.log").wait(600) == [
-        0,
-        0,
-    ]
+    first = Job({**options, "out": whole, "save-every": 0}, ranks=RANKS, output=tmp_path / "whole.log")
+    assert first.wait(600) == [0, 0], first.text()
 
     chance, cut_writes = random.Random(20), 0
     options = {**options, "out": run, "save-every": 1, "keep-checkpoints": 2}

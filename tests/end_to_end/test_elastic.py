@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_chaos import samples_of
-from tests.forked import Job
+from tests.forked import OPTIONS, Job
 
-BATCH, STEPS, STOP = 16, 8, 3
+BATCH, STEPS, STOP = OPTIONS["batch-size"], 8, 3
 SLOW = pytest.mark.slow
 
 
@@ -28,17 +28,7 @@ def losses(run: Path) -> list[float]:
     [((1, 0), (2, 1), (1, 0)), *(pytest.param(case, marks=SLOW) for case in [((1, 2), (2, 3)), ((4, 3), (2, 0))])],
 )
 def test_other_numbers_of_ranks_and_zero_stages_go_on_alike(legs, scenes, tmp_path):
-    options = {
-        "data.train": scenes / "train",
-        "data.workers": 0,
-        "model.name": "ViT-Micro-32",
-        "batch-size": BATCH,
-        "samples": STEPS * BATCH,
-        "optimizer.warmup_samples": 64,
-        "log-every": 1,
-        "engine.threads": 1,
-        "log-samples": "true",
-    }
+    options = {**OPTIONS, "data.train": scenes / "train", "samples": STEPS * BATCH, "log-samples": "true"}
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks, stage = legs[0]
     run_job(ranks, tmp_path / "log", {**options, "out": whole, "engine.zero-stage": stage})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from probemb.models import architectures
-from tests.forked import Job
+from tests.forked import OPTIONS, Job
 
 RANKS, BATCH, STEPS, WARM_UP, EVERY = 2, 4, 20_000, 2_000, 200
 NANO = {
@@ -38,21 +38,10 @@ def test_memory_and_open_files_stay(scenes, tmp_path, monkeypatch):
     nano = tmp_path / "ViT-Nano.json"
     nano.write_text(json.dumps(NANO))
     monkeypatch.setitem(architectures.OWN, "ViT-Nano", nano)  # of the processes forked from this one
-    options = {
-        "data.train": scenes / "train",
-        "data.workers": 1,
-        "model.name": "ViT-Nano",
-        "model.n_unc_layers": 0,
-        "batch-size": BATCH,
-        "samples": STEPS * BATCH,
-        "optimizer.warmup_samples": 64,
-        "evaluate.pairs": scenes / "val",
-        "evaluate.every_samples": 1000 * BATCH,
-        "log-every": EVERY,
-        "save-every": 500,
-        "engine.threads": 1,
-        "out": tmp_path / "run",
-    }
+    options = {**OPTIONS, "data.train": scenes / "train", "data.workers": 1, "samples": STEPS * BATCH}
+    options |= {"model.name": "ViT-Nano", "model.n_unc_layers": 0, "batch-size": BATCH, "out": tmp_path / "run"}
+    options |= {"evaluate.pairs": scenes / "val", "evaluate.every_samples": 1000 * BATCH}
+    options |= {"log-every": EVERY, "save-every": 500}
     job = Job(options, ranks=RANKS, output=tmp_path / "log")
     job.until("\nrun  ")
     names = {pid: f"rank {rank}" for rank, pid in enumerate(job.pids)}
@@ -66,8 +55,6 @@ def test_memory_and_open_files_stay(scenes, tmp_path, monkeypatch):
                 for name, values in found.items():
                     curves[name].append((step, *values))
     assert set(job.wait()) == {0}, job.text()
-    for name, curve in curves.items():
-        print(name, *(f"{at}: {memory:.0f} MiB, {files} files" for at, memory, files in curve[::10]), sep="\n  ")
     assert len(curves) == 2 * RANKS
     for name, curve in curves.items():
         _, memory, files = zip(*(row for row in curve if row[0] >= WARM_UP))

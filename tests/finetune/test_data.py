@@ -1,13 +1,11 @@
 """Training rows: their order, what it depends on, bad images, resuming, and shuffled captions."""
 
-import io
 import random
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from finetune.data import Loader, Pairs, Tuples, epoch_order
 from finetune.data import shuffle_captions as shuffle
@@ -15,8 +13,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
-from tests.world import picture as png
-from tests.world import write_tar
+from tests.world import picture, write_tar
 
 N, PER_IMAGE = 12, 3
 
@@ -36,16 +33,10 @@ def tokenizer(texts):
     return torch.tensor([[int(text.split()[-1]), len(text)] for text in texts])
 
 
-def picture(i):
-    data = io.BytesIO()
-    Image.new("RGB", (8, 8), (10 * i, 0, 200)).save(data, "PNG")
-    return data.getvalue()
-
-
 def make(path, n=N, bad=()):
     members = []
     for i in range(n):
-        members += [(f"{i:03d}.png", b"no image" if i in bad else picture(i))]
+        members += [(f"{i:03d}.png", b"no image" if i in bad else picture((10 * i, 0, 200), 8))]
         members += [(f"{i:03d}.txt", "\n".join(f"caption {PER_IMAGE * i + c}" for c in range(PER_IMAGE)).encode())]
     return find_captions(write_tar(path, members))
 
@@ -198,7 +189,7 @@ def make_queries(folder, bad=(), tuples=TUPLES):
     places = []
     for i in range(N_TARGETS):
         file = folder / f"{i}.png"
-        file.write_bytes(b"no image" if i in bad else png((i, 0, 0), SIDE))
+        file.write_bytes(b"no image" if i in bad else picture((i, 0, 0), SIDE))
         places.append(Place(f"image {i}", str(file)))
     return Compositions(
         source="made",

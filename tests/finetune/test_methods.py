@@ -1,6 +1,5 @@
 """One short training of every method through the command: what it logs, saves and ranks by, and resuming within it."""
 
-import io
 import itertools
 import json
 import math
@@ -16,7 +15,7 @@ from finetune.methods import METHODS
 from probemb import load_model
 from probemb.cross_attention import CrossAttention
 from tests.finetune.runs import checkpoint, metrics, run_here, saved
-from tests.world import write_tar
+from tests.world import encode, write_tar
 from zeroshot.retrieval import main as retrieval
 
 TRAINED = [name for name, method in METHODS.items() if method.trained]
@@ -118,9 +117,9 @@ def stripes(tmp_path):
         members = []
         for i in range(n):
             held = random.permutation(len(colours))[:3].tolist()
-            pixels, data = np.array([[colours[one] for one in held]], np.uint8), io.BytesIO()
-            Image.fromarray(pixels).resize((24, 24), Image.Resampling.NEAREST).save(data, "PNG")
-            members += [(f"{i:03d}.png", data.getvalue()), (f"{i:03d}.json", json.dumps({"categories": held}).encode())]
+            pixels = Image.fromarray(np.array([[colours[one] for one in held]], np.uint8))
+            data = encode(pixels.resize((24, 24), Image.Resampling.NEAREST), "PNG")
+            members += [(f"{i:03d}.png", data), (f"{i:03d}.json", json.dumps({"categories": held}).encode())]
         write_tar(tmp_path / split / "0.tar", members)
     return tmp_path
 

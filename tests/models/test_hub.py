@@ -1,18 +1,17 @@
 """Saving, loading, and everything that can be wrong with a path, a file or a hub name."""
 
-import hashlib
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
 from probemb.models.formats import export_open_clip
+from tests.webserver import serve
 
 NAME = "ViT-Micro-32"
 
@@ -157,40 +156,15 @@ def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A server on this machine that answers as the hub does, for files put into the returned dictionary."""
-    from huggingface_hub import constants
-
-    files = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            data = files.get(self.path)
-            self.send_response(404 if data is None else 200)
-            if data is None:
-                self.send_header("X-Error-Code", "EntryNotFound" if files else "RepoNotFound")
-                data = b""
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.end_headers()
-            return data
-
-        def do_GET(self):
-            self.wfile.write(self.do_HEAD())
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    yield files
-    server.shutdown()
-    server.server_close()
+    """The folder of a server on this machine that answers as the hub does."""
+    (tmp_path / "hub").mkdir()
+    with serve(tmp_path / "hub") as site:
+        site.headers = {"X-Repo-Commit": "0" * 40, "X-Error-Code": "EntryNotFound"}
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "ENDPOINT", site.address)
+        template = site.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield site.folder
 
 
 @pytest.mark.parametrize("weights", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])
@@ -200,10 +174,10 @@ def test_hub_name_of_a_repository_of_open_clips(tmp_path, hub, weights):
     if weights.endswith(".bin"):
         torch.save(load_file(tmp_path / "x" / "open_clip_model.safetensors"), tmp_path / "x" / weights)
         # the same weights for another library
-        hub["/someone/CLIP/resolve/main/config.json"] = b'{"model_type": "clip", "transformers_version": "4.30"}'
-        hub["/someone/CLIP/resolve/main/model.safetensors"] = b"another layout"
+        (hub / "config.json").write_text('{"model_type": "clip", "transformers_version": "4.30"}')
+        (hub / "model.safetensors").write_text("another layout")
     for name in ("open_clip_config.json", weights):
-        hub[f"/someone/CLIP/resolve/main/{name}"] = (tmp_path / "x" / name).read_bytes()
+        (tmp_path / "x" / name).rename(hub / name)
     images, tokens = torch.randn(3, 3, 32, 32), torch.randint(1, 49408, (3, 16))
     found = load_model("hf-hub:someone/CLIP").model
     started = create_model(NAME, pretrained="someone/CLIP", image_size=48)

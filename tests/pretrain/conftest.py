@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.forked import pretraining
+from tests.forked import OPTIONS, pretraining
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -13,15 +13,4 @@ def _imported_once():
 
 @pytest.fixture
 def options(scenes, tmp_path):
-    return {
-        "data.train": scenes / "train",
-        "data.workers": 0,
-        "model.name": "ViT-Micro-32",
-        "batch-size": 16,
-        "samples": 16 * 10**4,
-        "optimizer.warmup_samples": 64,
-        "log-every": 1,
-        "save-every": 0,
-        "engine.threads": 1,
-        "out": tmp_path / "run",
-    }
+    return {**OPTIONS, "data.train": scenes / "train", "samples": 16 * 10**4, "save-every": 0, "out": tmp_path / "run"}

@@ -4,8 +4,6 @@ Every node has its own host name and address. Daemons run in the foreground as c
 however they end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

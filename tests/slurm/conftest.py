@@ -1,7 +1,5 @@
 """One cluster and one small synthetic world for all tests of this folder."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

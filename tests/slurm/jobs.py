@@ -1,7 +1,5 @@
 """Jobs of a test: what people type, and what they then look at."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Told to stop, saved, requeued, resumed and finished like an undisturbed run, in all three ways to start one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The scripts on a real Slurm: finetuning preempted, a node lost, a job cancelled."""
 
-from __future__ import annotations
-
 from tests.slurm.jobs import CPU, STEPS
 
 FINETUNING = {

@@ -1,7 +1,5 @@
 """Arguments of the runs of a job array, and the file for sbatch; test_preemption.py has the jobs."""
 
-from __future__ import annotations
-
 import pytest
 
 from probemb.errors import UserError

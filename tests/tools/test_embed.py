@@ -1,6 +1,5 @@
 """python -m tools.embed on real tars with a real model, from here and from a web server."""
 
-import io
 import signal
 import tempfile
 import time
@@ -20,7 +19,7 @@ from tests.jobs import Job
 from tests.searching import open_searcher
 from tests.shards import iterate_samples
 from tests.webserver import serve
-from tests.world import jpeg, save, shade, write_tar
+from tests.world import encode, jpeg, save, shade, write_tar
 from tools.build_index import main as build
 from tools.embed import main, partition_name
 from tools.make_scenes.world import scene
@@ -207,9 +206,9 @@ def test_what_cannot_be_used_is_left_out_and_counted(run_folder, tmp_path):
 
 def test_a_folder_its_index_and_its_queries_keep_their_resize_backend(run_folder, tmp_path):
     rng = np.random.default_rng(0)  # noise: on which PIL and torch differ most
-    noise, data = Image.fromarray(rng.choice(np.array([0, 255], np.uint8), (60, 45, 3))), io.BytesIO()
-    noise.save(data, "PNG")
-    write_tar(tmp_path / "data" / "00000.tar", [("0.png", data.getvalue())])
+    noise = Image.fromarray(rng.choice(np.array([0, 255], np.uint8), (60, 45, 3)))
+    data = encode(noise, "PNG")
+    write_tar(tmp_path / "data" / "00000.tar", [("0.png", data)])
     expected = {}
     for resize in ("pil", "tensor"):
         model, _, transforms = load_model(run_folder, resize=resize)
@@ -225,7 +224,7 @@ def test_a_folder_its_index_and_its_queries_keep_their_resize_backend(run_folder
         with pytest.raises(UserError, match=f"--resize {resize}\\), not .*--resize {other}"):
             main([*argv, "--resize", other])
         assert build(["--embeddings", str(tmp_path / resize), "--out", str(tmp_path / f"index-{resize}")]) == 0
-        query = open_searcher(tmp_path / f"index-{resize}").encoder.embed([], [QueryImage("x", data.getvalue)])
+        query = open_searcher(tmp_path / f"index-{resize}").encoder.embed([], [QueryImage("x", lambda: data)])
         np.testing.assert_allclose(query.mean.numpy(), expected[resize], atol=apart / 20)
 
 
@@ -248,17 +247,6 @@ def test_shards_of_a_web_server(workers, ranges, corpus, whole, run_folder, tmp_
         site.requests.clear()
         assert main(options(run_folder, source, out)) == 0
         assert [name for name, _ in site.requests] == ["index.json"]  # nothing is fetched again
-
-
-def test_a_command_is_run_to_embed_and_never_for_a_picture(corpus, whole, run_folder, tmp_path):
-    out = tmp_path / "out"
-    command = f"pipe:cat {corpus}/{{00000..00003}}.tar"
-    assert main(options(run_folder, command, out)) == 0
-    assert contents(out) == contents(whole)
-    row = open_embeddings(out).read_items(open_embeddings(out).partitions("image")[0]).to_pylist()[0]
-    assert row["shard"] == command.replace("{00000..00003}", "00000")
-    with pytest.raises(LookupError, match=r"not a file here and not on a web server \(pipe:\)"):
-        read_picture(row["shard"], row["offset"], row["size"])
 
 
 def test_names_of_partitions_lead_nowhere():

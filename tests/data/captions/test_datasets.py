@@ -143,15 +143,3 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
         "f": "a caption id is not a whole number from 0 on",
         "g": "there is no caption",
     }
-
-
-def test_flickr8k(shared_data):
-    folder = shared_data("flickr8k")
-    keys = set()
-    for split, count in [("train", 6000), ("val", 1000), ("test", 1000)]:
-        found = find_captions(folder, split)
-        assert len(found) == len(found.images) == count
-        assert all(len(texts) == 5 for texts in found.captions)
-        assert found.images.bad == []
-        keys |= set(found.image_ids)
-    assert len(keys) == 8000

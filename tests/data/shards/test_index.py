@@ -9,16 +9,17 @@ import pytest
 from probemb.data.shards.index import Shard, read_index, write_index
 from probemb.data.shards.samples import list_samples
 from probemb.errors import UserError
+from tests.world import write_tar
 
 
 @pytest.fixture
-def corpus(tmp_path, write_tar, encode):
+def corpus(tmp_path):
     """A folder of four indexed shards, two samples each."""
     folder = tmp_path / "my corpus"
     rows = []
     for number in range(4):
-        files = [(f"{number}{i}.{ext}", data) for i in range(2) for ext, data in (("jpg", encode()), ("txt", b"a dog"))]
-        path = write_tar(f"my corpus/{number:05d}.tar", files)
+        files = [(f"{number}{i}.{ext}", b"data") for i in range(2) for ext in ("jpg", "txt")]
+        path = write_tar(folder / f"{number:05d}.tar", files)
         rows.append({"name": path.name, "samples": len(list_samples(path)[0]), "bytes": path.stat().st_size})
     (folder / "index.json").write_text(json.dumps({"shards": rows}))
     return folder

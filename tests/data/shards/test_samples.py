@@ -17,6 +17,7 @@ from probemb.data.shards.samples import (
     read_sample,
 )
 from probemb.data.shards.write import encode_captions, tar_writer
+from tests.world import write_tar
 
 
 def test_grouping_equals_webdataset():
@@ -32,12 +33,12 @@ def test_grouping_equals_webdataset():
     assert [(key, {ext: str(m.offset).encode() for ext, m in parts.items()}) for key, parts in found] == expected
 
 
-def test_a_sample_has_an_image_and_a_text(write_tar, encode):
-    image = encode()
+def test_a_sample_has_an_image_and_a_text(tmp_path):
+    image = b"an image"
     files = [("a.jpg", image), ("a.txt", b"a dog"), ("b.jpg", image), ("c.txt", b"a cat")]
     files += [("d.png", image), ("d.cls", b"3"), ("d.other", b"x" * 99), ("e.mp4", b"")]
     files += [("f.webp", image), ("f.json", b"{}"), ("g.jpg", image), ("g.long.txt", b"a dog"), ("g.url.csv", b"")]
-    path = write_tar("a.tar", files)
+    path = write_tar(tmp_path / "a.tar", files)
     samples, others = list_samples(path)
     assert [(span.key, sorted(span.parts)) for span in samples] == [
         ("a", ["jpg", "txt"]),

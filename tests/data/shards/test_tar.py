@@ -7,6 +7,7 @@ import pytest
 
 from probemb.data.failures import BadShard
 from probemb.data.shards.samples import walk_tar
+from tests.world import write_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -38,14 +39,14 @@ END = b"\0" * 1024
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_equals_tarfile(write_tar, format):
+def test_equals_tarfile(tmp_path, format):
     draw = random.Random(0)
     names = ["a.jpg", "folder/b.jpg", "é/ü.json", "x" * 98 + ".t"]
     names += [f"{'d' * 90}/{'e' * 60}/{i}.jpg" for i in range(3)]  # a ustar prefix, or an extended header
     if format != "ustar":
         names += ["long/" * 60 + "ö" * 100 + ".jpg", "y" * 300]
     files = [(name, draw.randbytes(draw.choice([0, 1, 511, 512, 513, 3000]))) for name in names]
-    path = write_tar("a.tar", files, FORMATS[format])
+    path = write_tar(tmp_path / "a.tar", files, FORMATS[format])
     found = members(path)
     assert found == reference(path)
     assert [name for name, _, _ in found] == names
@@ -84,9 +85,9 @@ def test_hostile_files_are_refused_with_the_reason(tmp_path, case):
 
 
 @pytest.mark.chaos
-def test_data_after_the_end_marker_is_damage(write_tar, tmp_path):
+def test_data_after_the_end_marker_is_damage(tmp_path):
     files = [(f"{i}.jpg", b"5" * 3000) for i in range(40)]
-    path = write_tar("a.tar", files)
+    path = write_tar(tmp_path / "a.tar", files)
     data, whole = path.read_bytes(), members(path)
     middle = whole[20][1] - 512  # a header
     for name, damaged in {

@@ -1,16 +1,15 @@
 """Large JPEGs that are decoded at a part of their size: the crop keeps the resolution of the result."""
 
-import io
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from pretrain.stream.samples import draft_size, find_crop
 from probemb.data.images import decode_image
 from probemb.models import Augmentation, create_transforms
+from tests.world import encode, photograph
 
 SIZE = 48
 
@@ -19,23 +18,12 @@ def transform(scale=(0.9, 1.0), size=SIZE):
     return create_transforms({"preprocess": {"size": size}}, Augmentation(scale=scale)).train
 
 
-def photograph(width, height, seed=0) -> Image.Image:
-    noise = np.random.default_rng(seed).integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def jpeg(image, **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=92, **options)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
     ("scale", "size"), [((0.9, 1.0), (95, 300)), ((0.08, 1.0), (401, 399)), ((0.9, 1.0), (1024, 768))]
 )
 def test_the_crop_keeps_the_resolution_of_the_result(scale, size):
     crop = transform(scale)
-    data, reduced, away = jpeg(photograph(*size)), 0, []
+    data, reduced, away = encode(photograph(*size)), 0, []
     first = find_crop(crop)
     for number in range(50):
 
@@ -65,6 +53,6 @@ def test_the_crop_keeps_the_resolution_of_the_result(scale, size):
 def test_images_that_are_not_reduced_stay_the_same_to_the_last_bit():
     crop = find_crop(transform())
     for seed in range(8):
-        data = jpeg(photograph(60 + seed, 95 - seed, seed))
+        data = encode(photograph(60 + seed, 95 - seed, seed))
         draft = partial(draft_size, crop, seed=partial(torch.manual_seed, seed))
         assert decode_image(data, draft).tobytes() == decode_image(data).tobytes()

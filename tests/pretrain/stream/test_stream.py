@@ -1,6 +1,5 @@
 """The stream: the same batches whatever the ranks, workers and restarts, also when samples are damaged."""
 
-import io
 import multiprocessing
 import os
 import random
@@ -22,6 +21,7 @@ from probemb.data.shards.write import tar_writer
 from probemb.errors import UserError
 from probemb.files import file_sha256
 from tests.imagesite import bomb
+from tests.world import encode, picture
 
 SIZES = (11, 7, 9, 13, 5)  # 45 samples: 5 steps of 8 in an epoch, 5 are dropped
 BATCH, LANES = 8, 4
@@ -33,10 +33,8 @@ def write_shard(path: Path, size: int, bad: dict[int, str] | None = None, seed: 
     with open(path, "wb") as file, tar_writer(file) as tar:
         for i in range(size):
             kind = (bad or {}).get(i)
-            buffer = io.BytesIO()
             noise = numbers.integers(0, 256, (int(numbers.integers(16, 30)), 20, 3), dtype=np.uint8)
-            Image.fromarray(noise).save(buffer, "JPEG")
-            image = buffer.getvalue()
+            image = encode(Image.fromarray(noise))
             caption = "\n".join(f"{path.stem} {i} caption {c}" for c in "abc").encode()
             if kind == "image":
                 image = image[: len(image) // 2]
@@ -172,12 +170,11 @@ def test_seed_epoch_and_caption_choice(corpus, uninterrupted):
 def test_captions_by_name_are_drawn_by_seed_and_position(tmp_path):
     """A third of the samples lacks the synthetic ones, and falls back to the first name that it has."""
     (tmp_path / "data").mkdir()
-    Image.new("RGB", (16, 16)).save(image := io.BytesIO(), "JPEG")
     for number in range(4):
         with open(tmp_path / "data" / f"{number}.tar", "wb") as file, tar_writer(file) as tar:
             for i in range(64):
                 texts = {"txt": b"t", "long.txt": b"l", "json": b'{"made": {"by": ["x", "y"]}}' if i % 3 else b"{}"}
-                tar.write({"__key__": f"{i}", "jpg": image.getvalue(), **texts})
+                tar.write({"__key__": f"{i}", "jpg": picture("red", format="JPEG"), **texts})
     shards = [Shard(path.name, path, 64, path.stat().st_size) for path in sorted((tmp_path / "data").iterdir())]
     wanted = {"long.txt": 0.0, "json.made.by": 3.0, "txt": 1.0}
 

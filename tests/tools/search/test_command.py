@@ -1,21 +1,17 @@
 """python -m tools.search: its options, table, exit codes, calibration, and the served page's process."""
 
 import json
-import multiprocessing
-import os
 import shutil
 import signal
-import time
 import urllib.request
-from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
 
-from probemb.cli.command import run_command
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.models import create_model, save_model
+from tests.jobs import Job
 from tests.searching import EVIL, N, open_searcher
 from tools.search.calibrate import load_calibration
 from tools.search.command import main
@@ -60,19 +56,6 @@ def test_captions_cannot_speak_to_the_terminal(gallery, searcher, capsys):
     assert any(EVIL in one["captions"] for one in answer["results"])
 
 
-def start(out, errors, argv):
-    """The command in a process forked from this one, so that nothing is imported again."""
-
-    def work():
-        told, said = open(out, "w", buffering=1), open(errors, "w")  # noqa: SIM115 - closing the first may fail
-        with redirect_stdout(told), redirect_stderr(said):
-            run_command(lambda: main([*map(str, argv)]))
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    return process
-
-
 def test_a_calibration(gallery, searcher, index, capsys):
     captions = [(i, text) for i, several in enumerate(gallery.captions) for text in several]
     closest = csd(searcher.encoder.embed([text for _, text in captions]), gallery.embedded).argsort(1)[:, :5]
@@ -107,19 +90,10 @@ def test_a_calibration(gallery, searcher, index, capsys):
 
 
 def test_the_page_is_served_until_the_command_is_told_to_end(gallery, tmp_path):
-    log = tmp_path / "log"
-    process = start(log, tmp_path / "errors", ["--serve", "--port", "0", "--index", gallery.images])
-    try:
-        end = time.monotonic() + 30
-        while not (log.exists() and log.read_text().endswith("(end with Ctrl-C)\n")):
-            assert process.is_alive()
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        with urllib.request.urlopen(f"{log.read_text().split()[1]}about", timeout=10) as response:
-            assert [one["count"] for one in json.load(response)["indexes"]] == [N]
-        os.kill(process.pid, signal.SIGINT)
-        process.join(10)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
+    options = {"port": 0, "index": gallery.images}
+    job = Job(main, options, "--serve", ranks=0, output=tmp_path / "log", errors=tmp_path / "errors")
+    job.until("(end with Ctrl-C)\n", 30)
+    with urllib.request.urlopen(f"{job.text().split()[1]}about", timeout=10) as response:
+        assert [one["count"] for one in json.load(response)["indexes"]] == [N]
+    job.signal(signal.SIGINT)
+    assert job.wait(10) == [0]

@@ -20,6 +20,7 @@ from tests.orientation import stored, upright
 from tests.searching import EVIL, MARKUP, N, open_searcher
 from tests.searchpage import UPLOAD, post, request, serving
 from tests.webserver import serve as serve_folder
+from tests.world import encode
 from tools.build_index import main as build
 from tools.embed import main as embed
 from tools.search.page import GAP, LARGE_FORM, PICTURES, form_turn, host_check, shrink
@@ -179,9 +180,8 @@ def test_an_upload_that_is_far_too_large_is_not_taken_at_all(port):
 
 
 def test_a_large_photograph_is_searched_with(port, searcher, gallery):
-    large = io.BytesIO()
-    Image.open(io.BytesIO(gallery.jpegs[5])).resize((5_000, 5_000), Image.BICUBIC).save(large, "JPEG", quality=95)
-    status, answer = post(port, [("top", "3")], [("image", "x.jpg", large.getvalue())])
+    large = encode(Image.open(io.BytesIO(gallery.jpegs[5])).resize((5_000, 5_000), Image.BICUBIC), quality=95)
+    status, answer = post(port, [("top", "3")], [("image", "x.jpg", large)])
     assert status == 200
     small = searcher.answer(SearchRequest([], [QueryImage("x", lambda: gallery.jpegs[5])], top=3))
     assert answer["results"][0]["row"] == small["results"][0]["row"]
