@@ -46,7 +46,7 @@ def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
     options = {"data.train": scenes / "train", "evaluate.classes": scenes / "classes", "evaluate.every_samples": 48}
     options |= {"evaluate.pairs": scenes / "val", "evaluate.batch_size": 5}
     whole = start({**options, "out": tmp_path / "whole"}, ranks=2)
-    half = start({**options, "out": tmp_path / "half", "stop-at-step": 4}, ranks=2)
+    start({**options, "out": tmp_path / "half", "stop-at-step": 4}, ranks=2)
     rest = start({**options, "out": tmp_path / "half"}, "--resume", ranks=2)
     assert "resumed at step 4" in rest.stdout
 
@@ -185,7 +185,7 @@ def test_a_run_continues_from_its_copy_bit_for_bit(scenes, tmp_path):
     """Two ranks; the run folder is lost in between."""
     address = f"file://{tmp_path}/copy"
     options = {"data.train": scenes / "train", "remote-copy": address, "keep-checkpoints": 1}
-    whole = start({"data.train": scenes / "train", "out": tmp_path / "whole"}, ranks=2)
+    start({"data.train": scenes / "train", "out": tmp_path / "whole"}, ranks=2)
     half = start({**options, "out": tmp_path / "half", "stop-at-step": 4}, ranks=2)
     assert f"remote copy {address}: step 4 is complete" in half.stdout
     assert Copy(address).steps() == [4]
