@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+import torch
 
 from tests.world import boxed_scenes, captioned, composed_scenes, names, pictures, run_folder, scenes, shards
 
@@ -77,6 +78,12 @@ def parity():
             return {name: arrays[name] for name in arrays.files}
 
     return load
+
+
+@pytest.fixture
+def tensors(parity):
+    """The same as tensors, but for texts."""
+    return lambda item: {n: torch.from_numpy(np.asarray(a)) for n, a in parity(item).items() if a.dtype.kind in "biuf"}
 
 
 @pytest.fixture(scope="session")

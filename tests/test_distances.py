@@ -183,8 +183,8 @@ def test_authors_closed_forms(parity):
         )
 
 
-def test_authors_csd(parity):
-    v = {k: torch.from_numpy(a) for k, a in parity("01_pcmepp_csd_loss").items()}
+def test_authors_csd(tensors):
+    v = tensors("01_pcmepp_csd_loss")
     image, text = Gaussian(v["mu_v"], v["logvar_v"]), Gaussian(v["mu_t"], v["logvar_t"])
     torch.testing.assert_close(csd(image, text), v["csd__distance"], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(distances.wasserstein2(image, text), v["wdist__distance"], rtol=1e-9, atol=1e-9)

@@ -50,6 +50,19 @@ def write_tar(path, files, format=tarfile.USTAR_FORMAT):
     return path
 
 
+def as_bytes(content):
+    """Bytes, a text, or what becomes JSON."""
+    if not isinstance(content, (bytes, str)):
+        content = json.dumps(content)
+    return content if isinstance(content, bytes) else content.encode()
+
+
+def write_samples(path, samples):
+    """A tar of samples, which are numbered: what each holds, by extension."""
+    parts = [(f"{i:03d}.{ext}", as_bytes(part)) for i, one in enumerate(samples) for ext, part in one.items()]
+    return write_tar(path, parts)
+
+
 @pytest.fixture(scope="session")
 def pictures():
     """(label, JPEG) of 8 classes x 4 images."""
@@ -78,10 +91,7 @@ def shards(tmp_path_factory, pictures, names):
     folder = tmp_path_factory.mktemp("shards")
     half = len(pictures) // 2
     for number, part in enumerate((pictures[:half], pictures[half:])):
-        members = []
-        for i, (label, data) in enumerate(part):
-            members += [(f"{i:03d}.jpg", data), (f"{i:03d}.cls", str(label).encode())]
-        write_tar(folder / f"{number:05d}.tar", members)
+        write_samples(folder / f"{number:05d}.tar", [{"jpg": data, "cls": str(label)} for label, data in part])
     (folder / "classes.txt").write_text("\n".join(names) + "\n")
     return folder
 
@@ -89,13 +99,12 @@ def shards(tmp_path_factory, pictures, names):
 @pytest.fixture(scope="session")
 def captioned(tmp_path_factory):
     """One tar of 24 scenes with three captions each, and their truth."""
-    members, ids, drawn = [], [f"{i:03d}" for i in range(24)], [scene("test", i) for i in range(24)]
+    drawn = [scene("test", i) for i in range(24)]
     captions = [draw_captions(one, 3) for one in drawn]
-    for name, one, row in zip(ids, drawn, captions):
-        text = {"captions": [caption.text for caption in row]}
-        members += [(f"{name}.jpg", jpeg(one)), (f"{name}.json", json.dumps(text).encode())]
-    tar = write_tar(tmp_path_factory.mktemp("captioned") / "val.tar", members)
-    write_truth(tar.with_name("truth.npz"), ids, drawn, captions)
+    texts = [{"captions": [caption.text for caption in row]} for row in captions]
+    samples = [{"jpg": jpeg(one), "json": text} for one, text in zip(drawn, texts)]
+    tar = write_samples(tmp_path_factory.mktemp("captioned") / "val.tar", samples)
+    write_truth(tar.with_name("truth.npz"), [f"{i:03d}" for i in range(24)], drawn, captions)
     return tar
 
 
@@ -142,7 +151,5 @@ def which(image):
 def save(path, content):
     """Write bytes, a text, or JSON to a path, whose folders are made; returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not isinstance(content, (bytes, str)):
-        content = json.dumps(content)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(as_bytes(content))
     return path

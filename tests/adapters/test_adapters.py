@@ -29,12 +29,8 @@ from probemb.adapters import (
 pytestmark = pytest.mark.core
 
 
-def tensors(arrays) -> dict:
-    return {name: torch.from_numpy(np.asarray(value)) for name, value in arrays.items()}
-
-
-def test_loss_order_meets_the_authors_numbers(parity):
-    v = tensors(parity("26_url"))
+def test_loss_order_meets_the_authors_numbers(tensors):
+    v = tensors("26_url")
     u = v["order_pred"].requires_grad_()
     loss = order_loss(u, v["order_true"])
     torch.testing.assert_close(loss, v["order_loss"])
@@ -43,8 +39,8 @@ def test_loss_order_meets_the_authors_numbers(parity):
 
 
 @pytest.mark.parametrize("form", ["vmf", "psd"])
-def test_spherical_texts_meet_the_authors_numbers(parity, form):
-    v = tensors(parity("23_asymvlm"))
+def test_spherical_texts_meet_the_authors_numbers(tensors, form):
+    v = tensors("23_asymvlm")
     x, eta, t = (v[name].requires_grad_() for name in ("x_img", "eta_txt", "temperature"))
     density = {"vmf": von_mises_fisher, "psd": power_spherical}[form]
     torch.testing.assert_close(density(F.normalize(x, dim=1), eta), v[f"{form}__log_likelihood_img_x_txt"])
@@ -94,8 +90,8 @@ def probvlm(v, side: str, prefix: str, heads: str) -> ProbVLMAdapter:
     return found
 
 
-def test_probvlm_meets_the_authors_numbers(parity):
-    v = tensors(parity("22_probvlm"))
+def test_probvlm_meets_the_authors_numbers(tensors):
+    v = tensors("22_probvlm")
     nets = {side: probvlm(v, f"{side}_BayesCap.", "param__", "relu") for side in ("img", "txt")}
     held = {side: net.parameters_of(v[f"z_{side}"]) for side, net in nets.items()}
     for side, found in held.items():
@@ -115,7 +111,7 @@ def test_probvlm_meets_the_authors_numbers(parity):
     gg = [v[f"gg_{name}"] for name in ("mu", "one_over_alpha", "beta", "target")]
     torch.testing.assert_close(generalized_gaussian_nll(*gg), v["own_paper_nll_elementwise"])
     torch.testing.assert_close(published_probvlm_log_variance(*gg[1:3]).exp(), v["gg_uncertainty"])
-    w = tensors(parity("23_asymvlm"))
+    w = tensors("23_asymvlm")
     soft = probvlm(w, "", "probvlm_softplus__param__", "softplus")
     for ours, theirs in zip(soft.parameters_of(w["x_img"]), ("mu", "one_over_alpha", "beta")):
         torch.testing.assert_close(ours, w[f"probvlm_softplus__{theirs}"])
@@ -133,8 +129,8 @@ def test_generalised_gaussian_is_a_density_with_its_variance():
         torch.testing.assert_close(variance, generalized_log_variance(inverse_alpha, beta)[0], rtol=1e-3, atol=1e-3)
 
 
-def test_vilu_meets_the_authors_numbers(parity):
-    v = tensors(parity("25_vilu"))
+def test_vilu_meets_the_authors_numbers(tensors):
+    v = tensors("25_vilu")
     net = FailurePredictor(8, (10, 6)).double()
     own = {f"mlp.{i}.{p}": v[f"full__param__mlp.{i}.{p}"] for i in (0, 2, 4) for p in ("weight", "bias")}
     net.load_state_dict(

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,13 +12,8 @@ from probemb.laplace import LaplaceProjection, curvature, expected_unit, kroneck
 pytestmark = pytest.mark.core
 
 
-@pytest.fixture
-def vectors(parity):
-    return lambda name: {key: torch.from_numpy(np.asarray(value)) for key, value in parity(name).items()}
-
-
-def test_curvature_and_factors_meet_the_authors_numbers(vectors):
-    v = vectors("20_bayesvlm_kfac")
+def test_curvature_and_factors_meet_the_authors_numbers(tensors):
+    v = tensors("20_bayesvlm_kfac")
     scale = math.exp(v["logit_scale_log"].item())
     image, text = v["embeds_img"], v["embeds_txt"]
     first = v["infonce__hessian_first3_img_vs_all_txt"]
@@ -36,8 +30,8 @@ def test_curvature_and_factors_meet_the_authors_numbers(vectors):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_prior_maximises_the_evidence_of_the_full_kronecker_product(vectors, exact):
-    v = vectors("20_bayesvlm_kfac")
+def test_the_prior_maximises_the_evidence_of_the_full_kronecker_product(tensors, exact):
+    v = tensors("20_bayesvlm_kfac")
     a, b = (v[f"infonce__classes12_batch4__{x}_img"] for x in "AB")
     norm2, tau = v["weight_img"].square().sum(), v["prior__n"]
 
@@ -56,8 +50,8 @@ def test_the_prior_maximises_the_evidence_of_the_full_kronecker_product(vectors,
     assert abs(slope * prior) < 1e-9
 
 
-def test_variances_are_the_authors_and_the_exact_ones(vectors):
-    v, w = vectors("20_bayesvlm_kfac"), vectors("21_bayesvlm_probcosine")
+def test_variances_are_the_authors_and_the_exact_ones(tensors):
+    v, w = tensors("20_bayesvlm_kfac"), tensors("21_bayesvlm_probcosine")
     a, b = (v[f"infonce__classes12_batch4__{x}_img"] for x in "AB")
     (av, au), (bv, bu) = torch.linalg.eigh(a), torch.linalg.eigh(b)
     posterior = LaplaceProjection(len(b), len(a), pseudo_data=v["cov__n_img"].item()).double()
@@ -74,8 +68,8 @@ def test_variances_are_the_authors_and_the_exact_ones(vectors):
     torch.testing.assert_close(posterior.log_var(inputs).exp(), exact)
 
 
-def test_prob_cosine_meets_the_authors_numbers_ranks_as_csd_and_follows_samples(vectors):
-    w = vectors("21_bayesvlm_probcosine")
+def test_prob_cosine_meets_the_authors_numbers_ranks_as_csd_and_follows_samples(tensors):
+    w = tensors("21_bayesvlm_probcosine")
     image = Gaussian(w["embeds_img"], w["embed_var_img"].log())
     text = Gaussian(w["embeds_txt"], w["embed_var_txt"].log())
     mean, var = prob_cosine(image, text)

@@ -200,12 +200,8 @@ def test_every_crop_is_its_own_and_embedded_once(phrases, embedder):
                 torch.testing.assert_close(one.captions[item].log_var[row], text.log_var[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture
-def authors(parity):
-    return {name: torch.from_numpy(value) for name, value in parity("27_hierarcaps").items()}
-
-
-def test_the_walk_is_prolips(authors):
+def test_the_walk_is_prolips(tensors):
+    authors = tensors("27_hierarcaps")
     images, texts = authors["image_mean_f32"].double(), authors["text_mean_f32"].double().flatten(0, 1)
     numbers, root = authors["caption_ids"], authors["root_mean_f32"].double()
     found = hierarchy_score(hierarchy_walk(images, texts, numbers.flatten(), root.expand_as(images)), numbers)
@@ -228,7 +224,8 @@ def test_the_walk_is_prolips(authors):
         )
 
 
-def test_the_radii_are_hierarcaps(authors):
+def test_the_radii_are_hierarcaps(tensors):
+    authors = tensors("27_hierarcaps")
     rows, image_of_row = authors["original__rows"], authors["original__image_of_row"]
     texts = authors["text_mean_f32"].double()[rows]
     images, root = authors["image_mean_f32"].double()[image_of_row], authors["root_mean_f32"].double()

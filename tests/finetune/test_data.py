@@ -13,7 +13,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
-from tests.world import picture, write_tar
+from tests.world import picture, write_samples
 
 N, PER_IMAGE = 12, 3
 
@@ -34,11 +34,9 @@ def tokenizer(texts):
 
 
 def make(path, n=N, bad=()):
-    members = []
-    for i in range(n):
-        members += [(f"{i:03d}.png", b"no image" if i in bad else picture((10 * i, 0, 200), 8))]
-        members += [(f"{i:03d}.txt", "\n".join(f"caption {PER_IMAGE * i + c}" for c in range(PER_IMAGE)).encode())]
-    return find_captions(write_tar(path, members))
+    texts = ["\n".join(f"caption {PER_IMAGE * i + c}" for c in range(PER_IMAGE)) for i in range(n)]
+    pictures = [b"no image" if i in bad else picture((10 * i, 0, 200), 8) for i in range(n)]
+    return find_captions(write_samples(path, [{"png": one, "txt": text} for one, text in zip(pictures, texts)]))
 
 
 @pytest.fixture(scope="module")

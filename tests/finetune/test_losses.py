@@ -21,7 +21,7 @@ from probemb.models import Encoded, create_model
 from tests.finetune.conftest import WORDS
 from tests.finetune.trainers import configured
 from tests.losses.points import close, pairs, same_images
-from tests.models.test_autoencoder import authors, published_modules  # noqa: F401 - a fixture
+from tests.models.test_autoencoder import published_modules
 
 N = 6
 
@@ -235,9 +235,9 @@ def test_unpaired_items_are_reconstructed_and_held_to_the_prior_but_not_matched(
 
 
 @pytest.fixture
-def step(authors, monkeypatch):  # noqa: F811
+def step(tensors, monkeypatch):
     """The authors' batch and modules in our method: (method, model, batch, their encoders' parameters by name)."""
-    v, d = authors, {"dtype": torch.float64}
+    v, d = tensors("09_jwae"), {"dtype": torch.float64}
     words = ("--loss.published=true", "--loss.direction=i2t", "--loss.aggregation=mean", "--loss.image_norm=l1")
     method, model = over_tokens(*words, "--loss.image_weight=0.05")
     image, text, judge = published_modules(v)
@@ -276,9 +276,9 @@ def over_tokens(*words: str):
     return method, model
 
 
-def test_authors_step(step, authors):  # noqa: F811
+def test_authors_step(step, tensors):
     """Every part, their sum, and the gradients of encoders, decoders, and of the discriminator that gets them too."""
-    (method, model, batch, own), v = step, authors
+    (method, model, batch, own), v = step, tensors("09_jwae")
     out = method.loss(batch, model)
     close(out.terms["triplet"], v["train_emb__Le"], torch.float64)
     close(0.05 * out.terms["image"] + 0.005 * out.terms["text"], v["train_emb__r_tot"])
@@ -292,9 +292,9 @@ def test_authors_step(step, authors):  # noqa: F811
         close(found, v[f"train_emb_grad__netD__fc{i + 1}.weight"])
 
 
-def test_the_published_discriminator_keeps_all_gradients(step, authors, monkeypatch):  # noqa: F811
+def test_the_published_discriminator_keeps_all_gradients(step, tensors, monkeypatch):
     """Adam is given the sums: the encoders' of this step, its own, and those of all steps before."""
-    (method, model, batch, _), v = step, authors
+    (method, model, batch, _), v = step, tensors("09_jwae")
     monkeypatch.setattr("probemb.models.autoencoder.prior_samples", lambda codes, generator: v["true_gauss"])
     method.aside_optimizer = torch.optim.SGD(method.aside.parameters(), 0.0)
     weight = method.aside.discriminator.layers[0].weight

@@ -15,7 +15,7 @@ from finetune.methods import METHODS
 from probemb import load_model
 from probemb.cross_attention import CrossAttention
 from tests.finetune.runs import checkpoint, metrics, run_here, saved
-from tests.world import encode, write_tar
+from tests.world import encode, write_samples
 from zeroshot.retrieval import main as retrieval
 
 TRAINED = [name for name, method in METHODS.items() if method.trained]
@@ -114,13 +114,13 @@ def stripes(tmp_path):
     rows = [{"id": number, "name": f"colour{number}"} for number in range(len(colours))]
     (tmp_path / "categories.json").write_text(json.dumps(rows))
     for split, n in (("train", 240), ("val", 60), ("test", 60)):
-        members = []
-        for i in range(n):
+        samples = []
+        for _ in range(n):
             held = random.permutation(len(colours))[:3].tolist()
             pixels = Image.fromarray(np.array([[colours[one] for one in held]], np.uint8))
             data = encode(pixels.resize((24, 24), Image.Resampling.NEAREST), "PNG")
-            members += [(f"{i:03d}.png", data), (f"{i:03d}.json", json.dumps({"categories": held}).encode())]
-        write_tar(tmp_path / split / "0.tar", members)
+            samples.append({"png": data, "json": {"categories": held}})
+        write_samples(tmp_path / split / "0.tar", samples)
     return tmp_path
 
 

@@ -8,13 +8,9 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from finetune.data import Loader, Pairs
-from finetune.task import PairTask
-from probemb.data.captions.find import find_captions
-from probemb.models import Encoded, create_model, create_tokenizer, create_transforms
+from probemb.models import Encoded, create_tokenizer, create_transforms
 from tests.finetune.trainers import BATCH, configured, make_trainer
 from tests.ranks import run_ranks
-
-CPU = torch.device("cpu")
 
 
 def mixed(rank, world, few, words):
@@ -65,38 +61,17 @@ def test_captions_of_the_class_match(positives, birds):
 # ------------------------------------------------------------------------------------------------------------- pixels
 
 
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return create_model("ViT-Micro-32", head="gpo", embed_dim=8, image_size=24)  # smaller than the images
-
-
-def open_clips(model):
-    """The transform that gives normalised floats."""
-    return image_transform_v2(PreprocessCfg(**model.config["preprocess"]), is_train=True)
-
-
-def batches(model, data, transform):
-    return list(Loader(Pairs(data, transform, create_tokenizer(model), BATCH, 3)).epoch(1))
-
-
-def task_of(model, data, *words):
-    """As a run prepares it."""
-    task = object.__new__(PairTask)
-    task.config = configured("pcmepp", "x", *words)
-    task.method, task.train = type("M", (), {"composes": False}), data
-    task.validation, task.unpaired, task.labelled = None, None, []
-    task.prepare([model], CPU)
-    return task
-
-
 @pytest.mark.parametrize("words", [("--augment.cutout=0.3", "--mix.ratio=0"), ("--mix.ratio=1",), ("--mix.ratio=0",)])
-def test_augmentation_is_that_of_normalised_floats(model, captioned, words):
+def test_augmentation_is_that_of_normalised_floats(few, words):
     """Cutout's grey is 0 and mixing is not rounded: what the towers read is the same to the last bit."""
-    data = find_captions(captioned, None)
-    task = task_of(model, data, *words)
-    pixels, floats = (batches(model, data, t)[0] for t in (create_transforms(model).train, open_clips(model)))
-    ((images, *_), mix), ((expected, *_), same) = (task.inputs(batch, model, 5) for batch in (pixels, floats))
+    trainer = make_trainer(configured("pcmepp", few, "--model.image_size=24", *words), double=False)  # less than 32
+    task, model, tokenizer = trainer.task, trainer.model, create_tokenizer(trainer.model)
+    floats = image_transform_v2(PreprocessCfg(**model.config["preprocess"]), is_train=True)
+    read = [
+        next(Loader(Pairs(task.train, transform, tokenizer, BATCH, 3)).epoch(1))
+        for transform in (create_transforms(model).train, floats)
+    ]
+    ((images, *_), mix), ((expected, *_), same) = (task.inputs(batch, model, 5) for batch in read)
     assert torch.equal(model.normalized(images), expected)
     with torch.no_grad():
         assert torch.equal(model.encode_image(images).mean, model.encode_image(expected).mean)

@@ -26,8 +26,8 @@ def test_pseudo_positives_are_the_columns_at_least_as_close_as_the_positive():
     assert n == 3
 
 
-def test_authors_labels(parity):
-    v = {k: torch.from_numpy(a) for k, a in parity("01_pcmepp_csd_loss").items()}
+def test_authors_labels(tensors):
+    v = tensors("01_pcmepp_csd_loss")
     n = len(v["mix_lambda"])
     partner = torch.arange(n).flip(0)
     for name, amount in (("matched_soft", 1e-4), ("matched_soft10", 0.1)):

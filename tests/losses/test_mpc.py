@@ -92,9 +92,9 @@ def test_whole_loss(form):
     assert set(out.terms) == {"query_to_target", "target_to_query", "r@1", "log_var_l2"}
 
 
-def reference(parity):
+def reference(tensors):
     """The arrays as float64 tensors, and leaves of parts (N, k, D), targets (T, D)."""
-    v = {name: torch.from_numpy(x) for name, x in parity("08a_mpc").items()}
+    v = tensors("08a_mpc")
     names = ("means", "logvars", "target_mean", "target_logsigma")
     leaves = {name: v[name].clone().requires_grad_() for name in names}
     parts = Gaussian(leaves["means"], leaves["logvars"])
@@ -111,8 +111,8 @@ def near(found, expected, tolerance=2e-7):
     torch.testing.assert_close(torch.as_tensor(found).double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-def test_authors_loss_and_gradients(parity):
-    v, leaves, parts, target = reference(parity)
+def test_authors_loss_and_gradients(tensors):
+    v, leaves, parts, target = reference(tensors)
     query = compose(parts, added_variance=1e-6)
     unit, sampled = mpc.code_embedding(target)
     z_TJD = sampled.mean[:, None] + sampled.std[:, None] * v["eps_target_7"]
@@ -140,8 +140,8 @@ def test_authors_loss_and_gradients(parity):
     near(unit.mean.norm(dim=1), torch.ones(5))
 
 
-def test_authors_cosine_loss_and_gradients(parity):
-    v, leaves, parts, target = reference(parity)
+def test_authors_cosine_loss_and_gradients(tensors):
+    v, leaves, parts, target = reference(tensors)
     mean, log_var = parts.mean.sum(0), parts.log_var.logsumexp(0)
     query = Gaussian(mean, log_var)
     z_NJD = mean[:, None] + log_var.exp()[:, None] * v["pcme_eps_query_4"]
@@ -157,7 +157,7 @@ def test_authors_cosine_loss_and_gradients(parity):
     near(grads[1], v["pcme_criterion__grad_logvars"])
 
 
-def test_authors_scaled_cosine_loss(parity):
-    v, _, parts, target = reference(parity)
+def test_authors_scaled_cosine_loss(tensors):
+    v, _, parts, target = reference(tensors)
     out = scaled_cosine_loss(compose(parts).gaussian.mean, target.mean, v["tirg_criterion__scale"])
     near(out.loss.detach(), v["tirg_criterion__loss"])

@@ -20,15 +20,17 @@ from probemb.losses.triplet import (
 from tests.losses.points import close, pairs, same_images
 
 
-def looped(s, match, margin, hardest):
-    n = len(s)
-    total = 0.0
+def looped(s, match, margin, negatives):
+    """The hinges of every pair in both directions, from similarities that are indexed as s[image][text]."""
+    n, total = len(s), 0.0
     for i in range(n):
-        others = [j for j in range(n) if j != i and not match[i, j] > 0]
-        rows = [max(0.0, margin + float(s[i, j] - s[i, i])) for j in others]
-        others = [j for j in range(n) if j != i and not match[j, i] > 0]
-        columns = [max(0.0, margin + float(s[j, i] - s[i, i])) for j in others]
-        total += max(rows, default=0) + max(columns, default=0) if hardest else sum(rows) + sum(columns)
+        for others in (
+            [s[i][j] for j in range(n) if j != i and not match[i, j]],
+            [s[j][i] for j in range(n) if j != i and not match[j, i]],
+        ):
+            kept = [x for x in others if negatives != "semi-hard" or x < s[i][i]]
+            found = [max(0.0, margin + float(x - s[i][i])) for x in kept]
+            total += sum(found) if negatives == "all" else max(found, default=0.0)
     return total
 
 
@@ -39,7 +41,7 @@ def test_equals_the_loop(hardest, multi):
     match = same_images() if multi else torch.eye(6)
     similarity = image.mean @ text.mean.T
     out = triplet_loss(similarity, match, 0.3, hardest)
-    close(out.loss, looped(similarity, match, 0.3, hardest))
+    close(out.loss, looped(similarity, match, 0.3, "hardest" if hardest else "all"))
     assert out.loss > 0
     if not multi:
         assert torch.equal(out.loss, triplet_loss(similarity, None, 0.3, hardest).loss)
@@ -108,27 +110,14 @@ def one_similarity(image, text, kind):
     return -float(squared.sum().sqrt())
 
 
-def prob_triplet_looped(image, text, match, kind, margin, negatives):
-    n, total = len(image), 0.0
-    s = [[one_similarity(image[i], text[j], kind) for j in range(n)] for i in range(n)]
-    for i in range(n):
-        for one_way in (
-            [s[i][j] for j in range(n) if j != i and not match[i, j]],
-            [s[j][i] for j in range(n) if j != i and not match[j, i]],
-        ):
-            kept = [x for x in one_way if negatives != "semi-hard" or x < s[i][i]]
-            found = [max(0.0, margin + x - s[i][i]) for x in kept]
-            total += sum(found) if negatives == "all" else max(found, default=0.0)
-    return total
-
-
 @pytest.mark.parametrize("kind", GAUSSIAN_SIMILARITIES)
 @pytest.mark.parametrize("negatives", NEGATIVES)
 def test_prob_triplet_equals_the_loop(kind, negatives):
     image, text = pairs()
     match = same_images()
     out = prob_triplet_loss(image, text, match, kind, 2.0, negatives)
-    close(out.loss, prob_triplet_looped(image, text, match, kind, 2.0, negatives))
+    similarity = [[one_similarity(a, b, kind) for b in text] for a in image]
+    close(out.loss, looped(similarity, match, 2.0, negatives))
     assert out.loss > 0
 
 
@@ -182,8 +171,8 @@ def test_pvse_authors_loss_and_gradients(parity, case, which, reduce):
         close(grad, v[f"{name}__grad{i}"])
 
 
-def test_authors_parts(parity):
-    v = {key: torch.from_numpy(x) for key, x in parity("07_vse_family").items()}
+def test_authors_parts(tensors):
+    v = tensors("07_vse_family")
     close(multi_instance_similarity(v["vk"], v["tk"]), v["pvse_mil_scores"])
     close(diversity(v["v_res"]), v["pvse_diversity_v"])
     close(mmd(v["vk"].flatten(0, 1), v["tk"].flatten(0, 1), kernel="unsquared"), v["pvse_mmd_gamma0.5"])

@@ -83,8 +83,8 @@ def test_positives_of_classes():
     assert 0 in found.counts
 
 
-def test_recalls_equal_pcme(parity):
-    ref = {k: torch.from_numpy(v) for k, v in parity("04d_pcme_recall").items()}
+def test_recalls_equal_pcme(tensors):
+    ref = tensors("04d_pcme_recall")
     by_samples = match_probability_of_samples(ref["q_samples"], ref["g_samples"], ref["mp_scale"], ref["mp_shift"])
     match = ref["q_labels"][:, None] == ref["g_labels"][None, :]
     for name, scores in (("matmul", ref["q"] @ ref["g"].T), ("matching_prob", by_samples)):

@@ -1,6 +1,5 @@
 """jWAE's decoders and discriminator: against loops, torch's modules, and the authors' numbers."""
 
-import pytest
 import torch
 
 from probemb.cross_attention import Tokens
@@ -73,11 +72,6 @@ def test_a_caption_is_said_from_regions_with_attention_to_each():
         close(model.nll(images, WORDS, WORDS)[row], said.detach())
 
 
-@pytest.fixture
-def authors(parity):
-    return {name: torch.from_numpy(value) for name, value in parity("09_jwae").items()}
-
-
 def fill(module, v, part, names):
     """Load a module from the arrays `part__param__…` by (ours, theirs) names; all of its parameters must be there."""
     module.load_state_dict({ours: v[f"{part}__param__{theirs}"] for ours, theirs in names})
@@ -99,9 +93,9 @@ def published_modules(v):
     return image, text, fill(Discriminator(8, 256, published=True).double(), v, "netD", judge)
 
 
-def test_authors_decoders(authors):
+def test_authors_decoders(tensors):
     """The image decoder, and the text decoder that reads the word it is to say (published)."""
-    v = authors
+    v = tensors("09_jwae")
     image, text, _ = published_modules(v)
     decoded = image(v["img_emb"])
     close(decoded, v["img_decoded"])
@@ -123,9 +117,9 @@ def test_authors_decoders(authors):
         close(getattr(text.gru, k).grad, v[f"train_emb_grad__txt_dec__gru.{k}"])
 
 
-def test_authors_discriminator_on_one_region_and_word(authors):
+def test_authors_discriminator_on_one_region_and_word(tensors):
     """One region and one word of every item; the prior's loss and the codes', and the gradient of their sum."""
-    v = authors
+    v = tensors("09_jwae")
     _, _, judge = published_modules(v)
     image, text = v["img_emb"][:, int(v["region_index"])], v["cap_emb"][:, int(v["word_index"])]
     close(0.01 * (judge.judge(image) + judge.judge(text)), v["train_emb__err_D"])

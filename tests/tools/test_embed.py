@@ -19,7 +19,7 @@ from tests.jobs import Job
 from tests.searching import open_searcher
 from tests.shards import iterate_samples
 from tests.webserver import serve
-from tests.world import encode, jpeg, save, shade, write_tar
+from tests.world import encode, jpeg, save, shade, write_samples, write_tar
 from tools.build_index import main as build
 from tools.embed import main, partition_name
 from tools.make_scenes.world import scene
@@ -34,12 +34,12 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "corpus"
     rows = []
     for number in range(4):
-        members = []
+        samples = []
         for i in range(PER_SHARD):
             captions = [f"caption {number} {i} {j} {'word ' * 5 * j}" for j in range(1 + i % 3)]
-            text = (".cls", b"3") if (number, i) == (2, 4) else (".txt", "\n".join(captions).encode())
-            members += [(f"{number}{i}.jpg", jpeg(scene("embed", 10 * number + i))), (f"{number}{i}{text[0]}", text[1])]
-        path = write_tar(folder / f"{number:05d}.tar", members)
+            text = {"cls": "3"} if (number, i) == (2, 4) else {"txt": "\n".join(captions)}
+            samples.append({"jpg": jpeg(scene("embed", 10 * number + i)), **text})
+        path = write_samples(folder / f"{number:05d}.tar", samples)
         rows.append(Shard(path.name, path, PER_SHARD, path.stat().st_size))
     write_index(folder, rows)
     return folder

@@ -8,7 +8,7 @@ from PIL import Image
 
 from probemb.data.labelled import count_prompts, prompt_texts, read_templates
 from probemb.errors import UserError
-from tests.world import N_CLASSES, PER_CLASS, save, write_tar
+from tests.world import N_CLASSES, PER_CLASS, encode, save, write_samples
 from zeroshot.imagenet import main
 
 
@@ -51,9 +51,8 @@ def test_k_can_be_chosen_on_other_images_that_show_other_pictures(run, run_folde
 def resaved(folder, pictures, names, form="WEBP"):
     """Class folders of the pictures in another format."""
     for i, (label, data) in enumerate(pictures):
-        file = folder / names[label] / f"{i:02d}.{form.lower()}"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.open(io.BytesIO(data)).save(file, form, quality=90)
+        again = encode(Image.open(io.BytesIO(data)), form, quality=90)
+        save(folder / names[label] / f"{i:02d}.{form.lower()}", again)
     return folder
 
 
@@ -104,10 +103,8 @@ def sets(tmp_path_factory, shards, pictures, names):
     root = tmp_path_factory.mktemp("sets")
     for i, (label, data) in enumerate(pictures[:20]):
         save(root / "folders" / names[label] / f"{i}.jpg", data)
-    members = []
-    for i, (label, data) in enumerate(pictures[:16]):
-        members += [(f"s{i:04d}.cls", str(label).encode()), (f"s{i:04d}.jpg", data)]
-    write_tar(root / "shapes" / "test" / "0.tar", members)
+    samples = [{"cls": str(label), "jpg": data} for label, data in pictures[:16]]
+    write_samples(root / "shapes" / "test" / "0.tar", samples)
     (root / "shapes" / "test" / "nshards.txt").write_text("1")
     (root / "shapes" / "classnames.txt").write_text("\n".join(names))
     (root / "shapes" / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\na drawing of a {c}.\n")

@@ -10,7 +10,7 @@ from probemb.errors import UserError
 from probemb.evaluation.embedding import exact_match
 from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
 from probemb.models import load_model
-from tests.world import jpeg, write_tar
+from tests.world import jpeg, write_samples, write_tar
 from tools.make_scenes.world import scene
 from zeroshot.evaluations import runner
 from zeroshot.retrieval import RetrievalConfig, main
@@ -64,10 +64,8 @@ def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, caption
 
 
 def test_weights_chosen_on_other_images_are_called_so(run, run_folder, captioned, tmp_path):
-    members = []
-    for i in range(12):
-        members += [(f"{i}.jpg", jpeg(scene("other", i))), (f"{i}.txt", f"one {i}\ntwo {i}".encode())]
-    other = write_tar(tmp_path / "other" / "val" / "a.tar", members).parent.parent
+    samples = [{"jpg": jpeg(scene("other", i)), "txt": f"one {i}\ntwo {i}"} for i in range(12)]
+    other = write_samples(tmp_path / "other" / "val" / "a.tar", samples).parent.parent
     result = run(main, run_folder, captioned, *FAST, "csd,tolerance", "--select-data", other)
     found = result.json["tolerance"]["chosen"]
     assert (found["chosen"], found["metric"], found["positives"]) == ("chosen on val", "recall", "own captions")

@@ -10,16 +10,14 @@ from torchvision.transforms.functional import to_tensor
 from probemb.data.image_loader import ImageBatches, describe_bad
 from probemb.data.labelled import find_images, imagenet_classes, resolve_classes
 from probemb.errors import UserError
-from tests.world import N_CLASSES, write_tar
+from tests.world import N_CLASSES, save, write_samples, write_tar
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, pictures, names):
     root = tmp_path_factory.mktemp("folders")
     for i, (label, data) in enumerate(pictures):
-        folder = root / names[label].replace(" ", "_")
-        folder.mkdir(exist_ok=True)
-        (folder / f"{i}.JPEG").write_bytes(data)
+        save(root / names[label].replace(" ", "_") / f"{i}.JPEG", data)
     (root / "README.txt").write_text("no image")
     return root
 
@@ -75,11 +73,9 @@ def test_a_thousand_wordnet_folders_are_imagenet(tmp_path, pictures):
 
 @pytest.fixture
 def with_bad(tmp_path, pictures):
-    members = []
-    for i, (label, data) in enumerate(pictures):
-        data = data[:200] if i == 3 else b"<html>" if i == 17 else data
-        members += [(f"{i:03d}.jpg", data), (f"{i:03d}.cls", b"seven" if i == 9 else str(label).encode())]
-    return find_images(write_tar(tmp_path / "bad.tar", members))
+    samples = [{"jpg": data, "cls": str(label)} for label, data in pictures]
+    samples[3]["jpg"], samples[17]["jpg"], samples[9]["cls"] = samples[3]["jpg"][:200], b"<html>", "seven"
+    return find_images(write_samples(tmp_path / "bad.tar", samples))
 
 
 def test_unreadable_images_are_counted_named_and_left_out(with_bad):
@@ -98,10 +94,10 @@ def benchmark(tmp_path, pictures, names):
     """Eleven test shards, so that 10.tar comes after 9.tar, and one for training."""
     for split, shards in (("test", 11), ("train", 1)):
         for number in range(shards):
-            members = []
-            for i, (label, data) in enumerate(pictures[2 * number : 2 * number + 2]):
-                members += [(f"s{number:04d}{i}.cls", str(label).encode()), (f"s{number:04d}{i}.jpg", data)]
-            write_tar(tmp_path / split / f"{number}.tar", members)
+            some = pictures[2 * number : 2 * number + 2]
+            write_samples(
+                tmp_path / split / f"{number}.tar", [{"cls": str(label), "jpg": data} for label, data in some]
+            )
         (tmp_path / split / "nshards.txt").write_text(f"{shards}\n")
     (tmp_path / "classnames.txt").write_text("\n".join(names) + "\n")
     (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\nart of the {c}.\n")
