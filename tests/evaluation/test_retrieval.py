@@ -14,7 +14,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.compositions.find import read_objects
 from probemb.distances import csd
 from probemb.evaluation import retrieval
-from probemb.evaluation.embedding import EmbeddedPairs, Embedder
+from probemb.evaluation.embedding import EmbeddedPairs
 from probemb.evaluation.rankings import Ranker, RankingOptions, Tolerance
 from probemb.evaluation.retrieval import (
     CLASS,
@@ -24,14 +24,12 @@ from probemb.evaluation.retrieval import (
     choose_benchmarks,
     choose_tolerance,
     evaluate_rankings,
-    evaluate_retrieval,
     known_positives,
 )
 from probemb.evaluation.uncertainty import quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.metrics.plausible import plausible_match_r_precision
 from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
-from probemb.models import load_model
 from tools.make_scenes.command import Plan, make
 
 
@@ -43,24 +41,6 @@ def gaussians(n, dim=8, seed=0):
 
 def measured(scores, match):
     return mean_metrics(score_metrics(lambda rows: scores[rows], Positives.from_matrix(match)))
-
-
-def test_validation_by_tolerance_takes_the_best_weights(run_folder, captioned):
-    model, tokenizer, transforms = load_model(run_folder)
-    data = find_captions(captioned)
-    found = evaluate_retrieval(Embedder(model, tokenizer, transforms.evaluate), data, "tolerance")
-    with torch.no_grad():
-        pixels = torch.stack([transforms.evaluate(data.images.open(i)) for i in range(24)])
-        images, texts = model.encode_image(pixels), model.encode_text(tokenizer(data.flat()))
-    match = torch.tensor(data.owner()) == torch.arange(24)[:, None]
-    near = -torch.cdist(images.mean.double(), texts.mean.double()).square()
-    for way, scores, gallery, m in (("i2t", near, texts, match), ("t2i", near.T, images, match.T)):
-        u = gallery.uncertainty().double()
-        under = {weight: measured(scores - weight * u, m) for weight in GRID}
-        total = {weight: sum(one[f"r@{k}"] for k in (1, 5, 10)) for weight, one in under.items()}
-        weight = found["tolerance"][way]
-        assert total[weight] == pytest.approx(max(total.values()), abs=0.03)
-        assert found[way] == pytest.approx(under[weight], abs=0.03)
 
 
 def test_coco_benchmarks_beside_the_rest(monkeypatch):

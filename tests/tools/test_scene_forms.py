@@ -1,14 +1,11 @@
 """`make_scenes --boxes`: the published forms, and that what they say is true of the pictures."""
 
-import itertools
-import re
-from collections import Counter
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import numpy as np
 from PIL import Image
 
+from probemb.data.boxes import find_phrases
 from tools.make_scenes.captions import draw_captions
 from tools.make_scenes.drawing import boxes, render
 from tools.make_scenes.forms import CROP, FEATURES, REGIONS, choose_regions
@@ -45,48 +42,32 @@ def test_regions_are_crops_of_the_picture(boxed_scenes):
                 assert sum(share(box, thing) for thing in things) < 0.6
 
 
-def test_phrases_are_marked_in_the_captions(boxed_scenes):
-    folder = boxed_scenes / "entities"
-    types = Counter()
-    for split, i in itertools.product(("val", "test"), range(8)):
-        number, one = int((folder / f"{split}.txt").read_text().split()[i]), scene(f"0 {split}", i)
-        lines = (folder / "Sentences" / f"{number}.txt").read_text().splitlines()
-        root = ElementTree.parse(folder / "Annotations" / f"{number}.xml").getroot()
-        placed = {}
-        for row in root.iter("object"):
-            box = row.find("bndbox")
-            if box is not None:
-                corners = [int(box.find(corner).text) for corner in ("xmin", "ymin", "xmax", "ymax")]
-                for name in row.iter("name"):
-                    placed.setdefault(name.text, []).append(corners)
-        for line, caption in zip(lines, draw_captions(one), strict=True):
-            plain = re.sub(r"\[/EN#\d+/\w+ ([^\]]+)\]", r"\1", line)
-            assert plain.replace(" ,", ",").replace(" .", ".") == caption.text
-            for number_of_phrase, kind, phrase in re.findall(r"\[/EN#(\d+)/(\w+) ([^\]]+)\]", line):
-                types[kind] += 1
-                check_phrase(kind, phrase, placed.get(number_of_phrase, []), one)
-    assert set(types) == {"exact", "kind", "shape", "colour", "object", "scene"}
+def test_phrases_are_in_the_captions_and_have_boxes(boxed_scenes):
+    kinds = set()
+    for split in ("val", "test"):
+        data = find_phrases(boxed_scenes / "entities", split)
+        drawn = [scene(f"0 {split}", i) for i in range(8)]
+        assert data.without_box > 0  # of the scene, not of objects
+        for phrase in data.phrases:
+            one = drawn[phrase.image]
+            assert any(phrase.text in caption.text for caption in draw_captions(one))
+            check_phrase(phrase, one)
+            kinds.add(phrase.kind)
+    assert kinds == {"exact", "kind", "shape", "colour", "object"}
 
 
-def check_phrase(kind, phrase, placed, one):
+def check_phrase(phrase, one):
     """The boxes are those of as many objects as the phrase says, which have its shape and colour."""
-    if kind == "scene":
-        assert placed == []
-        assert not set(phrase.split()) & set(SHAPES)
-        return
-    word = phrase.split()[0]
-    number = {"two": 2, "three": 3, "several": None}.get(word, 1)
-    assert len(placed) == number or (number is None and len(placed) > 1)
-    spots = boxes(one, 48)
-    for box in placed:
-        left, top, right, bottom = box[0] - 1, box[1] - 1, box[2], box[3]  # whole pixels around the exact box
-        close = [i for i, at in enumerate(spots) if np.abs(np.array(at) - [left, top, right, bottom]).max() < 1.001]
+    words, spots = phrase.text.split(), boxes(one, 48)
+    number = {"two": 2, "three": 3, "several": None}.get(words[0], 1)
+    assert len(phrase.boxes) == number or (number is None and len(phrase.boxes) > 1)
+    said = {word.replace("crosses", "cross").removesuffix("s") for word in words}
+    for box in phrase.boxes:  # whole pixels around the exact box
+        close = [i for i, at in enumerate(spots) if np.abs(np.array(at) - box).max() < 1.001]
         assert len(close) == 1
-        shape, colour = one.things[close[0]].shape, one.things[close[0]].colour
-        assert not {w.removesuffix("s") for w in phrase.replace("crosses", "cross").split()} & (
-            {w.removesuffix("s") for w in SHAPES} - {shape.removesuffix("s")}
-        )
-        assert not set(phrase.split()) & (set(COLOURS) - {colour})
+        thing = one.things[close[0]]
+        assert not said & {shape.removesuffix("s") for shape in SHAPES if shape != thing.shape}
+        assert not set(words) & (set(COLOURS) - {thing.colour})
 
 
 def test_boxes_are_where_the_pixels_of_an_object_are():

@@ -1,18 +1,14 @@
 """Files of judgements: both formats, the rows that they name, and broken files."""
 
 import gzip
-from pathlib import Path
 
 import pytest
-import torch
 
 from probemb.data.captions.dataset import CaptionDataset
-from probemb.data.captions.find import find_captions
 from probemb.data.captions.judgements import read_judgements
 from probemb.errors import UserError
 
 HEADER = "image\tcaption_image\tcaption_index\tyes\tno\n"
-REAL = Path(__file__).resolve().parents[4] / "shared" / "data" / "flickr8k"
 
 
 def dataset(names=("a", "b", "c")):
@@ -54,16 +50,3 @@ def test_pairs_that_the_data_does_not_hold_are_counted(tmp_path):
 def test_grades_of_experts_are_no_votes(tmp_path):
     with pytest.raises(UserError, match="in line 2, '1' is not the share of 1 yes and 1 no"):
         read(tmp_path, "a.jpg\tb.jpg#0\t0.5\t1\t1\na.jpg\tb.jpg#1\t1\t1\t1\n")
-
-
-@pytest.mark.skipif(not (REAL / "judgements.tsv.gz").is_file(), reason="needs Flickr8k's judgements")
-def test_flickr8ks_own():
-    data = find_captions(REAL, split="test")
-    found = read_judgements(REAL / "judgements.tsv.gz", data)
-    assert (len(found), found.unknown) == (24_420, 0)
-    assert int(found.accepted.sum()) == 1_333
-    others = found.only(~found.own)
-    assert (len(others), int(others.accepted.sum())) == (24_049, 975)
-    owner = torch.tensor(data.owner())
-    assert (found.own == (owner[found.caption] == found.image)).all()
-    assert found.share[found.own].mean() > 0.9  # people accept an image's own captions

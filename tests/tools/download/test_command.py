@@ -101,18 +101,6 @@ def test_parts_of_a_job_array(site, cc3m, tmp_path, capsys):
     assert len(read_index(out)) == 4
 
 
-def test_redcaps(site, tmp_path):
-    folder, out = tmp_path / "annotations", tmp_path / "out"
-    folder.mkdir()
-    for name in ("cats", "dogs"):
-        row = {"url": f"{site.address}/ok/{name}", "caption": name, "author": "x", "score": 3, "image_id": "a"}
-        (folder / f"{name}_2017.json").write_text(json.dumps({"annotations": [row]}))
-    download("redcaps", str(folder), "--out", str(out))
-    samples = list(iterate_samples(read_index(out)))
-    assert sorted((sample.captions[0], sample.meta["score"]) for sample in samples) == [("cats", 3), ("dogs", 3)]
-    assert "author" not in samples[0].meta
-
-
 def test_private_hosts_are_refused_unless_asked_for(site, cc3m, tmp_path):
     words = ["cc3m", cc3m(["ok/1", "ok/2"]), "--out", str(tmp_path / "out"), "--processes", "1"]
     with pytest.raises(UserError, match="2 of 2 for the cause 'private address'"):
