@@ -14,6 +14,7 @@ from finetune.methods import METHODS
 from finetune.train import make_networks
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer
+from tests.devices import elsewhere
 from tests.finetune.trainers import DECODERS, configured, make_trainer
 from tests.ranks import run_ranks
 
@@ -58,6 +59,12 @@ def trained(rank, world, data, methods, words=()):
         )
         if METHODS[method].composes:
             trainer.stop = lambda trainer=trainer: trainer.step == 1
+        for owner, call in (
+            (trainer.objective, "loss"),
+            (trainer.objective, "after_step"),
+            (trainer, "_embed_by_other"),
+        ):
+            setattr(owner, call, elsewhere(getattr(owner, call)))
         assert trainer.accelerator.num_processes == world
         assert trainer.fit() == METHODS[method].composes
         if world > 1:  # DDP's buffers are as large as the gradients: those of the frozen epoch are gone

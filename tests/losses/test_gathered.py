@@ -14,13 +14,14 @@ from probemb.losses.mpc import mpc_loss, sampled_cosine_loss, scaled_cosine_loss
 from probemb.losses.output import cosine_similarity, same_image
 from probemb.losses.pcme import pcme_loss
 from probemb.models.composers import create_composer
+from tests.devices import elsewhere
 from tests.ranks import run_ranks
 
 PER_RANK, PARTS, DIM = 3, 3, 4
 
 
 def rand(*shape):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(5)).double()
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(5), device="cpu").double()
 
 
 def noise():
@@ -91,16 +92,17 @@ def run(rank, world, total):
     mine, scalars = slice(rank * each, (rank + 1) * each), torch.tensor([2.0, 1.5, 3.0]).double().requires_grad_()
     for name, loss in LOSSES.items():
         image, text = distributed.gather_pairs(*model(x_image[mine], x_text[mine]))
-        out[name] = averaged(loss(image, text, match).loss, list(model.parameters()), world)
+        out[name] = averaged(elsewhere(loss)(image, text, match).loss, list(model.parameters()), world)
     for name, pseudo in [("clip", 0.0), *((name, pseudo) for name in DISTANCES for pseudo in (0.0, 0.2))]:
         image, text = model(x_image[mine], x_text[mine])
         images, texts = distributed.gather_pairs(image, text)
         logit_scale, scale, shift = scalars
         if name == "clip":
-            value = clip_loss(image.mean, text.mean, logit_scale, images.mean, texts.mean, rank * each)
+            value = elsewhere(clip_loss)(image.mean, text.mean, logit_scale, images.mean, texts.mean, rank * each)
         else:
             options = dict(scale=scale, shift=shift, distance=name, pseudo_positive=pseudo, vib=0.01)
-            value = pairwise_match_loss(image, text, **options, all_image=images, all_text=texts, offset=rank * each)
+            options |= dict(all_image=images, all_text=texts, offset=rank * each)
+            value = elsewhere(pairwise_match_loss)(image, text, **options)
         out[f"own, {name}, {pseudo}"] = averaged(value.loss, [*model.parameters(), scalars], world)
     return out
 
@@ -131,7 +133,7 @@ def run_composed(rank, world, total):
         tower, composer = nn.Linear(6, 2 * DIM).double(), create_composer(composer, DIM).double()
         embedded = [Gaussian(*tower(x[mine]).chunk(2, -1)) for x in (x_parts, x_target)]
         parts, target = distributed.gather_pairs(*embedded)
-        value = loss(parts, composer(parts), target, positives).loss
+        value = elsewhere(loss)(parts, elsewhere(composer)(parts), target, positives).loss
         out[name] = averaged(value, [*tower.parameters(), *composer.parameters()], world)
     return out
 

@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from probemb.models import create_model, create_tokenizer, load_model, save_model
+from tests.devices import elsewhere
 
 WORDS = ["a", "red", "circle", "photo", "of", "dog"]
 TEXTS = ["a photo of a red circle", "dog", "", "red red dog of a circle"]  # and an empty one
@@ -33,7 +34,7 @@ def made(request):
 
 def test_every_parameter_has_a_gradient_and_a_place(made):
     model, images, tokens = made
-    out = model(images, tokens)
+    out = elsewhere(model)(images, tokens)
     weight = torch.linspace(-1, 1, out.image.mean.shape[-1])
     sum(((g.mean + g.log_var) * weight).sum() for g in (out.image, out.text)).backward()
     idle = {"logit_scale", "scale", "shift"}

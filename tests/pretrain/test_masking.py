@@ -14,6 +14,7 @@ from probemb import Gaussian
 from probemb.losses import prolip_loss
 from probemb.losses.prolip import inclusion_loss
 from probemb.models.towers import chances
+from tests.devices import elsewhere
 from tests.ranks import run_ranks
 from tests.steps import take_step, trainer_of
 
@@ -67,14 +68,14 @@ def test_masks_depend_on_the_samples_seen_and_keep_their_shares():
 def by_hand():
     """Loss and gradients of one process, from the library's functions."""
     model, images, tokens = model_and_batch()
-    masks, o = draw_masks(CONFIG, model, images, tokens, 0), CONFIG.loss
-    image, text = model.encode_image(images, kept=masks.kept), model.encode_text(tokens)
+    masks, o = elsewhere(draw_masks)(CONFIG, model, images, tokens, 0), CONFIG.loss
+    image, text = elsewhere(model.encode_image)(images, kept=masks.kept), model.encode_text(tokens)
     a, b = model.match_scalars()
     options = dict(vib=o.vib, inclusion=o.inclusion, inclusion_scale=o.inclusion_scale)
     plain = prolip_loss(image, text, 2 * a, b - 2 * a, **options).loss
     copies = (
         (image, model.encode_image(images[::8], kept=masks.masked_image)),
-        (text, model.encode_text(tokens[::8], kept=masks.masked_text)),
+        (text, elsewhere(model.encode_text)(tokens[::8], kept=masks.masked_text)),
     )
     inside = [inclusion_loss(Gaussian(g.mean[::8], g.log_var[::8]), copy, o.inclusion_scale) for g, copy in copies]
     loss = plain + o.masked_inclusion * sum(inside)

@@ -11,6 +11,7 @@ from pretrain.objectives import CLIP, OBJECTIVES, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.trainer import loss_and_terms
 from probemb import Gaussian, distributed
 from probemb.options import to_dict
+from tests.devices import elsewhere
 from tests.losses.points import pairs
 from tests.ranks import run_ranks
 
@@ -37,7 +38,7 @@ def through_the_trainer(name: str, image: Gaussian, text: Gaussian):
     """This rank's loss, terms and gradients."""
     leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
     leaves.append(scalars_of(name).requires_grad_())
-    loss, terms = loss_and_terms(LOSSES[name], leaves)
+    loss, terms = elsewhere(loss_and_terms)(LOSSES[name], leaves)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return loss.item(), terms, [g.numpy() for g in grads]
 

@@ -5,6 +5,7 @@ import torch
 
 from probemb.evaluation.classification import class_accuracy, normalise, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
+from tests.devices import elsewhere
 from zeroshot.evaluations.filters import (
     FILTERS,
     UPPER_BOUND,
@@ -122,7 +123,7 @@ def accuracy_of(images, vectors):
 
 @pytest.fixture(scope="module")
 def every():
-    return evaluated(*world(), list(FILTERS), folds=5)
+    return elsewhere(evaluated)(*world(), list(FILTERS), folds=5)
 
 
 def test_accuracies_have_standard_errors_and_a_mean_over_classes():
