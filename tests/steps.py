@@ -16,6 +16,14 @@ from probemb.distributed import init_process_group
 CPU = torch.device("cpu")
 
 
+def random_pairs(rows, seed=1):
+    """Images and tokens for ViT-Micro-32."""
+    g = torch.Generator().manual_seed(seed)
+    images, tokens = torch.randn(rows, 3, 32, 32, generator=g), torch.randint(1, 1000, (rows, 16), generator=g)
+    tokens[:, -1] = 49407  # end of text
+    return images, tokens
+
+
 def engine_of(config, model, persistent=0):
     """An engine in float32 on the CPU; at ZeRO 3 it shares out even the smallest parameters."""
     init_process_group()

@@ -30,13 +30,8 @@ from probemb.evaluation.uncertainty import quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.metrics.plausible import plausible_match_r_precision
 from probemb.metrics.retrieval import Positives, mean_metrics, score_metrics
+from tests.losses.points import unit_gaussians
 from tools.make_scenes.command import Plan, make
-
-
-def gaussians(n, dim=8, seed=0):
-    r = torch.Generator().manual_seed(seed)
-    mean = torch.nn.functional.normalize(torch.randn(n, dim, generator=r), dim=1)
-    return Gaussian(mean, torch.randn(n, dim, generator=r) - 3)
 
 
 def measured(scores, match):
@@ -57,44 +52,38 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
 
     captions = [["x"] * 5 for _ in range(n)]
     ids = [caption_ids[5 * i : 5 * i + 5] for i in range(n)]
-    for extra in (False, True):
-        if extra:
-            for i in (0, 200):
-                captions[i].append("sixth")
-                ids[i].append(-i - 1)
-        data = CaptionDataset(captions=captions, image_ids=image_ids[:n], caption_ids=ids)
-        owner = torch.tensor(data.owner())
-        images = gaussians(n)
-        noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
-        texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
-        pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [], data)
-        assert choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
-        rows, per_query, _ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
-        found = {row["positives"]: row for row in rows}
-        assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption", "CxC 1K"]
-        assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
-        if not extra:
-            own = {way: {name: found["own captions"][way][name] for name in ("r@1", "r@5")} for way in ("i2t", "t2i")}
-            for way, recalls in own.items():
-                assert {name: found["COCO 5K"][way][name] for name in recalls} == pytest.approx(recalls, abs=1e-12)
-        for name in ("COCO 1K: R@1", "COCO 5K: R@1"):  # of 1K each query within its own fold
-            assert per_query["captions"][name].isnan().sum() == 2 * extra
-        assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
-        assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
-        objects = (torch.rand(n, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
-        rows, *_ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco"], objects)
-        fold = {row["positives"]: row for row in rows}["plausible matches 1K, pcme"]
-        values = []
-        for i in range(0, n, n // 5):
-            of = [k for k, number in enumerate(chain(*ids)) if number in caption_ids[5 * i : 5 * i + n]]
-            scores = -csd(images[i : i + n // 5], texts[of])
-            labels = objects[i : i + n // 5], objects[owner[of]]
-            values.append(plausible_match_r_precision(lambda rows, s=scores: s[rows], *labels)["pmrp"])
-        assert fold["i2t"]["r_precision"] == pytest.approx(sum(values) / 5)
+    for i in (0, 200):
+        captions[i].append("sixth")
+        ids[i].append(-i - 1)
+    data = CaptionDataset(captions=captions, image_ids=image_ids[:n], caption_ids=ids)
+    owner = torch.tensor(data.owner())
+    images = unit_gaussians(n)
+    noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
+    texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
+    pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [], data)
+    assert choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
+    rows, per_query, _ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
+    found = {row["positives"]: row for row in rows}
+    assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption", "CxC 1K"]
+    assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
+    for name in ("COCO 1K: R@1", "COCO 5K: R@1"):  # of 1K each query within its own fold
+        assert per_query["captions"][name].isnan().sum() == 2
+    assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
+    assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
+    objects = (torch.rand(n, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
+    rows, *_ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco"], objects)
+    fold = {row["positives"]: row for row in rows}["plausible matches 1K, pcme"]
+    values = []
+    for i in range(0, n, n // 5):
+        of = [k for k, number in enumerate(chain(*ids)) if number in caption_ids[5 * i : 5 * i + n]]
+        scores = -csd(images[i : i + n // 5], texts[of])
+        labels = objects[i : i + n // 5], objects[owner[of]]
+        values.append(plausible_match_r_precision(lambda rows, s=scores: s[rows], *labels)["pmrp"])
+    assert fold["i2t"]["r_precision"] == pytest.approx(sum(values) / 5)
 
 
 def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():
-    images, texts = gaussians(6), gaussians(40, seed=1)
+    images, texts = unit_gaussians(6), unit_gaussians(40, seed=1)
     options = RankingOptions(candidates=10)
     by_mean, ranked = (Ranker(name, images, texts, options)((20, 6)).i2t for name in ("faiss-mean", "faiss-rerank"))
     assert torch.equal(ranked[:, 10:], by_mean[:, 10:])

@@ -10,10 +10,9 @@ import torch
 from finetune.data import Loader, Pairs, Tuples, epoch_order
 from finetune.data import shuffle_captions as shuffle
 from probemb.data.captions.find import find_captions
-from probemb.data.compositions.dataset import Compositions
-from probemb.data.image_loader import Images, Place
 from probemb.errors import UserError
-from tests.world import picture, write_samples
+from tests.compositions import made
+from tests.world import picture, save, write_samples
 
 N, PER_IMAGE = 12, 3
 
@@ -183,22 +182,9 @@ def first_pixel(image):
     return made
 
 
-def make_queries(folder, bad=(), tuples=TUPLES):
-    places = []
-    for i in range(N_TARGETS):
-        file = folder / f"{i}.png"
-        file.write_bytes(b"no image" if i in bad else picture((i, 0, 0), SIDE))
-        places.append(Place(f"image {i}", str(file)))
-    return Compositions(
-        source="made",
-        images=Images(places=places, source="made"),
-        names=[place.name for place in places],
-        splits=["train"] * N_TARGETS,
-        concepts=tuple(f"concept {c}" for c in range(C)),
-        held=[sorted(mine) for mine in HELD],
-        cut=[[(c, BOX) for c in mine] if i % 2 else None for i, mine in enumerate(HELD)],
-        tuples=np.array(tuples),
-    )
+def make_queries(folder):
+    files = [save(folder / f"{i}.png", picture((i, 0, 0), SIDE)) for i in range(N_TARGETS)]
+    return made(HELD, C, [[(c, BOX) for c in mine] if i % 2 else None for i, mine in enumerate(HELD)], files, TUPLES)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,12 @@ def pairs(n=6, d=5, dtype=torch.float64, seed=0):
     return Gaussian(F.normalize(mean, dim=1), log_var[0]), Gaussian(F.normalize(other, dim=1), log_var[1])
 
 
+def unit_gaussians(n, d=8, seed=0):
+    """N unit means with variances around e^-3."""
+    g = torch.Generator().manual_seed(seed)
+    return Gaussian(F.normalize(torch.randn(n, d, generator=g), dim=1), torch.randn(n, d, generator=g) - 3)
+
+
 def same_images(n=6, dtype=torch.float64):
     """Labels where pairs 0 and 1 are of one image, and so are 3 and 4."""
     ids = torch.arange(n)

@@ -16,7 +16,7 @@ from probemb.losses.prolip import inclusion_loss
 from probemb.models.towers import chances
 from tests.devices import elsewhere
 from tests.ranks import run_ranks
-from tests.steps import take_step, trainer_of
+from tests.steps import random_pairs, take_step, trainer_of
 
 B = 32
 CONFIG = Config(
@@ -29,11 +29,7 @@ CONFIG = Config(
 
 def model_and_batch(config=CONFIG):
     torch.manual_seed(0)
-    model, g = config.create_model(), torch.Generator().manual_seed(1)
-    images = torch.randn(B, 3, model.image_size, model.image_size, generator=g)
-    tokens = torch.randint(1, 1000, (B, model.context_length), generator=g)
-    tokens[:, -1] = 49407  # end of text
-    return model, images, tokens
+    return config.create_model(), *random_pairs(B)
 
 
 def test_chances_are_uniform_and_functions_of_their_place():

@@ -22,7 +22,7 @@ from probemb.losses import clip_loss, pairwise_match_loss, prolip_loss, siglip_l
 from probemb.models import no_weight_decay
 from tests.pretrain.stream.test_stream import make, write_corpus
 from tests.ranks import run_ranks
-from tests.steps import CPU, take_step, trainer_of
+from tests.steps import CPU, random_pairs, take_step, trainer_of
 
 BATCH, STEPS = 8, 3
 LOSSES = {
@@ -44,13 +44,7 @@ def tiny(objective="pcmepp"):
     return replace(CONFIG, objective=objective, loss=LOSSES[objective]).create_model()
 
 
-def batches(model):
-    g = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        images = torch.randn(BATCH, 3, model.image_size, model.image_size, generator=g)
-        tokens = torch.randint(1, 1000, (BATCH, model.context_length), generator=g)
-        tokens[:, -1] = 49407  # end of text
-        yield images, tokens
+BATCHES = [random_pairs(BATCH, step) for step in range(STEPS)]
 
 
 def plain_loss(objective, out):
@@ -78,7 +72,7 @@ def plain_torch(objective):
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
     losses, norms = [], []
-    for step, (images, tokens) in enumerate(batches(model), 1):
+    for step, (images, tokens) in enumerate(BATCHES, 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(o, step * BATCH, STEPS * BATCH)
         out = model(images, tokens)
@@ -96,9 +90,9 @@ def on_engine(rank, world, objective, stage, parts, checkpointing):
     config = replace(CONFIG, objective=objective, loss=LOSSES[objective], engine=engine)
     model = tiny(objective)
     model.set_grad_checkpointing(checkpointing)
-    data, mine = list(batches(model)), slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     trainer = trainer_of(config, model, STEPS)
-    found = [take_step(trainer, images[mine], tokens[mine]) for images, tokens in data]
+    found = [take_step(trainer, images[mine], tokens[mine]) for images, tokens in BATCHES]
     norms = [values["gradient_norm"] for values in found]
     assert [values["clipped"] for values in found] == [norm > config.optimizer.clip_grad_norm for norm in norms]
     weights, names = EngineState(trainer.engine).weights(), dict(trainer.engine.module.named_parameters())  # of rank 0
@@ -111,7 +105,7 @@ def losses_of_one_batch(rank, world, parts):
     still = replace(CONFIG.optimizer, lr=0.0)
     config = replace(CONFIG, loss=loss, engine=Engine(zero_stage=0, accumulation=parts), optimizer=still)
     model = tiny()
-    images, tokens = next(batches(model))
+    images, tokens = BATCHES[0]
     trainer = trainer_of(config, model)
     torch.manual_seed(5)
     return [take_step(trainer, images, tokens)["loss"] for _ in range(STEPS)]
@@ -208,7 +202,7 @@ def compiled_steps(rank, world, engine, backend):
     torch.compile = partial(torch.compile, backend=backend)
     config = replace(CONFIG, log_every=1000, engine=engine, optimizer=replace(CONFIG.optimizer, lr=1e-4))
     trainer = trainer_of(config, tiny())
-    images, tokens = next(batches(trainer.engine.module.model))
+    images, tokens = BATCHES[0]
     mine, losses, graphs = slice(rank * BATCH // world, (rank + 1) * BATCH // world), [], []
     for _ in range(2):
         before = counters["stats"]["unique_graphs"]
@@ -255,7 +249,7 @@ def seen_tf32(rank, world, tf32, half):
     block = trainer.engine.module.model.visual.transformer.resblocks[0]
     block.register_forward_hook(note)
     block.register_full_backward_hook(note)
-    take_step(trainer, *next(batches(trainer.engine.module.model)))
+    take_step(trainer, *BATCHES[0])
     note()
     return seen
 
@@ -268,7 +262,7 @@ def test_tf32_is_for_the_products_of_a_bf16_model_and_for_the_loss_only_if_asked
 
 def norm_of_a_step(rank, world, stage, dtype):
     trainer = trainer_of(replace(CONFIG, engine=Engine(zero_stage=stage, gradient_dtype=dtype)), tiny())
-    images, tokens = next(batches(trainer.engine.module.model))
+    images, tokens = BATCHES[0]
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     return take_step(trainer, images[mine], tokens[mine])["gradient_norm"]
 
@@ -283,7 +277,7 @@ def test_gradients_can_be_exchanged_in_bf16(stage):
 def steps_of_collections(rank, world, every, last):
     trainer, when = trainer_of(CONFIG, tiny()), []
     trainer.last, pretrain.trainer.COLLECT_EVERY = last, every
-    images, tokens = next(batches(trainer.engine.module.model))
+    images, tokens = BATCHES[0]
 
     def load():
         assert [[] for _ in range(10**5)]  # enough for a collection, if Python chose the moment

@@ -17,10 +17,12 @@ from probemb.errors import UserError
 from probemb.search import choose_factory, load_index, search
 from probemb.search.embeddings import create_embeddings, item_schema, open_embeddings
 from probemb.search.index import cell_count, training_count
+from tests.losses.points import unit_gaussians
 from tools.build_index import main
 from tools.search.command import open_index
 
 DIM = 16
+QUERIES = unit_gaussians(40, DIM, 5)
 SIZES = (90, 0, 210, 140, 260)  # of the partitions
 
 
@@ -51,11 +53,6 @@ def gallery(embeddings, kind="image"):
     return Gaussian(torch.from_numpy(mean).float(), log_var)
 
 
-def queries(n=40, seed=5):
-    r = torch.Generator().manual_seed(seed)
-    return Gaussian(F.normalize(torch.randn(n, DIM, generator=r), dim=1), torch.randn(n, DIM, generator=r) - 3)
-
-
 def build(embeddings, out, *more):
     assert main(["--embeddings", str(embeddings.folder), "--out", str(out), *map(str, more)]) == 0
     return load_index(out)
@@ -71,7 +68,7 @@ def test_flat_ranks_and_measures_exactly_as_csd(more, parts, embeddings, tmp_pat
     index = build(embeddings, tmp_path / "index", "--factory", "Flat", *more)
     kind = "text" if "text" in more else "image"
     assert (len(index.parts), len(index), index.kind, index.form) == (parts, 700, kind, "csd")
-    q, g = queries(), gallery(embeddings, kind)
+    q, g = QUERIES, gallery(embeddings, kind)
     truth = csd(q, g)
     distance, found = search(index, q, 700)
     torch.testing.assert_close(truth.gather(1, found), truth.sort(dim=1).values, rtol=1e-5, atol=1e-5)
@@ -89,7 +86,7 @@ def test_flat_ranks_and_measures_exactly_as_csd(more, parts, embeddings, tmp_pat
     "factory", ["HNSW16", "IVF16,Flat", "IVF16,PQ16x4np", "OPQ8_16,IVF8,PQ8x6np", "SQ8", "PCA14,Flat", "PQ8x4np,RFlat"]
 )
 def test_any_factory_in_several_parts(factory, embeddings, tmp_path):
-    q = queries()
+    q = QUERIES
     index = build(embeddings, tmp_path / "index", "--factory", factory, "--part-items", 300)
     assert len(index.parts) == 3
     _, found = search(index, q, 10)
@@ -101,10 +98,10 @@ def test_files_of_a_served_index_may_be_cut(embeddings, tmp_path):
     """As `cp` of another index over it does; a mapped one would end the process with SIGBUS."""
     build(embeddings, tmp_path / "index", "--factory", "IVF16,Flat")
     index = open_index(tmp_path / "index", Namespace(serve=True, rerank=None, effort=None), True)
-    before = search(index, queries(), 5)
+    before = search(index, QUERIES, 5)
     for file in (tmp_path / "index").rglob("*.*"):
         os.truncate(file, 0)
-    assert all(map(torch.equal, search(index, queries(), 5), before))
+    assert all(map(torch.equal, search(index, QUERIES, 5), before))
     assert index.item(699)["captions"] == ["image 4 259"]
 
 

@@ -8,19 +8,12 @@ from pathlib import Path
 import torch
 
 from probemb import load_model
+from tests import forked
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 240  # ten seconds: signals and queues take one or two to reach a running job
-OPTIONS = {
-    "model.name": "ViT-Micro-32",
-    "batch-size": 16,
-    "samples": 16 * STEPS,
-    "log-every": 1,
-    "save-every": 0,
-    "data.workers": 0,
-    "optimizer.warmup_samples": 32,
-}
+OPTIONS = {**forked.OPTIONS, "samples": 16 * STEPS, "save-every": 0}
 CPU = {"PROBEMB_ALLOW_CPU": "1"}
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0", "--time=30")
 

@@ -1,25 +1,13 @@
 """The scripts on a real Slurm: finetuning preempted, a node lost, a job cancelled."""
 
+from tests.finetune.runs import OPTIONS
 from tests.slurm.jobs import CPU, STEPS
-
-FINETUNING = {
-    "model.name": "ViT-Micro-32",
-    "model.pretrained": "null",
-    "model.embed_dim": 32,
-    "batch_size": 16,
-    "epochs": 8,  # so that the signal comes before the end
-    "log_every": 1,
-    "swa_epochs": 1,
-    "data.workers": 0,
-    "optimizer.freeze_epochs": 1,
-    "optimizer.warmup_epochs": 0,
-    "optimizer.decay_epochs": 1,
-}
 
 
 def test_finetuning_is_preempted_requeued_and_finished(jobs):
     """USR1 to the batch script is what --signal=B:USR1@300 sends before the time limit."""
-    given = {**FINETUNING, "data.path": jobs.train.parent, "out": jobs.folder / "run"}
+    given = {**OPTIONS, "model.pretrained": "null", "epochs": 8, "optimizer.warmup-epochs": 0}  # ends behind the signal
+    given |= {"data.path": jobs.train.parent, "out": jobs.folder / "run"}
     job = jobs.submit(*(f"--{key}={value}" for key, value in given.items()), script="finetune.sh", **CPU)
     jobs.until_step(job, "run", 3)
     jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)

@@ -4,10 +4,10 @@ from collections import Counter
 
 import numpy as np
 
-from probemb.data.compositions.dataset import Compositions, query_parts
-from probemb.data.image_loader import Images, Place
+from probemb.data.compositions.dataset import query_parts
 from probemb.data.randomness import stream_of
-from tests.world import picture
+from tests.compositions import made
+from tests.world import picture, save
 
 N, C = 40, 6
 RANDOM = np.random.RandomState(0)
@@ -15,21 +15,7 @@ HELD = [set(RANDOM.choice(C, 3, replace=False).tolist()) for _ in range(N)]
 TUPLES = np.array([(0, 1), (1, 2), (3, 5)])
 
 
-def made(box=None, places=None):
-    places = places or [Place(f"image {i}", "none") for i in range(N)]
-    return Compositions(
-        images=Images(places=places, source="made"),
-        names=[place.name for place in places],
-        splits=["test"] * N,
-        concepts=tuple(f"concept {c}" for c in range(C)),
-        held=[sorted(mine) for mine in HELD],
-        cut=[None if box is None else [(c, box(i)) for c in mine] for i, mine in enumerate(HELD)],
-        tuples=TUPLES,
-        source="made",
-    )
-
-
-DATA = made()
+DATA = made(HELD, C, tuples=TUPLES)
 
 
 def test_examples_have_targets_and_parts_with_their_concepts():
@@ -73,11 +59,9 @@ def test_queries_ask_every_combination_in_every_mixture_and_do_not_hold_their_an
 
 
 def test_the_table_of_parts_has_each_part_once(tmp_path):
-    places = []
-    for i in range(N):
-        (tmp_path / f"{i}.png").write_bytes(picture((i, 0, 0), size=8))
-        places.append(Place(f"image {i}", str(tmp_path / f"{i}.png")))
-    data = made(lambda i: [(0, 0, 4.2, 3), (2, 2, 8, 8)][i % 2], places)
+    files = [save(tmp_path / f"{i}.png", picture((i, 0, 0), size=8)) for i in range(N)]
+    boxes = [(0, 0, 4.2, 3), (2, 2, 8, 8)]
+    data = made(HELD, C, [[(c, boxes[i % 2]) for c in mine] for i, mine in enumerate(HELD)], files, TUPLES)
     queries = data.sampled_queries(30)
     images, texts, rows = query_parts(data.images, queries)
     assert rows.shape == (30, 2)
@@ -91,4 +75,4 @@ def test_the_table_of_parts_has_each_part_once(tmp_path):
             found = images.open(place)
             assert found.getpixel((0, 0)) == (part.image, 0, 0)
             assert found.size == ((5, 3) if part.box[0] == 0 else (6, 6))
-            assert images.places[place].file == places[part.image].file
+            assert images.places[place].file == str(files[part.image])

@@ -5,9 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from probemb.data.compositions.dataset import Compositions
 from probemb.data.compositions.find import COMBINATIONS, draw_splits, feasible_tuples, sample_tuples
-from probemb.data.image_loader import Images, Place
+from tests.compositions import made
 
 SPLITS = ("train", "val", "test")
 
@@ -20,16 +19,7 @@ def world(n=400, concepts=12, seed=0):
     for _ in range(n):
         mine = set(random.choice(concepts, random.randint(1, 8), replace=False, p=weights / weights.sum()).tolist())
         held.append(mine - {0, 1} if concepts - 1 in mine else mine)
-    names = [str(i) for i in range(n)]
-    return held, Compositions(
-        images=Images(places=[Place(name, "none") for name in names], source="made"),
-        names=names,
-        held=[sorted(mine) for mine in held],
-        cut=[None] * n,
-        concepts=tuple(f"c{i}" for i in range(concepts)),
-        splits=draw_splits(names, seed),
-        source="made",
-    )
+    return held, made(held, concepts, splits=draw_splits([str(i) for i in range(n)], seed))
 
 
 HELD, FOUND = world()

@@ -57,6 +57,23 @@ def test_hub_layout(parity, tag, dtype):
     check(out.scale, arrays[f"{name}negative_scale"], dtype)
 
 
+@pytest.mark.parametrize("tag", ["unc1", "unc2"])
+def test_published_folder_is_loaded_and_saved_again(parity, tag, tmp_path):
+    arrays = parity(f"06a_hf_pcmepp_{tag}")
+    state = {key: x.contiguous() for key, x in tensors(arrays, "sd__").items()}
+    (tmp_path / "config.json").write_text(str(arrays["config_json"]))
+    if tag == "unc1":
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    save_model(load_model(tmp_path).model, tmp_path / "ours")
+    for folder in (tmp_path, tmp_path / "ours"):
+        out = load_model(folder).model.eval()(
+            torch.as_tensor(arrays["images"]).float(), torch.as_tensor(arrays["tokens"])
+        )
+        check_gaussians(arrays, "f32__", torch.float32, image=out.image, text=out.text)
+
+
 @pytest.mark.slow
 def test_hub_layout_at_full_size(parity):
     arrays = parity("06b_hf_pcmepp_fullsize_seeded")

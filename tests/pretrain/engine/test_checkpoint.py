@@ -38,7 +38,7 @@ def save_checkpoint(engine, run_dir: Path, step: int, state: dict) -> Path:
     return run_dir / "checkpoints" / f"step-{step}"
 
 
-class Inner(nn.Module):
+class Net(nn.Module):
     """Odd sizes, so that no number of ranks divides them; a frozen parameter, and buffers."""
 
     def __init__(self, hidden: int, dropout: float):
@@ -47,31 +47,22 @@ class Inner(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.drop = nn.Dropout(dropout)
         self.last = nn.Linear(hidden, 3)
-        self.shift = nn.Parameter(torch.zeros(1))
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
         self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 3), requires_grad=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("derived", torch.ones(2), persistent=False)
 
     def forward(self, x):
         self.calls += 1
-        return self.last(self.drop(torch.tanh(self.norm(self.first(x))))) * self.frozen + self.shift
-
-
-class Wrapper(nn.Module):
-    def __init__(self, hidden: int, dropout: float):
-        super().__init__()
-        self.model = Inner(hidden, dropout)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.model(x) * self.scale
+        x = self.last(self.drop(torch.tanh(self.norm(self.first(x))))) * self.frozen
+        return (x + self.shift) * self.scale
 
 
 def make_engine(stage, world, hidden=5, dropout=0.0, seed=0, persistent=0):
     init_process_group()
     torch.manual_seed(seed)
     zero.PERSISTENT = persistent
-    module = Wrapper(hidden, dropout)
+    module = Net(hidden, dropout)
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -132,11 +123,11 @@ def test_resuming_at_the_same_stage_and_ranks_is_exact(stage, persistent, world,
     saved, loaded, straight, resumed, *_ = results[0]
     assert_same(saved, loaded)
     assert_same(straight, resumed)
-    assert np.abs(straight["model.last.weight"] - saved["model.last.weight"]).max() > 1e-4
-    assert np.abs(saved["exp_avg_sq.model.last.weight"]).max() > 0
+    assert np.abs(straight["last.weight"] - saved["last.weight"]).max() > 1e-4
+    assert np.abs(saved["exp_avg_sq.last.weight"]).max() > 0
     assert saved["step.scale"] == 3
-    assert saved["model.calls"] == 3
-    assert "model.derived" not in saved
+    assert saved["calls"] == 3
+    assert "derived" not in saved
     for *_, state in results:
         assert state == {**STATE, "by_number": {"9": "a", "10": "b"}, "step": 3}
 
@@ -214,7 +205,7 @@ def spoil(good, folder):
 def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path):
     first, second = run_ranks(2, refuse, tmp_path)
     assert first == second
-    assert "another model: 'model.first.weight' is (6, 7) instead of (5, 7)" in first["step-3"]
+    assert "another model: 'first.weight' is (6, 7) instead of (5, 7)" in first["step-3"]
     assert "and 14 more" in first["step-3"]
     assert "weights.safetensors has 100 bytes" in first["cut"]
     assert "state.json has been changed" in first["changed"]

@@ -10,7 +10,7 @@ from pretrain.config import Config, Engine, Optimizer
 from probemb import create_model
 from probemb.errors import UserError
 from tests.ranks import run_ranks
-from tests.steps import snapshot, take_step, trainer_of
+from tests.steps import random_pairs, snapshot, take_step, trainer_of
 
 BATCH = 12
 CONFIG = Config(batch_size=BATCH, optimizer=Optimizer(lr=1e-2, warmup_samples=8))
@@ -24,12 +24,9 @@ def make_trainer(stage, parts, on_nonfinite):
 
 def batch(step, rank, world):
     """This rank's images, tokens and keys."""
-    g = torch.Generator().manual_seed(step)
-    images, tokens = torch.randn(BATCH, 3, 32, 32, generator=g), torch.randint(1, 1000, (BATCH, 16), generator=g)
-    tokens[:, -1] = 49407
-    n = BATCH // world
-    mine = slice(rank * n, (rank + 1) * n)
-    return images[mine], tokens[mine], [f"a.tar/{step}-{row}" for row in range(BATCH)][mine]
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    keys = [f"a.tar/{step}-{row}" for row in range(BATCH)]
+    return *(x[mine] for x in random_pairs(BATCH, step)), keys[mine]
 
 
 def poison(fit, kind, images, step):
