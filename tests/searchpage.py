@@ -1,11 +1,11 @@
 """A search page behind a real server, requests to it, and the page in a real headless Chromium."""
 
-import http.client
 import json
 import threading
 from contextlib import contextmanager
 
 import pytest
+import requests
 from waitress import wasyncore
 
 from tests.browser import chromium
@@ -35,30 +35,17 @@ def port(searcher):
         yield int(server.effective_port)
 
 
-def request(port, method="GET", path="/", body=None, **headers):
+def request(port, method="GET", path="/", files=None, **headers):
     """(status, headers, body) of one request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-    response = connection.getresponse()
-    data = response.read()
-    connection.close()
-    return response.status, dict(response.headers), data
-
-
-def form(fields, files=()):
-    """A multipart body and its content type."""
-    mark = "----mark"
-    parts = [f'--{mark}\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{v}\r\n'.encode() for k, v in fields]
-    for name, filename, data in files:
-        head = f'--{mark}\r\nContent-Disposition: form-data; name="{name}"; filename="{filename}"\r\n\r\n'
-        parts.append(head.encode() + data + b"\r\n")
-    return b"".join(parts) + f"--{mark}--\r\n".encode(), f"multipart/form-data; boundary={mark}"
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = requests.request(method, f"http://127.0.0.1:{port}{path}", files=files, headers=headers, timeout=30)
+    return answer.status_code, answer.headers, answer.content
 
 
 def post(port, fields, files=(), **headers):
     """(status, JSON) of a search."""
-    body, kind = form(fields, files)
-    status, _, data = request(port, "POST", "/search", body, Content_Type=kind, **headers)
+    parts = [(name, (None, value)) for name, value in fields] + [(name, more) for name, *more in files]
+    status, _, data = request(port, "POST", "/search", parts, **headers)
     return status, json.loads(data)
 
 

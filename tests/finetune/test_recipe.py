@@ -16,6 +16,7 @@ from probemb.cli.configuration import parse_config
 from probemb.errors import UserError
 from probemb.losses import PairwiseMatchLoss
 from probemb.models import create_model
+from tests.models.formats.test_published import our_name
 
 NAME = "ViT-Micro-32"
 
@@ -36,19 +37,12 @@ def rates(groups, model, loss):
     return dict(pairs)
 
 
-def our_name(theirs):
+def name_of(theirs):
     """A parameter's name in the authors' engine -> here."""
     part, _, rest = theirs.partition(".")
     if part == "criterion":
         return "loss." + rest.replace("negative_scale", "scale")
-    tower = {"img_enc": "visual", "txt_enc": "text"}[part]
-    part, _, name = rest.partition(".")
-    if part == "backbone":
-        return f"{tower}.{name}".replace("transformer.prob_resblocks", "uncertainty_transformer.resblocks")
-    head = {"image_encoder": "mean_head", "image_std_encoder": "log_var_head"}
-    head |= {"linear": "mean_head.linear", "gpool": "mean_head.pool"}
-    head |= {"std_linear": "log_var_head.linear", "std_gpool": "log_var_head.pool"}
-    return f"{tower}.{head[part]}.{name}".replace(".fc.", ".linear.").replace(".gpool.", ".pool.")
+    return our_name({"img_enc": "visual", "txt_enc": "text"}[part], rest)
 
 
 @pytest.mark.parametrize("case", ["published", "no_layerwise", "no_unc_decay", "no_unc_decay_no_layerwise"])
@@ -69,7 +63,7 @@ def test_authors_parameter_groups(parity, case):
     )
     groups = parameter_groups(model, loss, optimizer)
     ours = rates(groups, model, loss)
-    names = [our_name(str(name)) for name in v[f"{case}__names"]]
+    names = [name_of(str(name)) for name in v[f"{case}__names"]]
     assert set(names) == set(ours)
     for name, lr, decay in zip(names, v[f"{case}__initial_lr"], v[f"{case}__weight_decay"]):
         assert ours[name]["lr"] == pytest.approx(lr, rel=1e-12), name

@@ -26,18 +26,18 @@ def table(names, rows=ROWS, mark=",", end="\n"):
 OBJECTS = [{"file_name": name, "text": EXPECTED[number]} for name, number in PICTURES.items()]
 TABLES = {
     "open_clip's": ("x.csv", table(["filepath", "title"])),
-    "tabs, more columns, other cases": ("x.tsv", table(["id", "Image ", " CAPTION"], [(7, *r) for r in ROWS], "\t")),
-    "a mark of UTF-8": ("x.csv", "\ufeff" + table(["image", "caption"], mark=";")),
+    "tabs": ("x.tsv", table(["id", "Image ", " CAPTION"], [(7, *r) for r in ROWS], "\t")),
+    "with a byte order mark": ("x.csv", "\ufeff" + table(["image", "caption"], mark=";")),
     "no suffixes": ("results.txt", table(["image_name", "comment"], [(a.rpartition(".")[0], b) for a, b in ROWS], "|")),
-    "no names": ("x.csv", table(None)),
+    "without a header": ("x.csv", table(None)),
     "Flickr8k.token.txt": ("x.token.txt", table(None, [(f"{a}#{i}", b) for i, (a, b) in enumerate(ROWS)], "\t")),
-    "Windows": ("x.csv", table(["path", "text"], [(a.replace("/", "\\"), b) for a, b in ROWS], end="\r\n")),
-    "another case": ("x.csv", table(["path", "text"]).replace("one.JPG", "One.jpg")),
-    "up and down again": ("x.csv", table(["path", "text"], [(f"../data/images/{a}", b) for a, b in ROWS])),
-    "addresses": ("x.csv", table(["url", "caption"], [(f"https://h/x/{a}?y#z", b) for a, b in ROWS])),
+    "Windows' paths and line ends": ("x.csv", table(["path", "text"], [(a.replace("/", "\\"), b) for a, b in ROWS], end="\r\n")),
+    "names in another case": ("x.csv", table(["path", "text"]).replace("one.JPG", "One.jpg")),
+    "paths through parent folders": ("x.csv", table(["path", "text"], [(f"../data/images/{a}", b) for a, b in ROWS])),
+    "URLs": ("x.csv", table(["url", "caption"], [(f"https://h/x/{a}?y#z", b) for a, b in ROWS])),
     "JSON lines": ("metadata.jsonl", "\n".join(map(json.dumps, OBJECTS))),
     "JSON list": ("x.json", json.dumps(OBJECTS)),
-    "packed": ("x.csv.gz", gzip.compress(table(["file", "caption"]).encode())),
+    "gzipped": ("x.csv.gz", gzip.compress(table(["file", "caption"]).encode())),
 }  # fmt: skip
 
 

@@ -108,21 +108,25 @@ def seeded_weights(arrays, seed):
     return state
 
 
+HEADS = {"image_encoder": "mean_head", "image_std_encoder": "log_var_head"}
+HEADS |= {"linear": "mean_head.linear", "gpool": "mean_head.pool"}
+HEADS |= {"std_linear": "log_var_head.linear", "std_gpool": "log_var_head.pool"}
+
+
+def our_name(tower, theirs):
+    """A parameter of a tower of the authors' COCO encoders -> here."""
+    part, _, name = theirs.partition(".")
+    if part == "backbone":
+        return f"{tower}.{name}".replace("transformer.prob_resblocks", "uncertainty_transformer.resblocks")
+    return f"{tower}.{HEADS[part]}.{name}".replace(".fc.", ".linear.").replace(".gpool.", ".pool.")
+
+
 def coco_model(arrays):
     """The authors' COCO encoders (two state dicts, head "gpo") in this project's layout."""
     size = json.loads(str(arrays["config_json"]))
     state = {"logit_scale": torch.zeros(1), "scale": torch.full((1,), 5.0), "shift": torch.full((1,), 5.0)}
-    heads = {"image_encoder": "visual.mean_head", "image_std_encoder": "visual.log_var_head"}
-    heads |= {"linear": "text.mean_head.linear", "gpool": "text.mean_head.pool"}
-    heads |= {"std_linear": "text.log_var_head.linear", "std_gpool": "text.log_var_head.pool"}
     for tower, prefix in (("visual", "img_sd__"), ("text", "txt_sd__")):
-        for key, value in tensors(arrays, prefix).items():
-            part, _, rest = key.partition(".")
-            if part == "backbone":
-                name = f"{tower}.{rest}".replace("transformer.prob_resblocks", "uncertainty_transformer.resblocks")
-            else:
-                name = f"{heads[part]}.{rest}".replace(".fc.", ".linear.").replace(".gpool.", ".pool.")
-            state[name] = value
+        state |= {our_name(tower, key): value for key, value in tensors(arrays, prefix).items()}
     pooling = state["visual.mean_head.pool.gru.weight_ih_l0"]
     vision = {"width": size["w"], "head_width": size["w"] // size["h"], "layers": size["L"], "patch_size": size["p"]}
     text = {"width": size["tw"], "heads": size["th"], "layers": size["tL"], "context_length": size["ctx"]}

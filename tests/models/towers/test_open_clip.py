@@ -14,6 +14,7 @@ from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, load_model, save_model
 from probemb.models.architectures import architecture
 from probemb.models.formats import export_open_clip
+from tests.models.test_dual_encoder import total
 from tests.ranks import run_ranks
 
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
@@ -46,11 +47,6 @@ def make(kind, **options):
 def batch(model):
     images = torch.randn(2, 3, model.image_size, model.image_size, generator=torch.Generator().manual_seed(1))
     return images, create_tokenizer(model)(["a photo of a cat", "two dogs"])
-
-
-def total(out):
-    weight = torch.linspace(-1, 1, out.image.mean.shape[-1])
-    return sum(((g.mean + g.log_var) * weight).sum() for g in (out.image, out.text)) + out.logit_scale.sum()
 
 
 @pytest.mark.parametrize("kind", VISION)
