@@ -31,7 +31,7 @@ TABLES = {
     "no suffixes": ("results.txt", table(["image_name", "comment"], [(a.rpartition(".")[0], b) for a, b in ROWS], "|")),
     "without a header": ("x.csv", table(None)),
     "Flickr8k.token.txt": ("x.token.txt", table(None, [(f"{a}#{i}", b) for i, (a, b) in enumerate(ROWS)], "\t")),
-    "Windows' paths and line ends": ("x.csv", table(["path", "text"], [(a.replace("/", "\\"), b) for a, b in ROWS], end="\r\n")),
+    "Windows": ("x.csv", table(["path", "text"], [(a.replace("/", "\\"), b) for a, b in ROWS], end="\r\n")),
     "names in another case": ("x.csv", table(["path", "text"]).replace("one.JPG", "One.jpg")),
     "paths through parent folders": ("x.csv", table(["path", "text"], [(f"../data/images/{a}", b) for a, b in ROWS])),
     "URLs": ("x.csv", table(["url", "caption"], [(f"https://h/x/{a}?y#z", b) for a, b in ROWS])),
