@@ -31,19 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # ----------------------------------------------------------------------------------------- interruption and resumption
 
 
-class Interruption:
-    """Sends this process a signal in the middle of a step, and counts the steps that are trained."""
+def sending(name: str, number: int, when=lambda *args: True):
+    """PairTask's method of this name, which first sends this process a signal, where `when` says so."""
+    whole = getattr(PairTask, name)
 
-    def __init__(self, monkeypatch, at: int, number: int = signal.SIGTERM):
-        inputs, self.steps = PairTask.inputs, []
+    def send(*args):
+        if when(*args):
+            os.kill(os.getpid(), number)
+        return whole(*args)
 
-        def interrupted(task, pairs, model, step):
-            self.steps.append(step + 1)
-            if step + 1 == at:
-                os.kill(os.getpid(), number)
-            return inputs(task, pairs, model, step)
-
-        monkeypatch.setattr(PairTask, "inputs", interrupted)
+    return send
 
 
 def assert_same_run(ours: Path, theirs: Path, step: int) -> None:
@@ -73,11 +70,12 @@ def test_stopped_and_resumed_equals_undisturbed(method, more, stops, scenes, tmp
     # In the middle of an epoch, and at the last step of all, by a signal.
     stopped = tmp_path / "signals"
     for i, (before, at) in enumerate(pairwise((0, *stops))):
-        number = (signal.SIGTERM, signal.SIGUSR1)[i % 2]
+        number, steps = (signal.SIGTERM, signal.SIGUSR1)[i % 2], []
         with monkeypatch.context() as patch:
-            interruption = Interruption(patch, at, number)
+            in_step = sending("inputs", number, lambda *args: steps.append(args[-1] + 1) or steps[-1] == at)  # noqa: B023
+            patch.setattr(PairTask, "inputs", in_step)
             assert run_here({**options, "out": stopped}, "--resume") == REQUEUE == 85
-            assert interruption.steps == list(range(before + 1, at + 1))
+        assert steps == list(range(before + 1, at + 1))
         assert f"stopped by {signal.Signals(number).name}; continue with --resume" in capsys.readouterr().out
     assert run_here({**options, "out": stopped}, "--resume") == 0
     assert f"resumed at step {last}" in capsys.readouterr().out
@@ -95,14 +93,8 @@ def test_a_preparation_ends_at_once_by_ctrl_c_and_a_validation_by_any_signal_wit
     out = tmp_path / "run"
 
     def interrupted(name, number):
-        whole = getattr(PairTask, name)
-
-        def sending(*args):
-            os.kill(os.getpid(), number)
-            return whole(*args)
-
         with monkeypatch.context() as patch:
-            patch.setattr(PairTask, name, sending)
+            patch.setattr(PairTask, name, sending(name, number))
             return run_here({**options, "out": out}, "--resume")
 
     with pytest.raises(KeyboardInterrupt):
@@ -123,7 +115,11 @@ def test_a_preparation_ends_at_once_by_ctrl_c_and_a_validation_by_any_signal_wit
 def test_two_processes_stop_together_and_go_on(scenes, tmp_path):
     """A signal to one rank ends both with a checkpoint; resumed on two and on one they train the same pairs."""
     options = {"method": "pcme", "data.path": scenes, "save-every": 0, "out": tmp_path / "run"}
-    job = Job(options, ranks=2, output=tmp_path / "log", prepare=_signal_rank_1_at_2)
+
+    def signal_rank_1(rank: int) -> None:
+        PairTask.inputs = sending("inputs", signal.SIGTERM, lambda *args: (rank, args[-1]) == (1, 1))
+
+    job = Job(options, ranks=2, output=tmp_path / "log", prepare=signal_rank_1)
     assert job.wait() == [REQUEUE, REQUEUE], job.text()
     assert "engine  2 x cpu, fp32, batch 16 = 2 ranks x 8" in job.text()
     assert "stopped by a signal to another rank; continue with --resume" in job.text()
@@ -140,17 +136,6 @@ def test_two_processes_stop_together_and_go_on(scenes, tmp_path):
         assert ours["step"] == theirs["step"]
         if "loss" in ours:
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-
-
-def _signal_rank_1_at_2(rank: int) -> None:
-    inputs = PairTask.inputs
-
-    def interrupted(task, pairs, model, done):
-        if rank == 1 and done == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return inputs(task, pairs, model, done)
-
-    PairTask.inputs = interrupted
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_a_run_of_other_settings_refused(scenes, tmp_path, capsys):

@@ -24,15 +24,8 @@ def model_with(seed=0, **options):
     return model
 
 
-def same_outputs(a, b):
-    images, tokens = torch.randn(3, 3, 32, 32), torch.randint(1, 49408, (3, 16))
-    # PyTorch's attention takes another path, with other rounding, where weights require a gradient.
-    with torch.no_grad():
-        first, second = (model.eval().requires_grad_(False)(images, tokens) for model in (a, b))
-    pairs = [(first.image.mean, second.image.mean), (first.image.log_var, second.image.log_var)]
-    pairs += [(first.text.mean, second.text.mean), (first.text.log_var, second.text.log_var)]
-    pairs += [(first.logit_scale, second.logit_scale), (first.scale, second.scale), (first.shift, second.shift)]
-    return all(torch.equal(x, y) for x, y in pairs)
+def same_weights(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
 def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
@@ -45,7 +38,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(UserError, match="No space left"):
         save_model(model_with(seed=1), tmp_path)
-    assert same_outputs(load_model(tmp_path).model, model)
+    assert same_weights(load_model(tmp_path).model, model)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 
@@ -121,7 +114,7 @@ def test_a_flipped_bit_in_the_tensors_is_noticed(tmp_path):
         if config:
             (tmp_path / "config.json").unlink()
     file.write_bytes(whole)
-    assert same_outputs(load_model(tmp_path).model, model_with())
+    assert same_weights(load_model(tmp_path).model, model_with())
 
 
 @pytest.fixture
