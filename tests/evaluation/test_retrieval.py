@@ -16,16 +16,6 @@ from probemb.distances import csd
 from probemb.evaluation import retrieval
 from probemb.evaluation.embedding import EmbeddedPairs
 from probemb.evaluation.rankings import Ranker, RankingOptions, Tolerance
-from probemb.evaluation.retrieval import (
-    CLASS,
-    GRID,
-    OWN,
-    TRUE,
-    choose_benchmarks,
-    choose_tolerance,
-    evaluate_rankings,
-    known_positives,
-)
 from probemb.evaluation.uncertainty import quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.metrics.plausible import plausible_match_r_precision
@@ -61,8 +51,8 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
     noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
     texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
     pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [], data)
-    assert choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
-    rows, per_query, _ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
+    assert retrieval.choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
+    rows, per_query, _ = retrieval.evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
     found = {row["positives"]: row for row in rows}
     assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption", "CxC 1K"]
     assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
@@ -71,7 +61,7 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
     assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
     assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
     objects = (torch.rand(n, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
-    rows, *_ = evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco"], objects)
+    rows, *_ = retrieval.evaluate_rankings(pairs, ["csd"], RankingOptions(), ["coco"], objects)
     fold = {row["positives"]: row for row in rows}["plausible matches 1K, pcme"]
     values = []
     for i in range(0, n, n // 5):
@@ -112,14 +102,14 @@ def test_captions_of_the_class_are_positives_and_lost_images_are_left_out(birds)
     kept = [i for i in range(len(data)) if i != 3]
     owner = torch.arange(len(kept)).repeat_interleave(2)
     zeros = Gaussian(*torch.zeros(2, 23, 4)), Gaussian(*torch.zeros(2, 46, 4))
-    kinds = known_positives(EmbeddedPairs(*zeros, owner, kept, [], data.only(kept)))
-    assert list(kinds) == [OWN, CLASS, TRUE]
+    kinds = retrieval.known_positives(EmbeddedPairs(*zeros, owner, kept, [], data.only(kept)))
+    assert list(kinds) == [retrieval.OWN, retrieval.CLASS, retrieval.TRUE]
     names = [data.classes[i] for i in kept]
     for i, name in enumerate(names):
         wanted = [j for j in range(46) if names[owner[j]] == name]
-        found = kinds[CLASS].of_queries(i, i + 1).keys.tolist()
+        found = kinds[retrieval.CLASS].of_queries(i, i + 1).keys.tolist()
         assert found == wanted
-        assert set(kinds[OWN].of_queries(i, i + 1).keys.tolist()) <= set(wanted)
+        assert set(kinds[retrieval.OWN].of_queries(i, i + 1).keys.tolist()) <= set(wanted)
 
 
 N, M, DIM = 30, 60, 16
@@ -144,11 +134,11 @@ def vague():
 
 def test_the_curve_is_that_of_the_ranking_under_every_weight(vague, monkeypatch):
     pairs, positives = vague
-    whole = choose_tolerance(pairs, positives)
+    whole = retrieval.choose_tolerance(pairs, positives)
     monkeypatch.setattr("probemb.metrics.retrieval.CHUNK_ELEMENTS", 7 * M)
-    recall = choose_tolerance(pairs, positives, "recall")
-    assert choose_tolerance(pairs, positives).curve == whole.curve  # by blocks of queries
-    for place, weight in enumerate(GRID):
+    recall = retrieval.choose_tolerance(pairs, positives, "recall")
+    assert retrieval.choose_tolerance(pairs, positives).curve == whole.curve  # by blocks of queries
+    for place, weight in enumerate(retrieval.GRID):
         options = RankingOptions(tolerance=Tolerance(weight, weight))
         found = retrieval.retrieval(pairs.images, pairs.texts, positives, "tolerance", options)
         for way in ("i2t", "t2i"):
@@ -159,7 +149,7 @@ def test_the_curve_is_that_of_the_ranking_under_every_weight(vague, monkeypatch)
 
 def test_vague_captions_that_fit_more_images_want_a_tolerance(vague):
     pairs, positives = vague
-    found = choose_tolerance(pairs, positives)
+    found = retrieval.choose_tolerance(pairs, positives)
     assert found.i2t < 0
     assert found.t2i == 0  # images of one variance: all weights are equal, and 0 is the simplest
     at = dict(zip(found.curve["lambda"], found.curve["i2t"]))
@@ -167,4 +157,4 @@ def test_vague_captions_that_fit_more_images_want_a_tolerance(vague):
     assert (found.chosen, found.metric) == ("oracle", "map_at_r")
     few = Positives.from_pairs(positives.keys // M, M - 1 - positives.keys % M, N, M)
     turned = pairs._replace(texts=pairs.texts[torch.arange(M - 1, -1, -1)])
-    assert choose_tolerance(turned, few).curve["i2t"] == pytest.approx(found.curve["i2t"])
+    assert retrieval.choose_tolerance(turned, few).curve["i2t"] == pytest.approx(found.curve["i2t"])

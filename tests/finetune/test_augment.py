@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.augment import (
-    END_TOKEN,
-    MASK_TOKEN,
-    START_TOKEN,
-    TextIds,
-    cut_out,
-    draw_mix,
-    drop_words,
-    mix_images,
-    size_augment_text,
-)
+from finetune import augment
 from finetune.config import Mix as MixOptions
 from probemb.losses import output as labels
 from probemb.models import create_model, create_tokenizer
@@ -43,7 +33,7 @@ def check_mixing(v, case):
     """One case of the reference, drawn with the seed in its name."""
     options = json.loads(str(v[f"{case}__params_json"]))
     images = torch.tensor(v["images"])
-    mix = draw_mix(
+    mix = augment.draw_mix(
         *(len(images), *images.shape[2:]),
         np.random.RandomState(int(case.partition("npseed")[2])),
         MixOptions(
@@ -56,7 +46,7 @@ def check_mixing(v, case):
         ),
     )
     tolerance = {"rtol": 0, "atol": 1e-6}
-    torch.testing.assert_close(mix_images(images, mix), torch.tensor(v[f"{case}__images"]), **tolerance)
+    torch.testing.assert_close(augment.mix_images(images, mix), torch.tensor(v[f"{case}__images"]), **tolerance)
     if f"{case}__lam_final" in v:
         torch.testing.assert_close(mix.lam, torch.tensor(v[f"{case}__lam_final"])[:, 0], **tolerance)
     if f"{case}__use_cutmix" in v:
@@ -90,34 +80,36 @@ TEXTS = ["a large red circle left of a small blue square", "supercalifragilistic
 def text_loop(tokens, draw, random, ratio, masking, replacing):
     """One text, token by token, as PCME++'s code does it."""
     out = [tokens[0]]
-    for place, token in enumerate(tokens[1 : tokens.index(END_TOKEN)], start=1):
+    for place, token in enumerate(tokens[1 : tokens.index(augment.END_TOKEN)], start=1):
         share = draw[place] / ratio
         if share < masking:
-            out.append(MASK_TOKEN)
+            out.append(augment.MASK_TOKEN)
         elif share < masking + replacing:
             out.append(random[place])
         elif share >= 1:
             out.append(token)
-    out.append(END_TOKEN)
+    out.append(augment.END_TOKEN)
     return out + [0] * (len(tokens) - len(out))
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.9])
 def test_augmented_texts_equal_a_loop(tokenizer, ratio):
     tokens = tokenizer(TEXTS * 8)
-    result = size_augment_text(tokens, ratio, torch.Generator().manual_seed(4))
+    result = augment.size_augment_text(tokens, ratio, torch.Generator().manual_seed(4))
     generator = torch.Generator().manual_seed(4)
     draw = torch.rand(tokens.shape, generator=generator).tolist()
-    random = torch.randint(1, START_TOKEN, tokens.shape, generator=generator).tolist()
+    random = torch.randint(1, augment.START_TOKEN, tokens.shape, generator=generator).tolist()
     for row, (text, d, r) in enumerate(zip(tokens.tolist(), draw, random)):
         assert result[row].tolist() == text_loop(text, d, r, ratio, 0.5, 0.1)
 
 
 def test_texts_of_whole_words_are_augmented_within_their_vocabulary():
     vocabulary = [f"word{i}" for i in range(6)]
-    ids = TextIds.of({"architecture": {"text_cfg": {"tower": "word_gru", "vocabulary": vocabulary}, "vision_cfg": {}}})
+    ids = augment.TextIds.of(
+        {"architecture": {"text_cfg": {"tower": "word_gru", "vocabulary": vocabulary}, "vision_cfg": {}}}
+    )
     tokens = torch.tensor([[2, 3, 4, 5, 6, 7, 0, 0]]).repeat(4000, 1)
-    result = size_augment_text(tokens, 0.5, torch.Generator().manual_seed(0), ids)
+    result = augment.size_augment_text(tokens, 0.5, torch.Generator().manual_seed(0), ids)
     assert result.min() == 0
     assert result.max() == 7
     assert (result == 1).sum().item() / (6 * 4000) == pytest.approx(0.5 * (0.5 + 0.1 / 7), abs=0.01)
@@ -130,7 +122,7 @@ def test_texts_of_whole_words_are_augmented_within_their_vocabulary():
 def test_cutout_covers_its_share_anywhere_inside(share):
     images = torch.randn(300, 3, 20, 30, generator=torch.Generator().manual_seed(0)) + 10
     before = images.clone()
-    out = cut_out(images, share, torch.rand(300, 2, generator=torch.Generator().manual_seed(1)))
+    out = augment.cut_out(images, share, torch.rand(300, 2, generator=torch.Generator().manual_seed(1)))
     assert torch.equal(images, before)
     gone = out == 0
     assert torch.equal(gone.any(1), gone.all(1))  # all channels
@@ -146,12 +138,12 @@ def test_cutout_covers_its_share_anywhere_inside(share):
 
 
 def test_dropped_words_are_unknown_and_nothing_else_is():
-    tokens = torch.tensor([[START_TOKEN, 5, 6, 7, END_TOKEN, 0, 0]] * 4000)
+    tokens = torch.tensor([[augment.START_TOKEN, 5, 6, 7, augment.END_TOKEN, 0, 0]] * 4000)
     draw = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0))
-    out = drop_words(tokens, draw, 0.1)
+    out = augment.drop_words(tokens, draw, 0.1)
     changed = out != tokens
-    assert (out[changed] == MASK_TOKEN).all()
+    assert (out[changed] == augment.MASK_TOKEN).all()
     assert not changed[:, [0, 4, 5, 6]].any()
     assert changed[:, 1:4].float().mean() == pytest.approx(0.1, abs=0.01)
-    words = TextIds(stop=9, mask=1, end=None)
-    assert drop_words(torch.tensor([[2, 8, 0]]), torch.zeros(1, 3), 0.5, words).tolist() == [[1, 1, 0]]
+    words = augment.TextIds(stop=9, mask=1, end=None)
+    assert augment.drop_words(torch.tensor([[2, 8, 0]]), torch.zeros(1, 3), 0.5, words).tolist() == [[1, 1, 0]]
