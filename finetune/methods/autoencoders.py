@@ -277,7 +277,7 @@ class JWAESCAN(JWAEMH, SCAN):
         # The same for the encoders' step and the discriminator's.
         generator = torch.Generator().manual_seed(batch.generator.initial_seed())
         last = (max(1, side.tokens.shape[1] - 1) for side in (batch.images, batch.texts))
-        return tuple(int(torch.randint(n, (), generator=generator)) for n in last)
+        return tuple(int(torch.randint(n, (), generator=generator, device="cpu")) for n in last)
 
     def prior_loss(self, codes: Tensor) -> Tensor:
         """Loss of the encoders, (); published, its gradient is the discriminator's too."""

@@ -253,11 +253,12 @@ class GPO(nn.Module):
         longest = lengths[0]
         parameter = self.linear.weight
         codes_TP = positional_codes(longest, self.code_dim, parameter.device).to(parameter.dtype)
-        packed = pack_padded_sequence(codes_TP.expand(len(lengths), -1, -1), torch.tensor(lengths), batch_first=True)
+        lengths_L = torch.tensor(lengths, device="cpu")  # where packing wants them
+        packed = pack_padded_sequence(codes_TP.expand(len(lengths), -1, -1), lengths_L, batch_first=True)
         states_LT2H, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=longest)
         forward_LTH, backward_LTH = states_LT2H.chunk(2, dim=-1)
         scores_LT = at_least_float32(self.linear((forward_LTH + backward_LTH) / 2).squeeze(-1))
-        valid_LT = length_mask(torch.tensor(lengths).to(scores_LT.device, non_blocking=True), longest)
+        valid_LT = length_mask(lengths_L.to(scores_LT.device, non_blocking=True), longest)
         return (scores_LT / TEMPERATURE).masked_fill(~valid_LT, -torch.inf).softmax(dim=-1)
 
 

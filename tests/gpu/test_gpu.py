@@ -140,7 +140,7 @@ def run(*words) -> str:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    make(Plan(train=64, val=16, size=32, classes_images=0, shard_size=64), folder, workers=1)
+    make(Plan(train=64, val=16, size=32, classes_images=24, shard_size=64), folder, workers=1)
     return folder
 
 
@@ -227,10 +227,16 @@ def test_search_gives_exact_csd(world, tmp_path):
 def test_finetuning_runs_on_the_device_and_learns(world, tmp_path):
     words = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "finetune/accelerate.yaml"]
     words += [ROOT / "finetune/run.py", "--method", "pcmepp", "--no-model.pretrained", "--model.name", "ViT-Micro-32"]
-    words += ["--model.head", "clip", "--data.path", world, "--data.workers", 0, "--size_augment", 0, "--mix.ratio", 0]
+    words += ["--model.embed_dim", 32, "--data.path", world, "--data.workers", 0, "--augment.cutout", 0.1]
     words += ["--batch-size", 16, "--epochs", 3, "--swa-epochs", 0, "--log-every", 1, "--optimizer.freeze-epochs", 0]
     words += ["--optimizer.decay-epochs", 0, "--optimizer.warmup-epochs", 0, "--out", tmp_path / "run"]
     assert f" x {DEVICE}" in run(*words)
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]
     assert np.mean(losses[-4:]) < np.mean(losses[:4])
+
+
+def test_prompt_filters_run_on_the_device(world, tmp_path):
+    save_model(create_model("ViT-Micro-32"), tmp_path / "model")
+    words = ["--model", tmp_path / "model", "--data", world / "classes", "--filter", "every", "--select-on", "folds:2"]
+    assert "best-topk" in run("-m", "zeroshot.imagenet", *words, "--device", DEVICE, "--out", tmp_path / "out")

@@ -5,7 +5,6 @@ import torch
 
 from probemb.evaluation.classification import class_accuracy, normalise, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
-from tests.devices import elsewhere
 from zeroshot.evaluations.filters import (
     FILTERS,
     UPPER_BOUND,
@@ -123,7 +122,7 @@ def accuracy_of(images, vectors):
 
 @pytest.fixture(scope="module")
 def every():
-    return elsewhere(evaluated)(*world(), list(FILTERS), folds=5)
+    return evaluated(*world(), list(FILTERS), folds=5)
 
 
 def test_accuracies_have_standard_errors_and_a_mean_over_classes():
