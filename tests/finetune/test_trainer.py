@@ -59,12 +59,8 @@ def trained(rank, world, data, methods, words=()):
         )
         if METHODS[method].composes:
             trainer.stop = lambda trainer=trainer: trainer.step == 1
-        for owner, call in (
-            (trainer.objective, "loss"),
-            (trainer.objective, "after_step"),
-            (trainer, "_embed_by_other"),
-        ):
-            setattr(owner, call, elsewhere(getattr(owner, call)))
+        for call in ("loss", "after_step"):
+            setattr(trainer.objective, call, elsewhere(getattr(trainer.objective, call)))
         assert trainer.accelerator.num_processes == world
         assert trainer.fit() == METHODS[method].composes
         if world > 1:  # DDP's buffers are as large as the gradients: those of the frozen epoch are gone
