@@ -137,6 +137,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.begin(Transfer_Encoding="chunked")
         self.dripping(b"1\r\nx\r\n" * 1000)
 
+    def do_dripsize(self, rest: str) -> None:  # of a chunk
+        self.begin(Transfer_Encoding="chunked")
+        self.dripping(b"0" * 1000)
+
     def dripping(self, data: bytes) -> None:
         for byte in data:
             if self.server.ended.wait(DRIP):

@@ -144,7 +144,7 @@ SECRET = "pass%2Fw%40rd"
 
 @pytest.mark.parametrize(
     ("word", "why"),
-    [("dripheaders", "no answer in 0.5 s"), ("dripchunks", "no answer in 0.5 s"), ("inward", "InvalidSchema")],
+    [("dripheaders", "no answer in 0.5 s"), ("dripsize", "no answer in 0.5 s"), ("inward", "InvalidSchema")],
 )
 def test_an_answer_without_an_end_and_a_redirect_to_what_is_not_the_web(word, why, tmp_path):
     """Never silent, never done."""
