@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import CenterCrop, InterpolationMode, Resize
 
-from probemb.data.images import as_pixels, normalize
+from probemb.data.images import as_pixels
 from probemb.models import create_model, create_tokenizer, create_transforms, load_model, save_model
 
 
@@ -74,11 +74,3 @@ def test_tokenizer_is_not_held_up_by_hostile_text(model):
     assert time.perf_counter() - start < 5
     assert tokens.shape == (3, 16)
     assert (tokens[:, -1] == 49407).sum() >= 1
-
-
-@torch.no_grad()
-def test_embeddings_of_uint8_are_those_of_floats(model):
-    pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
-    preprocess = model.config["preprocess"]
-    expected = model.encode_image(normalize(pixels, preprocess["mean"], preprocess["std"]))
-    assert torch.equal(model.encode_image(pixels.contiguous(memory_format=torch.channels_last)).mean, expected.mean)

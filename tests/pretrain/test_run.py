@@ -77,18 +77,8 @@ def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
 
 BAD = {
     "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean 'ViT-B-", ""),
-    "no such term": (
-        {"objective": "clip", "loss.vib": 1},
-        "The objective clip does not use loss.vib",
-        "pcmepp, prolip",
-    ),
     "uneven batch": ({"engine.accumulation": 3}, "batch_size 16 cannot be shared evenly", "Set batch_size to 15 or 18"),
     "no data": ({"model.name": "scenes-cnn-gru", "data.train": "nowhere"}, "nowhere does not exist", ""),
-    "hue": (
-        {"data.augmentation.color_jitter": "[0, 0, 0, 0.6]", "data.augmentation.color_jitter_prob": 1},
-        "data.augmentation.color_jitter is (",
-        "at most 0.5",
-    ),
     "endless weight": ({"data.weights": "[.inf]"}, "data.weights", ""),
     "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
 }
