@@ -7,16 +7,7 @@ import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
 from probemb import Gaussian, distances
-from probemb.losses.triplet import (
-    GAUSSIAN_SIMILARITIES,
-    diversity,
-    mmd,
-    multi_instance_similarity,
-    order_similarity,
-    prob_triplet_loss,
-    pvse_loss,
-    triplet_loss,
-)
+from probemb.losses import triplet
 from tests.losses.points import close, pairs, same_images
 
 
@@ -40,11 +31,11 @@ def test_equals_the_loop(hardest, multi):
     image, text = pairs()
     match = same_images() if multi else torch.eye(6)
     similarity = image.mean @ text.mean.T
-    out = triplet_loss(similarity, match, 0.3, hardest)
+    out = triplet.triplet_loss(similarity, match, 0.3, hardest)
     close(out.loss, looped(similarity, match, 0.3, "hardest" if hardest else "all"))
     assert out.loss > 0
     if not multi:
-        assert torch.equal(out.loss, triplet_loss(similarity, None, 0.3, hardest).loss)
+        assert torch.equal(out.loss, triplet.triplet_loss(similarity, None, 0.3, hardest).loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -55,10 +46,10 @@ def test_authors_loss_and_gradients(parity, kind, which, margin, dtype):
     """Their penalty of orders is the norm, not its square."""
     v = parity("07_vse_family")
     image, text = (torch.from_numpy(v[name]).to(dtype).requires_grad_() for name in ("v", "t"))
-    similarity = image @ text.T if kind == "triplet" else order_similarity(image, text, squared=False)
+    similarity = image @ text.T if kind == "triplet" else triplet.order_similarity(image, text, squared=False)
     if kind == "order":
         close(similarity, v["order_sim"], dtype)
-    out = triplet_loss(similarity, margin=float(margin), hardest=which == "max")
+    out = triplet.triplet_loss(similarity, margin=float(margin), hardest=which == "max")
     out.loss.backward()
     for found, name in ((out.loss, "loss"), (image.grad, "grad0"), (text.grad, "grad1")):
         close(found, v[f"{kind}_m{margin}_{which}__{name}"], dtype)
@@ -68,7 +59,7 @@ def test_authors_loss_and_gradients(parity, kind, which, margin, dtype):
 def test_is_what_a_caption_exceeds_its_image_by(squared):
     image, text = (g.mean for g in pairs(5))
     text = text[:4]
-    found = order_similarity(image, text, squared)
+    found = triplet.order_similarity(image, text, squared)
     for i in range(5):
         for j in range(4):
             penalty = sum(max(0.0, float(b.abs() - a.abs())) ** 2 for a, b in zip(image[i], text[j]))
@@ -80,7 +71,7 @@ def test_blocks_of_rows_give_the_same_numbers(monkeypatch):
     image, text = (torch.rand(n, 9, dtype=torch.float64, requires_grad=True) for n in (7, 5))
 
     def step():
-        found = order_similarity(image, text)
+        found = triplet.order_similarity(image, text)
         return found, *torch.autograd.grad(found.square().sum(), (image, text))
 
     recomputed, held = distances.recomputed, []
@@ -110,12 +101,12 @@ def one_similarity(image, text, kind):
     return -float(squared.sum().sqrt())
 
 
-@pytest.mark.parametrize("kind", GAUSSIAN_SIMILARITIES)
+@pytest.mark.parametrize("kind", triplet.GAUSSIAN_SIMILARITIES)
 @pytest.mark.parametrize("negatives", NEGATIVES)
 def test_prob_triplet_equals_the_loop(kind, negatives):
     image, text = pairs()
     match = same_images()
-    out = prob_triplet_loss(image, text, match, kind, 2.0, negatives)
+    out = triplet.prob_triplet_loss(image, text, match, kind, 2.0, negatives)
     similarity = [[one_similarity(a, b, kind) for b in text] for a in image]
     close(out.loss, looped(similarity, match, 2.0, negatives))
     assert out.loss > 0
@@ -133,10 +124,10 @@ def test_mmd_is_that_of_all_pairs_of_points(kernel):
         between = [float((p - q).norm()) for p in a for q in b]
         return sum(torch.tensor(-0.3 * (d**2 if kernel == "rbf" else d)).exp() for d in between) / len(between)
 
-    close(mmd(x, y, 0.3, kernel), mean(x, x) - 2 * mean(x, y) + mean(y, y), torch.float32)
+    close(triplet.mmd(x, y, 0.3, kernel), mean(x, x) - 2 * mean(x, y) + mean(y, y), torch.float32)
     half = torch.randint(-8, 9, (4, 4), generator=g).double() / 4
     same = torch.cat([half, -half])  # around 0 and exact, as the root of a rounding error is no small error
-    close(mmd(same, same.clone(), 0.3, kernel), 0.0)
+    close(triplet.mmd(same, same.clone(), 0.3, kernel), 0.0)
 
 
 CASES = {  # weights of diversity and MMD
@@ -164,7 +155,7 @@ def test_pvse_authors_loss_and_gradients(parity, case, which, reduce):
     options = dict(
         diversity_weight=div, mmd_weight=discrepancy, kernel="unsquared", reduce=reduce, similarity=similarity
     )
-    out = pvse_loss(image, text, None, leaves[2:] or None, hardest=which == "max", **options)
+    out = triplet.pvse_loss(image, text, None, leaves[2:] or None, hardest=which == "max", **options)
     close(out.loss, v[f"{name}__loss"])
     kept = leaves if div else leaves[:2]
     for i, grad in enumerate(torch.autograd.grad(out.loss, kept)):
@@ -173,6 +164,6 @@ def test_pvse_authors_loss_and_gradients(parity, case, which, reduce):
 
 def test_authors_parts(tensors):
     v = tensors("07_vse_family")
-    close(multi_instance_similarity(v["vk"], v["tk"]), v["pvse_mil_scores"])
-    close(diversity(v["v_res"]), v["pvse_diversity_v"])
-    close(mmd(v["vk"].flatten(0, 1), v["tk"].flatten(0, 1), kernel="unsquared"), v["pvse_mmd_gamma0.5"])
+    close(triplet.multi_instance_similarity(v["vk"], v["tk"]), v["pvse_mil_scores"])
+    close(triplet.diversity(v["v_res"]), v["pvse_diversity_v"])
+    close(triplet.mmd(v["vk"].flatten(0, 1), v["tk"].flatten(0, 1), kernel="unsquared"), v["pvse_mmd_gamma0.5"])

@@ -4,27 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from probemb.metrics.uncertainty import (
-    average_ranks,
-    cluster_standard_error,
-    fit_logistic,
-    halves,
-    highest_threshold,
-    mean_estimates,
-    pearson,
-    precision_curve,
-    rank_correlation,
-    rejection_curve,
-    reliability,
-    uncertainty_bins,
-)
+from probemb.metrics import uncertainty
 
 
 def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
     generator = torch.Generator().manual_seed(3)
     u = torch.rand(97, generator=generator).double().round(decimals=1)  # with ties
     score = (1 - u + 0.3 * torch.randn(97, generator=generator)).double()
-    bins = uncertainty_bins(u, score)
+    bins = uncertainty.uncertainty_bins(u, score)
     assert sum(bins["counts"]) == 97
     assert max(bins["counts"]) - min(bins["counts"]) <= 1
     assert bins["uncertainty"] == sorted(bins["uncertainty"])
@@ -33,31 +20,31 @@ def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
     assert bins["pearson"] == pytest.approx(np.corrcoef(bins["uncertainty"], bins["accuracy"])[0, 1])
     stats = pytest.importorskip("scipy.stats")
     assert bins["spearman"] == pytest.approx(stats.spearmanr(u, score).statistic)
-    assert average_ranks(torch.tensor([3.0, 1.0, 3.0])).tolist() == [1.5, 0.0, 1.5]
+    assert uncertainty.average_ranks(torch.tensor([3.0, 1.0, 3.0])).tolist() == [1.5, 0.0, 1.5]
 
 
 def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
-    assert pearson(torch.ones(3), torch.arange(3.0)) is None
+    assert uncertainty.pearson(torch.ones(3), torch.arange(3.0)) is None
     constant = torch.full((3,), 0.05, dtype=torch.float64)  # whose rounded mean is another number
-    assert pearson(constant, constant) is None
-    assert pearson(torch.arange(3.0).double(), constant) is None
-    bins = uncertainty_bins(torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0]))
+    assert uncertainty.pearson(constant, constant) is None
+    assert uncertainty.pearson(torch.arange(3.0).double(), constant) is None
+    bins = uncertainty.uncertainty_bins(torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0]))
     assert sum(bins["counts"]) == 3
     score = torch.tensor([1.0, torch.nan, torch.nan, torch.nan, 0.0, 1.0])
-    bins = uncertainty_bins(torch.arange(6.0), score, 3, cut_over_all=True)
+    bins = uncertainty.uncertainty_bins(torch.arange(6.0), score, 3, cut_over_all=True)
     assert (bins["counts"], bins["accuracy"]) == ([1, 2], [1.0, 0.5])  # the middle bin holds no score
-    assert uncertainty_bins(torch.ones(1), torch.ones(1)) is None
+    assert uncertainty.uncertainty_bins(torch.ones(1), torch.ones(1)) is None
 
 
 def test_refusing_the_most_uncertain_equals_its_definition():
     u = torch.tensor([0.5, 0.1, 0.9, 0.3])
     score = torch.tensor([0.0, 1.0, 0.0, 1.0])
-    curve = rejection_curve(u, score, refused=(0, 0.25, 0.5, 0.9))
+    curve = uncertainty.rejection_curve(u, score, refused=(0, 0.25, 0.5, 0.9))
     assert curve["score"] == pytest.approx([0.5, 2 / 3, 1, 1])
     assert curve["area"] == pytest.approx((1 + 1 + 2 / 3 + 0.5) / 4)
     assert curve["area"] == pytest.approx(curve["oracle"])
     assert curve["random"] == 0.5
-    assert rejection_curve(-u, score)["area"] == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4)
+    assert uncertainty.rejection_curve(-u, score)["area"] == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4)
 
 
 def world(n_images=150, captions=5, effect=0.6, seed=0):
@@ -83,7 +70,7 @@ def resampled(measure, score, outcome, image, n=300):
 @pytest.mark.parametrize("effect", [0.0, 0.6])
 def test_standard_errors_are_those_of_images_drawn_again(effect):
     score, outcome, image = world(effect=effect)
-    for measure in (rank_correlation, lambda *data: halves(*data)["difference"]):
+    for measure in (uncertainty.rank_correlation, lambda *data: uncertainty.halves(*data)["difference"]):
         found = measure(score, outcome, image)
         spread = resampled(lambda s, o: measure(s, o)["value"], score, outcome, image).std().item()  # noqa: B023
         assert 0.85 < found["se"] / spread < (1.15 if effect == 0 else 1.4)  # an effect widens them
@@ -96,23 +83,27 @@ def test_values_are_scipys_and_those_of_the_definitions():
     stats = pytest.importorskip("scipy.stats")
     score, outcome, _ = world(20)
     score = score.round(decimals=1)  # with ties
-    assert rank_correlation(score, outcome)["value"] == pytest.approx(stats.spearmanr(score, outcome).statistic)
-    middle, parts = score.median(), halves(score, outcome)
+    assert uncertainty.rank_correlation(score, outcome)["value"] == pytest.approx(
+        stats.spearmanr(score, outcome).statistic
+    )
+    middle, parts = score.median(), uncertainty.halves(score, outcome)
     assert parts["certain"] == pytest.approx(float(outcome[score < middle].mean()), abs=0.02)
     assert parts["rest"] == pytest.approx(float(outcome[score > middle].mean()), abs=0.02)  # with ties at the median
 
 
 def test_what_is_unknown_or_constant_has_no_answer():
     known, nan = torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0])
-    assert rank_correlation(known, torch.ones(4)) is None
-    assert rank_correlation(known[:2], known[:2]) is None
-    assert halves(torch.ones(4), known) is None
-    assert rank_correlation(known, nan) == pytest.approx(rank_correlation(known[[0, 2, 3]], nan[[0, 2, 3]]))
+    assert uncertainty.rank_correlation(known, torch.ones(4)) is None
+    assert uncertainty.rank_correlation(known[:2], known[:2]) is None
+    assert uncertainty.halves(torch.ones(4), known) is None
+    assert uncertainty.rank_correlation(known, nan) == pytest.approx(
+        uncertainty.rank_correlation(known[[0, 2, 3]], nan[[0, 2, 3]])
+    )
 
 
 def test_curve_counts():
     u = torch.tensor([0.4, 0.1, 0.3, 0.2])
-    curve = precision_curve(u, torch.tensor([False, True, False, True]), points=4)
+    curve = uncertainty.precision_curve(u, torch.tensor([False, True, False, True]), points=4)
     assert curve.threshold == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert curve.coverage == [0.25, 0.5, 0.75, 1]
     assert curve.precision == pytest.approx([1, 1, 2 / 3, 0.5])
@@ -121,8 +112,8 @@ def test_curve_counts():
         assert stats.binom.sf(hits - 1, n, low) == pytest.approx(0.05 / 4)
     assert curve.queries == 4
     fitting = [u for u, low in zip(curve.threshold, curve.at_least) if low >= 0.1]
-    assert highest_threshold(curve, 0.1) == max(fitting)
-    assert highest_threshold(curve, 0.999) is None
+    assert uncertainty.highest_threshold(curve, 0.1) == max(fitting)
+    assert uncertainty.highest_threshold(curve, 0.999) is None
 
 
 def test_bins_in_a_plain_loop():
@@ -130,7 +121,7 @@ def test_bins_in_a_plain_loop():
     p = torch.rand(500, generator=g, dtype=torch.float64) ** 3
     label = (torch.rand(500, generator=g) < p).double()
     p[0], p[1] = 0.0, 1.0
-    found, rows = reliability(p, label, n_bins=10), [(p * 10).long().clamp_max(9) == i for i in range(10)]
+    found, rows = uncertainty.reliability(p, label, n_bins=10), [(p * 10).long().clamp_max(9) == i for i in range(10)]
     assert found["predicted"] == pytest.approx([float(p[row].mean()) for row in rows])
     assert found["observed"] == pytest.approx([float(label[row].mean()) for row in rows])
     gaps = [abs(a - b) * int(row.sum()) for a, b, row in zip(found["predicted"], found["observed"], rows)]
@@ -143,7 +134,7 @@ def test_the_fit_has_the_least_cross_entropy():
     g = torch.Generator().manual_seed(0)
     x = 100 + 30 * torch.randn(4000, generator=g, dtype=torch.float64)
     share = torch.binomial(torch.full_like(x, 3), torch.sigmoid(0.05 * x - 7), generator=g) / 3
-    a, b = fit_logistic(x, share)
+    a, b = uncertainty.fit_logistic(x, share)
     residual = torch.sigmoid(a * x + b) - share
     assert abs(float(residual.mean())) < 1e-5
     assert abs(float((residual * (x - x.mean()) / x.std()).mean())) < 1e-5
@@ -152,7 +143,7 @@ def test_the_fit_has_the_least_cross_entropy():
 
 def test_summaries_of_all_and_of_some():
     hit, image = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 2])
-    found = mean_estimates({"r@1": hit}, image)["r@1"]
-    assert found == {"value": 0.75, "se": pytest.approx(cluster_standard_error(hit, image))}
-    some = mean_estimates({"r@1": hit.bool()}, image, torch.tensor([True, True, False, False]))["r@1"]
+    found = uncertainty.mean_estimates({"r@1": hit}, image)["r@1"]
+    assert found == {"value": 0.75, "se": pytest.approx(uncertainty.cluster_standard_error(hit, image))}
+    some = uncertainty.mean_estimates({"r@1": hit.bool()}, image, torch.tensor([True, True, False, False]))["r@1"]
     assert some == {"value": 0.5, "se": 0.0}  # one image alone: its phrases' errors cancel

@@ -5,19 +5,11 @@ import torch
 
 from probemb.evaluation.classification import class_accuracy, normalise, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
-from zeroshot.evaluations.filters import (
-    FILTERS,
-    UPPER_BOUND,
-    Evaluation,
-    LabelledMeans,
-    best_settings,
-    fold_splits,
-    stratified_folds,
-)
+from zeroshot.evaluations import filters
 
 U = torch.tensor([[3.0, 1.0, 2.0, 4.0], [1.0, 1.0, 1.0, 1.0]])
 DEFAULTS = {"single": 0, "temperature": 1.0, "shots": 16, "unlabelled": 2000, "prior": 10.0}
-weights = {name: one.weights for name, one in FILTERS.items()}
+weights = {name: one.weights for name, one in filters.FILTERS.items()}
 
 
 def test_soft_weights_fall_with_uncertainty_and_are_equal_for_equal_prompts():
@@ -65,18 +57,20 @@ def test_thresholds_are_those_of_plain_loops():
 
 def test_folds_are_balanced_independent_of_the_order_and_keep_groups_together():
     labels, names, groups = [i % 4 for i in range(43)], [f"image-{i}" for i in range(43)], list(range(43))
-    folds = stratified_folds(labels, names, 5)
+    folds = filters.stratified_folds(labels, names, 5)
     sizes = torch.bincount(folds, minlength=5)
     assert sizes.max() - sizes.min() <= 1
     for label in range(4):
         per_fold = torch.bincount(folds[torch.tensor(labels) == label], minlength=5)
         assert per_fold.max() - per_fold.min() <= 1
     groups[17], groups[30], groups[31] = 5, 2, 2  # of the same class, and of others
-    grouped = stratified_folds(labels, names, 5, groups)
+    grouped = filters.stratified_folds(labels, names, 5, groups)
     assert grouped[17] == grouped[5]
     assert grouped[30] == grouped[31] == grouped[2]
     order = torch.randperm(43, generator=torch.Generator().manual_seed(0)).tolist()
-    again = stratified_folds([labels[i] for i in order], [names[i] for i in order], 5, [groups[i] for i in order])
+    again = filters.stratified_folds(
+        [labels[i] for i in order], [names[i] for i in order], 5, [groups[i] for i in order]
+    )
     assert torch.equal(again, grouped[order])
 
 
@@ -96,20 +90,20 @@ def world(n_classes=6, n_prompts=9, dim=8, per_class=12, seed=0):
     log_var = spread.log()[:, :, None].expand(n_classes, n_prompts, dim).contiguous()
     labels = torch.arange(n_classes).repeat_interleave(per_class)
     images = normalise(centre[labels] + 0.45 * normal(len(labels), dim))
-    return LabelledMeans(images, labels, [f"{i}" for i in range(len(labels))]), Gaussian(mean, log_var)
+    return filters.LabelledMeans(images, labels, [f"{i}" for i in range(len(labels))]), Gaussian(mean, log_var)
 
 
 def only(images, some):
     names = [name for name, kept in zip(images.names, some.tolist()) if kept]
-    return LabelledMeans(images.mean[some], images.labels[some], names)
+    return filters.LabelledMeans(images.mean[some], images.labels[some], names)
 
 
 def evaluated(images, prompts, names, folds=0, other=None, **options):
-    splits = fold_splits(images, folds) if folds else []
+    splits = filters.fold_splits(images, folds) if folds else []
     source = f"folds:{folds}" if folds else "train"
     if other is not None:
         splits = [(other, torch.ones(len(images.labels), dtype=torch.bool))]
-    return Evaluation(images, prompts, names, DEFAULTS | options, splits, source)
+    return filters.Evaluation(images, prompts, names, DEFAULTS | options, splits, source)
 
 
 def rows_of(evaluation):
@@ -122,7 +116,7 @@ def accuracy_of(images, vectors):
 
 @pytest.fixture(scope="module")
 def every():
-    return evaluated(*world(), list(FILTERS), folds=5)
+    return evaluated(*world(), list(filters.FILTERS), folds=5)
 
 
 def test_accuracies_have_standard_errors_and_a_mean_over_classes():
@@ -165,18 +159,21 @@ def test_best_topk_is_a_real_classifier_and_has_an_upper_bound(every):
     assert len(set(every.oracle.kept.tolist())) > 1
     best = every.by_class(every.candidates("topk").ranks).max(dim=1).values
     bound = float((best * every.counts).sum() / every.counts.sum())
-    assert rows[UPPER_BOUND, "oracle, upper bound"]["top1"] == pytest.approx(bound)
+    assert rows[filters.UPPER_BOUND, "oracle, upper bound"]["top1"] == pytest.approx(bound)
     assert bound >= rows["topk", "oracle"]["top1"]
 
 
 def test_folds_choose_without_the_images_they_score(every):
     images, prompts = world()
     prefixes = prefix_vectors(prompts.mean, prompts.uncertainty())
-    ranks, folds = true_ranks(images.mean, prefixes, images.labels), stratified_folds(images.labels, images.names, 5)
+    ranks, folds = (
+        true_ranks(images.mean, prefixes, images.labels),
+        filters.stratified_folds(images.labels, images.names, 5),
+    )
     right = 0
     for fold in range(5):
         others = folds != fold
-        k = best_settings(class_accuracy(ranks[others], images.labels[others], 6)) + 1
+        k = filters.best_settings(class_accuracy(ranks[others], images.labels[others], 6)) + 1
         vectors = torch.stack([prefixes[k[c] - 1, c] for c in range(6)])
         right += int(accuracy_of(only(images, ~others), vectors).sum())
     assert rows_of(every)["best-topk", "few-shot (folds:5)"]["top1"] == pytest.approx(right / 72)
