@@ -57,6 +57,7 @@ from probemb.reports.results import claim_files, provenance, write_json
 GENERATOR = "probemb tools.study"
 TELL_EVERY = 60.0  # seconds
 LEVEL = 0.05
+COLUMNS = 8  # of a printed table, at most
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["pandas", "scipy.stats", "open_clip", "accelerate", "matplotlib.figure", "sklearn.linear_model"]
@@ -319,7 +320,7 @@ def compare(study: Study, table: pd.DataFrame) -> list[dict]:
 
 
 def show(study: Study, table: pd.DataFrame, compared: Sequence[dict]) -> None:
-    """Print rows with mean ± SD over the seeds, and differences."""
+    """Print rows with mean ± SD over the seeds, and the differences of each family."""
 
     def text(number: str, value: float, sign: str = "", more: int = 0) -> str:
         form = {"factor": 1, "digits": 1, **study.numbers[number]}
@@ -334,18 +335,27 @@ def show(study: Study, table: pd.DataFrame, compared: Sequence[dict]) -> None:
         told = "\nnot told apart" if one["low"] <= 0 <= one["high"] else "" if one["holm"] else " †"
         return f"{mean} (one seed)" if one["seeds"] == 1 else f"{mean} \\[{low}, {high}]{told}"
 
-    titles = {row: study.rows.get(row, {}).get("title", row) for row in table.row}
-    shown = Table("", *study.numbers, title=study.title)
-    for row, title in titles.items():
-        shown.add_row(title, *(cell(name, table[table.row == row][name].dropna()) for name in study.numbers))
-    for family, ones in itertools.groupby(compared, lambda one: one["family"]):
-        shown.add_section()
-        shown.add_row(f"[bold]{family}")
-        for (a, b), some in itertools.groupby(ones, lambda one: (one["a"], one["b"])):
-            cells = {one["number"]: difference(one) for one in some}
-            shown.add_row(f"{titles[a]} over {titles.get(b, b)}", *(cells.get(name, "") for name in study.numbers))
+    def grid(title: str, names: Sequence[str], rows: dict[str, dict[str, str]]) -> None:
+        for first in range(0, max(1, len(names)), COLUMNS):
+            some = names[first : first + COLUMNS]
+            shown = Table("", *some, title=title)
+            for head, cells in rows.items():
+                shown.add_row(head, *(cells.get(name, "") for name in some))
+            console.print(shown)
+
     console = Console()
-    (console if console.is_terminal else Console(width=200)).print(shown)
+    console = console if console.is_terminal else Console(width=200)
+    titles, rows = {row: study.rows.get(row, {}).get("title", row) for row in table.row}, {}
+    for row, title in titles.items():
+        rows[title] = {name: cell(name, table[table.row == row][name].dropna()) for name in study.numbers}
+    grid(study.title, list(study.numbers), rows)
+    for family in dict.fromkeys(one["family"] for one in compared):
+        names, pairs = {}, {}
+        for one in (one for one in compared if one["family"] == family):
+            pair = f"{titles[one['a']]} over {titles.get(one['b'], one['b'])}"
+            pairs.setdefault(pair, {})[one["number"]] = difference(one)
+            names[one["number"]] = None
+        grid(family, list(names), pairs)
     print(study.notes, flush=True)
     for number in study.numbers:
         if table[number].isna().all():
