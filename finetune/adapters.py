@@ -295,11 +295,9 @@ def adapted_model(base: DualEncoder, options: dict, adapter: Adapter, scalars: n
     model = DualEncoder(
         base.config | {"adapter": options, "match": match, "ranking": ranking, "objective": options["method"]}
     )
-    state = model.state_dict()
-    state |= {key: value for key, value in base.state_dict().items() if key in state}
-    state |= {f"adapter.{key}": value for key, value in adapter.state_dict().items()}
-    state |= {key: value.detach().reshape(1) for key, value in scalars.items() if key in state}
-    model.load_state_dict(state)
+    given = base.state_dict() | {key: value.detach().reshape(1) for key, value in scalars.items()}
+    model.load_state_dict({key: given.get(key, value) for key, value in model.state_dict().items()})
+    model.adapter = adapter
     return model.eval().requires_grad_(False)
 
 

@@ -56,14 +56,12 @@ class Mix(NamedTuple):
     partner: Tensor  # (B,) int64
 
 
-def draw_mix(
-    batch: int, height: int, width: int, rng: np.random.Generator | np.random.RandomState, o: MixOptions
-) -> Mix:
+def draw_mix(batch: int, height: int, width: int, rng: np.random.Generator, o: MixOptions) -> Mix:
     """Mixup and CutMix for a batch of images, image i with image B−1−i. Source: PCME++ §2.4, §B.2, Table C.4.
 
     CutMix's box has sides √(1 − λ) of the image's around a random centre, cropped to the image; λ ~ Beta(α, α) is then
-    the share of area that is left. With a RandomState the draws and their order are those of PCME++'s public code,
-    except that it ignores the ratio if only one kind is on.
+    the share of area that is left. The draws and their order are those of PCME++'s public code, except that it ignores
+    the ratio if only one kind is on.
     """
     both = o.mixup > 0 and o.cutmix > 0
     lam, use_cutmix = (_draw_batch if o.mode == "batch" else _draw_elements)(batch, rng, o, both)
@@ -102,10 +100,9 @@ def _draw_batch(n: int, rng, o: MixOptions, both: bool) -> tuple[np.ndarray, np.
 
 def _draw_box(lam: np.floating, height: int, width: int, rng) -> tuple[int, int, int, int]:
     """Top, bottom, left, right."""
-    integers = rng.integers if hasattr(rng, "integers") else rng.randint  # Generator, RandomState
     side = np.sqrt(lam.dtype.type(1) - lam)
     box_h, box_w = (int(lam.dtype.type(size) * side) for size in (height, width))
-    y, x = integers(0, height), integers(0, width)
+    y, x = rng.integers(0, height), rng.integers(0, width)
     top, bottom = np.clip([y - box_h // 2, y + box_h // 2], 0, height)
     left, right = np.clip([x - box_w // 2, x + box_w // 2], 0, width)
     return top, bottom, left, right

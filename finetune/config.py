@@ -261,7 +261,7 @@ class Config:
     resume: bool = False
     seed: Seed = 0
     batch_size: Pairs = 128
-    epochs: NonNegativeInt = 25
+    epochs: PositiveInt = 25
     ranking: Literal["csd", "mean", "tolerance"] | None = None
     noise_ratio: ClosedUnitInterval = 0.0
     size_augment: ClosedUnitInterval = 0.2
@@ -292,7 +292,7 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
     """Shorten a recipe's phases in proportion to fewer epochs, if they do not all fit, except for those set by options.
     Returns the configuration and a line that says so, or ""."""
     recipe, epochs, o = given("epochs", argv, options=False) or Config.epochs, config.epochs, config.optimizer
-    if not 0 < epochs < recipe or max(o.freeze_epochs + 1, o.decaying + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
+    if epochs >= recipe or max(o.freeze_epochs + 1, o.decaying + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
         return config, ""
     fewer = [min(epochs - 1, round(phase * epochs / recipe)) for phase in (o.freeze_epochs, *o.decays)]
     now = {"freeze_epochs": fewer[0], "warmup_epochs": round(o.warmup_epochs * epochs / recipe, 3)}
@@ -317,8 +317,6 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
             "Name images with captions: a CSV, a folder, Karpathy's json, shards, …; the synthetic data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
-    if method.trained and config.epochs < 1:
-        yield UserError("epochs is 0: nothing would be trained.", "Set it to 1 or more, or choose --method clip-zs.")
     if method.heads and config.model.head not in method.heads:
         heads = " or ".join(method.heads)
         yield UserError(f"The method {config.method} works with head {heads} alone.", f"Set model.head to {heads}.")
@@ -335,12 +333,12 @@ def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
         ("freeze_epochs", 0 if locked else optimizer.freeze_epochs, "the image tower would never be trained"),
         ("decay_epochs", optimizer.decaying, "every lr would be a tenth from the start"),
     ):
-        if config.epochs and epochs >= config.epochs:
+        if epochs >= config.epochs:
             yield UserError(
                 f"optimizer.{name} is {epochs} of {config.epochs} epochs: {what}.",
                 f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
             )
-    if 0 < config.epochs < optimizer.freeze_epochs + optimizer.warmup_epochs and optimizer.warmup_epochs:
+    if optimizer.warmup_epochs and config.epochs < optimizer.freeze_epochs + optimizer.warmup_epochs:
         yield UserError(
             f"The warm-up ends after {optimizer.freeze_epochs + optimizer.warmup_epochs:g} of {config.epochs} epochs.",
             "Lower --optimizer.warmup-epochs, or raise --epochs.",

@@ -34,7 +34,6 @@ class Rows:
 
     read(epoch, number)   one row, a function of the seed and the arguments; raises if an image cannot be used
     collate(rows)         a batch
-    digest                of the data that batches are made of; a run must be resumed with the same
 
     `number` rows are an epoch, without an incomplete last batch. `transform` may draw from the global random numbers of
     torch, numpy and Python, which are seeded for every image and restored afterwards. `batch_size` is the global one,
@@ -148,16 +147,17 @@ class Pairs(Rows):
         images, tokens = torch.cat([pairs.images, other.images]), torch.cat([pairs.tokens, other.tokens])
         return pairs._replace(images=images, tokens=tokens)
 
-    @property
-    def digest(self) -> str:
-        digest = hashlib.sha256()
-        for image, texts in zip(self.data.image_ids, self.data.captions):
-            digest.update(f"{image}\0{len(texts)}\0".encode(errors="replace"))
-            for text in texts:
-                digest.update(f"{text}\0".encode(errors="replace"))
-        if self.unpaired is not None:
-            digest.update(self.unpaired.digest.encode())
-        return digest.hexdigest()[:16]
+
+def pairs_digest(data: CaptionDataset, unpaired: CaptionDataset | None = None) -> str:
+    """Of all that batches are made of but the pixels."""
+    digest = hashlib.sha256()
+    for image, texts in zip(data.image_ids, data.captions):
+        digest.update(f"{image}\0{len(texts)}\0".encode(errors="replace"))
+        for text in texts:
+            digest.update(f"{text}\0".encode(errors="replace"))
+    if unpaired is not None:
+        digest.update(pairs_digest(unpaired).encode())
+    return digest.hexdigest()[:16]
 
 
 def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> CaptionDataset:
@@ -190,9 +190,8 @@ class TupleBatch(NamedTuple):
     """
 
     images: Tensor  # (b + m, 3, H, W) uint8: the b targets, then the m parts
-    tokens: Tensor  # (t, L) int64; one unused row where no part is a text, for the text tower's gradients
+    tokens: Tensor  # (t, L) int64; one unused row where no part is a text, as a tower needs one
     part_rows: Tensor  # (b, k) int64: r >= 0 is images[b + r], r < 0 is tokens[-r - 1]
-    text_used: Tensor  # (t,) bool: False for the unused row
     target_index: Tensor  # (b,) int64: which image of `Compositions` the target is
     concepts: Tensor  # (b, c) int64: what a correct target has; c = k but for changes of attributes, where it is 1
 
@@ -230,18 +229,10 @@ class Tuples(Rows):
                 kind.append(content)
             places.append(row)
         examples, targets, _ = map(list, zip(*rows))
-        used = torch.ones(max(1, len(texts)), dtype=torch.bool)
         if not texts:
-            used[0] = False
             texts.append(self.tokens(self.data.concepts[examples[0].concepts[0]], examples[0].target))
         asked = ([example.target for example in examples], [example.concepts for example in examples])
-        return TupleBatch(
-            stack(targets + images), torch.stack(texts), torch.tensor(places), used, *map(torch.tensor, asked)
-        )
-
-    @property
-    def digest(self) -> str:
-        return self.data.digest()
+        return TupleBatch(stack(targets + images), torch.stack(texts), torch.tensor(places), *map(torch.tensor, asked))
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

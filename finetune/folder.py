@@ -22,7 +22,6 @@ from probemb.models import DualEncoder, save_model
 from probemb.options import resolved
 from probemb.runs.checkpoints import OPTIMIZER, WEIGHTS, Snapshot
 from probemb.runs.folder import RunOutput, take_lock
-from probemb.runs.log import composed_words, rsum_words, step_of, zeroshot_words
 
 FREE_TO_CHANGE = (
     *("out", "resume", "stop_after_epochs", "save_every", "keep_checkpoints", "log_every", "wandb"),
@@ -31,8 +30,6 @@ FREE_TO_CHANGE = (
     *("data.path", "data.images", "data.format", "data.train", "data.unpaired", "data.unpaired_images"),
     *("data.workers", "data.failure_share"),
 )
-# What a validation's values have.
-VALIDATED = {"rsum": rsum_words, "r_precision": composed_words, "zeroshot_top1": zeroshot_words}
 
 
 class RunFolder(RunOutput):
@@ -46,13 +43,6 @@ class RunFolder(RunOutput):
         super().close()
         if self.lock:
             self.lock.close()
-
-    def line(self, step: int, values: dict[str, float]) -> str:
-        """The printed line of `values`, which are as in metrics.jsonl."""
-        name = next((f"{key.partition('/')[0]}:" for key in values if "/" in key), "validation")
-        own = {key.rpartition("/")[2]: value for key, value in values.items()}
-        words = next((told(own) for key, told in VALIDATED.items() if key in own), None)
-        return super().line(step, values) if words is None else f"{step_of(step, self.steps)} | {name} {words}"
 
     def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
         """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""
@@ -72,8 +62,6 @@ class RunFolder(RunOutput):
 def take_snapshot(state: State, step: int, content: dict) -> Snapshot:
     """Copy the training state to the CPU's memory: training may continue while it is written."""
     weights = {name: _copy(tensor) for name, tensor in state.joint.state_dict().items()}
-    if state.average:
-        weights |= {f"average.{name}": _copy(tensor) for name, tensor in state.average.state_dict().items()}
     moments = {
         f"{key}.{name}": _copy(torch.as_tensor(value))
         for name, optimizer, parameter in _parameters(state)
@@ -99,12 +87,8 @@ def load_checkpoint(path: Path, state: State) -> None:
     Raises UserError: it belongs to another model or method.
     """
     weights, moments = load_file(path / WEIGHTS), load_file(path / OPTIMIZER)
-    prefix = "average."
-    averaged = {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
     try:
-        state.joint.load_state_dict({name: t for name, t in weights.items() if not name.startswith(prefix)})
-        if state.average:
-            state.average.load_state_dict(averaged)
+        state.joint.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(
             f"{path} is a checkpoint of another model: {' '.join(str(error).split())[:300].rstrip('.')}.",

@@ -81,7 +81,6 @@ class Schedule:
     epochs: int = 25
     epoch_samples: int = 1  # over all networks
     networks: int = 1  # trained one after the other within an epoch, with the same learning rates
-    locked: bool = False  # the image backbone is frozen in all epochs
     average_epochs: int = 10  # last epochs, the weights at whose ends are averaged
 
     def factor(self, samples: int, image_backbone: bool = False) -> float:
@@ -105,7 +104,7 @@ class Schedule:
 
     def frozen(self, samples: int) -> bool:
         """Of the image backbone, after `samples` samples."""
-        return self.locked or self.epoch(samples) < self.optimizer.freeze_epochs
+        return self.epoch(samples) < self.optimizer.freeze_epochs
 
     def averages(self, samples: int) -> bool:
         """True if the weights at the end of an epoch, after `samples` samples, go into the average."""
@@ -115,7 +114,7 @@ class Schedule:
 def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
     """The configured schedule, for epochs of `steps` batches of each network."""
     samples = networks * steps * config.batch_size
-    return Schedule(config.optimizer, config.epochs, samples, networks, config.model.lock_image, config.swa_epochs)
+    return Schedule(config.optimizer, config.epochs, samples, networks, config.swa_epochs)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> None:

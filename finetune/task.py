@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finetune.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
 from finetune.config import Config
-from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, shuffle_captions
+from finetune.data import PairBatch, Pairs, TupleBatch, Tuples, pairs_digest, shuffle_captions
 from finetune.feature_cache import cache_features, cache_texts
 from finetune.methods import METHODS
 from finetune.methods.base import Batch
@@ -55,11 +55,12 @@ Embedded = tuple[Encoded, Encoded]  # by both towers
 
 
 class Task:
-    """One kind of training examples. `train` is None for a method that trains nothing, `validation` without any.
+    """One kind of training examples. `validation` is None without a split for it.
 
     A subclass has
 
     find(split), texts              the data, and the texts of the training split
+    digest()                        of what training batches are made of; a run must be resumed with the same
     rows()                          the training rows; raises UserError: settings that do not fit the data
     inputs(batch, model, step)      augmented images, tokens and the mask of image tokens, on the device, and the `Mix`
     gather(embedded, batch, mix, epoch, step, network)      the examples of all ranks, with gradient
@@ -74,7 +75,7 @@ class Task:
         """Find the data. Raises UserError: a split is missing."""
         self.config, self.method = config, METHODS[config.method]
         self.validation = self.find(config.data.validation) if config.data.validation else None
-        self.train = self.find(config.data.train) if self.method.trained else None
+        self.train = self.find(config.data.train)
         named, templates = named_paths(config.evaluate.classes, "evaluate.classes"), config.evaluate.templates
         self.labelled = [(of.name, zero_shot_set(of.path, templates, config.data.exif)) for of in named]
 
@@ -84,7 +85,7 @@ class Task:
         named = {name: getattr(self, name) for name in ("train", "validation", "unpaired")}
         return {name: split for name, split in named.items() if split is not None}
 
-    def prepare(self, networks: list[DualEncoder], device: torch.device, bf16: bool = False) -> None:
+    def prepare(self, networks: list[DualEncoder], runs_on: Device) -> None:
         """Fit the data to the models. Raises UserError: they do not fit, or too much of a split is unusable."""
         data = self.config.data
         for split in self.splits.values():
@@ -96,10 +97,10 @@ class Task:
         augmentation = Augmentation(self.config.augment.scale, hflip=self.config.augment.hflip)
         self.transforms = create_transforms(networks[0], augmentation, self.config.data.resize)
         self.tokenizer = create_tokenizer(networks[0])
-        self.device, self.evaluated_by = device, Device(str(device), "bf16" if bf16 else "fp32")
-        if data.cache_features is not None and self.train is not None and self.config.model.lock_image:
+        self.device, self.runs_on = torch.device(runs_on.name), runs_on
+        if data.cache_features is not None and self.config.model.lock_image:
             cache = partial(
-                cache_features, networks, folder=data.cache_features, resize=data.resize, device=device,
+                cache_features, networks, folder=data.cache_features, resize=data.resize, device=self.device,
                 batch_size=self.config.engine.eval_batch_size, workers=data.workers, failure_share=data.failure_share,
             )  # fmt: skip
             for name, split in self.splits.items():
@@ -116,7 +117,7 @@ class Task:
         """Of a model in evaluation mode."""
         data, batch_size = self.config.data, self.config.engine.eval_batch_size
         more = {"workers": data.workers, "max_bad": data.failure_share}
-        return Embedder(model, self.tokenizer, self.transforms.evaluate, self.evaluated_by, batch_size, **more)
+        return Embedder(model, self.tokenizer, self.transforms.evaluate, self.runs_on, batch_size, **more)
 
     def validate(self, model) -> dict[str, float]:
         """`measure`, nothing without a validation split."""
@@ -149,7 +150,7 @@ class PairTask(Task):
         if data.positives == "class":
             for captions in filter(None, (self.train, self.validation)):
                 captions.class_numbers()  # refuses data without classes
-        if self.train is not None and config.noise_ratio:
+        if config.noise_ratio:
             self.train = shuffle_captions(self.train, config.noise_ratio, config.seed)
         if data.unpaired is not None:
             where = {"images": data.unpaired_images, "exif": data.exif, "held_out": 0.0}
@@ -164,16 +165,19 @@ class PairTask(Task):
     def texts(self) -> list[str]:
         return self.train.flat()
 
-    def prepare(self, networks, device, bf16=False) -> None:
+    def digest(self) -> str:
+        return pairs_digest(self.train, self.unpaired)
+
+    def prepare(self, networks, runs_on) -> None:
         """And cache the texts' features."""
-        super().prepare(networks, device, bf16)
+        super().prepare(networks, runs_on)
         folder, batch_size = self.config.data.cache_features, self.config.engine.eval_batch_size
         for split in self.splits.values():
             check_words(networks[0], split)
-        if folder is not None and self.train is not None and self.config.model.lock_text:
+        if folder is not None and self.config.model.lock_text:
             texts = [split.flat() for split in self.splits.values()]
             texts += [prompt_texts(one.classes.names, one.templates) for _, one in self.labelled]
-            self.tokenizer = cache_texts(networks, chain(*texts), self.tokenizer, folder, device, batch_size)
+            self.tokenizer = cache_texts(networks, chain(*texts), self.tokenizer, folder, self.device, batch_size)
 
     def cached(self, split, cache) -> CaptionDataset:
         return replace(split, located=cache(split.images))
@@ -280,6 +284,9 @@ class ComposedTask(Task):
     def texts(self) -> list[str]:
         return self.train.texts
 
+    def digest(self) -> str:
+        return self.train.digest()
+
     def cached(self, split, cache):
         return replace(split, images=cache(split.images, crops=split.boxes()))
 
@@ -300,8 +307,8 @@ class ComposedTask(Task):
             images = cut_out(images, augment.cutout, torch.cat([place[:, 0], place[:, 1:][is_image]]))
         if augment.word_dropping:
             draw = self._draw(step, self.WORDS, k, tokens.shape[1])[rows][~is_image]
-            used, tokens = batch.text_used, tokens.clone()
-            tokens[used] = drop_words(tokens[used], draw, augment.word_dropping, TextIds.of(model.config))
+            if len(draw):
+                tokens = drop_words(tokens, draw, augment.word_dropping, TextIds.of(model.config))
         return (images, model.cut_padding(tokens, self.device), None), None
 
     def _draw(self, step: int, what: int, *shape: int) -> Tensor:
@@ -309,17 +316,12 @@ class ComposedTask(Task):
 
     def gather(self, embedded, batch: TupleBatch, mix, *, step, **now) -> Batch:
         """Targets and parts of all ranks, and which targets are correct for which query."""
-        b, k = batch.part_rows.shape
+        b = len(batch.part_rows)
         images, texts = (side.gaussian.float() for side in embedded)
         place = batch.part_rows.to(self.device)
         place = torch.where(place >= 0, b + place, len(images) - 1 - place)
-        unused = (~batch.text_used).to(self.device, images.mean.dtype)
-        both = []
-        for image, text in ((images.mean, texts.mean), (images.log_var, texts.log_var)):
-            part = torch.cat([image, text])[place.flatten()].unflatten(0, (b, k))
-            # A text tower whose only text is no part takes part in the backward pass, as DDP expects.
-            both.append(torch.cat([image[:b, None], part + 0 * (text * unused[:, None]).sum()], 1))
-        mean, log_var = distributed.gather_together(both)
+        rows = Gaussian.cat([images[:b, None], Gaussian.cat([images, texts])[place]], 1)  # (b, 1 + k, D)
+        mean, log_var = distributed.gather_together([rows.mean, rows.log_var])
         numbers = distributed.all_of(torch.cat([batch.target_index[:, None], batch.concepts], 1))
         numbers = torch.cat(numbers).numpy()
         match = torch.from_numpy(self.train.matches(numbers[:, 1:], numbers[:, 0])).to(self.device).to(mean.dtype)

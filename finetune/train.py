@@ -8,77 +8,83 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import GradientAccumulationPlugin
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from finetune.config import PIXELS, Config, check, unused
+from finetune.config import PIXELS, Config, unused
 from finetune.data import Loader
 from finetune.folder import FREE_TO_CHANGE, RunFolder, load_checkpoint
 from finetune.methods import METHODS
 from finetune.recipe import make_schedule
-from finetune.task import ComposedTask, PairTask, Task
-from finetune.trainer import REMEDY, Joint, Position, State, Trainer
+from finetune.task import ComposedTask, PairTask
+from finetune.trainer import Joint, Position, State, Trainer
 from probemb.data.failures import describe_failures
-from probemb.distributed import all_of, control_group, on_main, same_everywhere, settle
+from probemb.data.labelled import remarks
+from probemb.distributed import (
+    all_of,
+    broadcast,
+    init_process_group,
+    is_main,
+    leave_process_group,
+    same_everywhere,
+    world_size,
+)
 from probemb.errors import UserError, count, raise_together
-from probemb.machine import gpu_capability, share_cores, training_precision
-from probemb.models import as_one, fill_word_vectors, save_model
+from probemb.machine import Device, gpu_capability, training_device, training_precision
+from probemb.models import as_one, fill_word_vectors
 from probemb.models.architectures import reads_regions
 from probemb.models.towers.words import WordMean
 from probemb.runs.checkpoints import read_state
 from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_endless_starts, refuse_full_disk
 from probemb.runs.log import METRICS, headline, step_of
 from probemb.runs.preemption import Preemption
+from probemb.runs.watchdog import Watchdog
 
 
 def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
-    accelerator = start_accelerator(config)
-    method = METHODS[config.method]
-    say = partial(print, flush=True) if accelerator.is_main_process else lambda line: None
-    earlier = newest_checkpoint(
-        config.out, config.resume, lambda line: say(f"resume  {line}"), config.engine.timeout, method.trained
-    )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_process_group(config.engine.timeout)
+    precision = training_precision(config.engine.precision, gpu_capability())
+    device, method = Device(training_device(config.engine.threads), precision), METHODS[config.method]
+    say = partial(print, flush=True) if is_main() else lambda line: None
+    earlier = newest_checkpoint(config.out, config.resume, lambda line: say(f"resume  {line}"), config.engine.timeout)
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
-    saved = read_state(earlier) if earlier else {}
-    if earlier:  # its weights may fit no model of this configuration
-        refuse_another_run(config, saved, saved["data"], earlier, FREE_TO_CHANGE)
     task = (ComposedTask if method.composes else PairTask)(config)
+    identity, position = {"pairs": task.digest()}, Position()
+    if earlier:  # its weights may fit no model of this configuration
+        refuse_another_run(config, saved := read_state(earlier), identity, earlier, FREE_TO_CHANGE)
+        position = Position(**{field.name: saved[field.name] for field in fields(Position)})
+    for line in (line for _, one in task.labelled for line in remarks(one.labels, one.classes)):
+        say(f"classes {line}")
     networks = make_networks(config, earlier, say, texts=task.texts if method.composes else None)
     objective = method(config.loss, networks[0], task.train, config.epochs)  # before features may draw random numbers
-    task.prepare(networks, accelerator.device, accelerator.mixed_precision == "bf16")
-    if not method.trained:
-        return measure_only(config, networks[0], task, accelerator, say)
-
-    rows, pin_memory = task.rows(), accelerator.device.type == "cuda"
+    task.prepare(networks, device)
+    rows, pin_memory = task.rows(), task.device.type == "cuda"
     loader = Loader(rows, config.data.workers, pin_memory=pin_memory, failure_share=config.data.failure_share)
-    identity, position = {"pairs": rows.digest}, Position()
-    if earlier:
-        refuse_another_run(config, saved, identity, earlier, FREE_TO_CHANGE)
-        position = Position(**{field.name: saved[field.name] for field in fields(Position)})
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
     if position.epoch >= config.epochs:
-        settle()
-        accelerator.end_training()
+        leave_process_group()
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     refuse_full_disk(config.out, as_one(networks), models=4 if config.swa_epochs else 2)
-    state = State.of(config, Joint(networks[0], objective, *networks[1:]).to(accelerator.device), position)
+    joint = Joint(networks[0], objective, *networks[1:]).to(task.device)
+    broadcast(joint.parameters())
+    summary = describe(config, joint, rows, device, steps, step, earlier)
+    state = State.of(config, joint, position)
     if earlier:
         load_checkpoint(earlier, state)
     folder = RunFolder(config, identity, step, steps)
-    say(describe(config, state.joint, rows, accelerator, steps, step, earlier))
+    say(summary)
     schedule = make_schedule(config, len(networks), loader.steps)
-    trainer = Trainer(accelerator, state, task, loader, schedule, config, folder, preemption)
+    trainer = Trainer(state, task, loader, schedule, config, folder, preemption)
     preemption.interrupting = ()
     try:
-        stopped = trainer.fit()
+        with Watchdog(trainer.progress, folder.path, config.engine.timeout):
+            stopped = trainer.fit()
         folder.finish()
         # Only a scheduler starts a run again by itself.
         if stopped and not any(all_of(preemption.name == "SIGINT")):
@@ -94,42 +100,9 @@ def train(config: Config, preemption: Preemption) -> int:
         of = f"epoch {position.epoch}"
         if position.best is not None:
             of = f"epoch {position.best_epoch}, validation {METRICS[task.metric]} {position.best:.1f}"
-        say(f"model   {folder.path / 'model'} is of {of}{', and so is model-second' if state.joint.second else ''}")
-    settle()
-    accelerator.end_training()
+        say(f"model   {folder.path / 'model'} is of {of}{', and so is model-second' if joint.second else ''}")
+    leave_process_group()
     return preemption.exit_code if stopped else 0
-
-
-def start_accelerator(config: Config) -> Accelerator:
-    """accelerate's process group, on the GPUs or the CPU. Raises UserError, see `check_engine` and `check`."""
-    timeout = timedelta(minutes=config.engine.timeout)
-    precision = training_precision(config.engine.precision, gpu_capability())
-    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False), InitProcessGroupKwargs(timeout=timeout)]
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision="bf16" if precision == "bf16" else "no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not accelerate's launcher
-        kwargs_handlers=handlers,
-    )
-    if accelerator.num_processes > 1:
-        control_group(timeout)
-    check_engine(accelerator)
-    check(config, accelerator.num_processes)
-    share_cores(config.engine.threads, accelerator.num_processes)
-    return accelerator
-
-
-def check_engine(accelerator: Accelerator) -> None:
-    """Refuse sharded weights, which AdamP cannot project, and another number of processes than was asked for."""
-    kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
-    asked, found = int(os.environ.get("WORLD_SIZE", accelerator.num_processes)), accelerator.num_processes
-    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        what = f"AdamP needs whole weights, and {kind} cuts them into pieces."
-    elif asked != found:
-        what = f"The launcher started {asked} processes, but each of them takes part in a run of {found}."
-    else:
-        return
-    raise UserError(what, "Start with torchrun or `accelerate launch --multi_gpu`, also on CPUs.")
 
 
 def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | None = None) -> list:
@@ -167,28 +140,12 @@ def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | 
     return networks
 
 
-def measure_only(config: Config, model, task: Task, accelerator: Accelerator, say) -> int:
-    """Validate and save the model as pretrained (clip-zs)."""
-    refuse_full_disk(config.out, model)
-    model.to(accelerator.device).eval()
-    found = [task.validate(model), *task.classify(model)] if accelerator.is_main_process else []
-    folder = RunFolder(config, {})
-    for values in filter(None, found):
-        folder.report(0, values)
-    place = folder.path / "model"
-    on_main(lambda: save_model(model, place), place, REMEDY)
-    folder.close()
-    say(f"model   {place}: as pretrained")
-    return 0
-
-
-def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps: int, step: int, earlier) -> str:
+def describe(config: Config, joint: Joint, rows, device: Device, steps: int, step: int, earlier) -> str:
     """The summary printed before the first step."""
-    gpu, world, two = gpu_capability(), accelerator.num_processes, joint.second is not None
-    precision, noise = training_precision(config.engine.precision, gpu), config.noise_ratio
-    distance = getattr(config.loss, "distance", None)
+    world, two, noise = world_size(), joint.second is not None, config.noise_ratio
+    distance = getattr(config.loss, "distance", None)  # that some methods have
     split = config.data.train or "all"
-    if getattr(rows.data, "drawn", False) and config.data.validation:
+    if not METHODS[config.method].composes and rows.data.drawn and config.data.validation:
         split += ", but for a tenth of the images, drawn as val"
     millions = sum(parameter.numel() for parameter in joint.parameters()) / 1e6
     return headline(
@@ -201,6 +158,6 @@ def describe(config: Config, joint: Joint, rows, accelerator: Accelerator, steps
         f"head {config.model.head}, from {config.model.image_weights or config.model.pretrained or 'random weights'}",
         data=f"{rows.number:,} {rows.what} of {config.data.path} ({split}), {rows.steps} steps an "
         f"epoch{' of each network' if two else ''}{f', {noise:.0%} of the captions at wrong images' if noise else ''}",
-        engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = "
+        engine=f"{world} x {device.name.partition(':')[0]}, {device.precision}, batch {config.batch_size} = "
         f"{count(world, 'rank')} x {len(rows.share)}",
     )

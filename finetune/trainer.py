@@ -1,7 +1,7 @@
-"""The finetuning loop, from top to bottom; accelerate does the distribution (DDP).
+"""The finetuning loop, from top to bottom.
 
-Every rank embeds its own examples, gathers all ranks' with gradient, and computes the loss of the whole batch: DDP's
-mean of the gradients is then that of one process, for any loss. A method with two networks trains the first for an
+Every rank embeds its own examples, gathers all ranks' with gradient, and computes the loss of the whole batch: the mean
+of the ranks' gradients is then that of one process, for any loss. A method with two networks trains the first for an
 epoch, then the second, with the pairs in another order: only one of them has gradients and activations in memory.
 """
 
@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import signal
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,27 +28,27 @@ from probemb import distributed
 from probemb.data.randomness import number_of
 from probemb.errors import UserError, count
 from probemb.losses import LossOutput
-from probemb.models import DualEncoder, Encoded, as_one
+from probemb.models import DualEncoder, as_one
 from probemb.models.dual_encoder import freeze_backbones
 from probemb.runs.log import METRICS, Window
 from probemb.runs.preemption import SIGNALS, Preemption
-from probemb.runs.watchdog import Progress, Watchdog
+from probemb.runs.watchdog import Progress
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from finetune.folder import RunFolder
 
 REMEDY = "Make room, or make the folder writable, and continue with --resume."
 
 
 class Joint(nn.Module):
-    """Everything that is trained: the model, the method's own module, and the second model, if any."""
+    """Everything that is trained: the model, the method's own module, and the second model, if any; and the average of
+    the networks' weights (SWA, PCME++ §B.3), if it is asked for."""
 
     def __init__(self, model: DualEncoder, method: Method, second: DualEncoder | None = None):
         super().__init__()
         self.objective = method
         self.model, self.method, self.second, self.aside = model, method.module, second, method.aside
+        self.average: AveragedModel | None = None
 
     @property
     def networks(self) -> list[DualEncoder]:
@@ -69,11 +67,10 @@ class Position:
 
 @dataclass
 class State:
-    """The training state, as checkpoints hold it. `average`: of the networks' weights (SWA, PCME++ §B.3)."""
+    """The training state, as checkpoints hold it."""
 
     joint: Joint
     optimizer: torch.optim.Optimizer
-    average: AveragedModel | None = None
     position: Position = field(default_factory=Position)
 
     @classmethod
@@ -84,10 +81,9 @@ class State:
             for name, scalar in network.scalars().items():
                 scalar.requires_grad_(name in joint.objective.trains)
             groups += parameter_groups(network, joint.method if network is joint.model else None, config.optimizer)
-        average = None
         if config.swa_epochs:
-            average = AveragedModel(nn.ModuleList(joint.networks)).requires_grad_(False).eval()
-        return cls(joint, OPTIMIZERS[config.optimizer.name](groups), average, position)
+            joint.average = AveragedModel(nn.ModuleList(joint.networks)).requires_grad_(False).eval()
+        return cls(joint, OPTIMIZERS[config.optimizer.name](groups), position)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -96,35 +92,19 @@ class State:
         return [self.optimizer] if aside is None else [self.optimizer, aside]
 
 
-class Network(nn.Module):
-    """The module that DDP wraps: one model and the method's own module, not its `aside`."""
-
-    def __init__(self, model: DualEncoder, method: Method):
-        super().__init__()
-        self.model, self.method, self.wants = model, method.module, (method.wants_tokens, method.wants_features)
-
-    def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> Embedded:
-        image = self.model.image_tower(images, image_mask, *self.wants)
-        return image, self.model.text_tower(tokens, None, *self.wants)
-
-
 class Trainer:
     """Trains a `State`, epoch by epoch."""
 
     def __init__(
-        self, accelerator: Accelerator, state: State, task: Task, loader: Loader, schedule: Schedule, config: Config,
-        folder: RunFolder, preemption: Preemption,
+        self, state: State, task: Task, loader: Loader, schedule: Schedule, config: Config, folder: RunFolder,
+        preemption: Preemption,
     ):  # fmt: skip
-        self.folder, self.preemption = folder, preemption
-        self.accelerator, self.device, self.state, self.config = accelerator, accelerator.device, state, config
-        self.task, self.loader, self.schedule = task, loader, schedule
+        self.state, self.config, self.folder, self.preemption = state, config, folder, preemption
+        self.task, self.loader, self.schedule, self.device = task, loader, schedule, task.device
         self.joint, self.position, self.objective = state.joint, state.position, state.joint.objective
         self.networks, self.network = state.joint.networks, 0  # the one that is being trained
         self.window = Window("pairs", lambda: loader.waited, self.device)
         self.epoch_steps = len(self.networks) * loader.steps
-        self.wrapped: nn.Module | None = None
-        aside = set(self.joint.aside.parameters())
-        self.trained = [parameter for parameter in self.joint.parameters() if parameter not in aside]
         self.progress = Progress(self.step)
 
     @property
@@ -146,10 +126,6 @@ class Trainer:
 
         Raises UserError: the loss or its gradient is NaN or Inf (the step is skipped), or data cannot be read.
         """
-        with Watchdog(self.progress, Path(self.config.out), self.config.engine.timeout):
-            return self._fit()
-
-    def _fit(self) -> bool:
         config, position, window, state = self.config, self.position, self.window, self.state
         batch_size, steps, optimizer = config.batch_size, self.loader.steps, state.optimizer
         while position.epoch < min(config.epochs, config.stop_after_epochs or config.epochs):
@@ -163,15 +139,16 @@ class Trainer:
                     inputs, mix = self.task.inputs(examples, self.model, self.step)
                     torch.manual_seed(number_of("dropout", config.seed, self.step, distributed.rank()))
                     # ---------------------------------------------------------------------------------------- forward
-                    batch = self.task.gather(self.wrapped(*inputs), examples, mix, **now)
+                    batch = self.task.gather(self._embed(self.model, *inputs), examples, mix, **now)
                     batch.by_other = partial(self._embed_by_other, inputs) if len(self.networks) > 1 else None
                     # ------------------------------------------------------------------------------------------- loss
                     out: LossOutput = self.objective.loss(batch, self.model)
                     # --------------------------------------------------------------------------------------- backward
                     optimizer.zero_grad(set_to_none=True)
-                    self.accelerator.backward(out.loss)
-                    longest = config.optimizer.clip_grad_norm or math.inf
-                    norm = self.accelerator.clip_grad_norm_(self.trained, longest).detach()
+                    out.loss.backward()
+                    trained = [*self.model.parameters(), *self.joint.method.parameters()]
+                    distributed.average_gradients(trained)
+                    norm = nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad_norm or math.inf)
                     finite = out.loss.isfinite().all() & norm.isfinite()
                     nonfinite, stopping = distributed.sum_over_ranks([~finite, self.stop()], self.device) > 0
                     if nonfinite:
@@ -198,7 +175,7 @@ class Trainer:
                         self.folder.save(state)
                         window.restart()
             # ----------------------------------------------------------------------------- average, evaluate, and save
-            average = state.average
+            average = self.joint.average
             if average is not None and self.schedule.averages(position.samples):
                 average = copy.deepcopy(average)  # an epoch whose evaluation is interrupted has not ended
                 average.update_parameters(nn.ModuleList(self.networks))
@@ -206,7 +183,7 @@ class Trainer:
             if self.end_epoch(position.epoch + 1, average):
                 self.folder.save(state)
                 return True
-            position.epoch, state.average = position.epoch + 1, average
+            position.epoch, self.joint.average = position.epoch + 1, average
             self.folder.save(state)  # last: a run killed before repeats the end of the epoch
         return False
 
@@ -259,21 +236,10 @@ class Trainer:
         return False
 
     def _take_turn(self, network: int) -> None:
-        """Freeze or thaw a network for its turn in an epoch, and wrap it."""
-        o, epoch = self.config.optimizer, self.position.epoch
-        text = self.config.model.lock_text or (o.freeze_text and epoch < o.freeze_epochs)
-        frozen = self.schedule.frozen(self.position.samples), text
-        changed = freeze_backbones(self.networks[network], *frozen)
-        if not changed and self.wrapped is not None and network == self.network:
-            return
-        if self.wrapped is not None and distributed.world_size() > 1:
-            self.wrapped = None
-            self.accelerator.free_memory()  # it keeps the earlier wrapper, with buffers for all gradients
-        self.network = network
-        with warnings.catch_warnings():  # accelerate passes a deprecated argument
-            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-            # DDP looks at requires_grad once, when it wraps.
-            self.wrapped = self.accelerator.prepare_model(Network(self.model, self.objective))
+        """Freeze or thaw a network for its turn in an epoch."""
+        self.network, frozen = network, self.schedule.frozen(self.position.samples)
+        image, text = self.config.model.lock_image, self.config.model.lock_text
+        freeze_backbones(self.model, image or frozen, text or (self.config.optimizer.freeze_text and frozen))
 
     def _examples(self) -> Iterator:
         """The batches of the rest of this network's epoch, in an order of its own; notes what this rank does."""
@@ -287,14 +253,19 @@ class Trainer:
             self.progress.made(self.step)
             self.progress.doing(*waiting)
 
+    def _embed(self, model: DualEncoder, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> Embedded:
+        """This rank's examples."""
+        wants = self.objective.wants_tokens, self.objective.wants_features
+        with self.task.runs_on.autocast():
+            return model.image_tower(images, image_mask, *wants), model.text_tower(tokens, None, *wants)
+
     @torch.no_grad()
-    def _embed_by_other(self, inputs: tuple[Tensor | None, ...]) -> tuple[Encoded, Encoded]:
+    def _embed_by_other(self, inputs: tuple[Tensor | None, ...]) -> Embedded:
         """The pairs of all ranks, embedded by the network that is not being trained, in evaluation mode."""
         other = self.networks[1 - self.network]
         training = other.training
         other.eval()  # else its batch norms would learn from batches that it is not trained on
-        with self.accelerator.autocast():
-            embedded = of_all_ranks(Network(other, self.objective)(*inputs))
+        embedded = of_all_ranks(self._embed(other, *inputs))
         other.train(training)
         return embedded
 
@@ -306,9 +277,10 @@ class Trainer:
         at |= {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
         lr = max(group["lr"] for group in self.state.optimizer.param_groups if group["name"] != "scalars")  # of heads
         self.folder.report(self.step, {**at, **values, "lr": lr})
-        if left == 0 and values.get("query_to_target", 0) > (chance := math.log(self.config.batch_size)):
+        chance = math.log(self.config.batch_size)
+        if left == 0 and distributed.is_main() and values.get("query_to_target", 0) > chance:
             told = f"query_to_target is above {chance:.2f}, a random choice's: try another loss.temperature or lr"
-            self.accelerator.print(f"warning: {told}", flush=True)
+            print(f"warning: {told}", flush=True)
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss.detach(), **out.terms, "gradient norm": norm}

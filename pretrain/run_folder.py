@@ -34,16 +34,7 @@ from probemb.runs.checkpoints import Best, Snapshot, best_until, prune
 from probemb.runs.copy import Copier, Copy
 from probemb.runs.folder import RunOutput
 from probemb.runs.lock import RunLock
-from probemb.runs.log import (
-    append_line,
-    drop_lines_after,
-    logged_lines,
-    or_tell,
-    rsum_words,
-    step_of,
-    train_line,
-    zeroshot_words,
-)
+from probemb.runs.log import append_line, drop_lines_after, logged_lines, or_tell
 
 if TYPE_CHECKING:
     from pretrain.trainer import Position
@@ -99,19 +90,6 @@ class RunFolder(RunOutput):
         if self.best and self.best.metric in values and self.best.add(step, values[self.best.metric]):
             values = {**values, "is_best": True}
         super().report(step, values)
-
-    def line(self, step: int, values: dict[str, float]) -> str:
-        """The printed line of `values`, which are as in metrics.jsonl; of evaluations with the name of their set."""
-        name = next((f"{key.partition('/')[0]}: " for key in values if "/" in key), "")
-        own = {key.rpartition("/")[2]: value for key, value in values.items()}
-        if "rsum" in own:
-            text = f"validation loss {own['validation_loss']:.3f}, {rsum_words(own | {'is_best': False})}"
-        elif "zeroshot_top1" in own:
-            text = zeroshot_words(own)
-        else:
-            return train_line(step, self.steps, values)
-        best = f" | best {self.best.metric} so far" if "is_best" in values else ""
-        return f"{step_of(step, self.steps)} | {name}{text}{best}"
 
     def seen(self, step: int, keys: list[str]) -> None:
         """Log the samples that this rank has trained on in a step, if asked for."""

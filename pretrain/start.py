@@ -24,9 +24,9 @@ from pretrain.stream.stream import Stream
 from pretrain.trainer import Position, Trainer, make_optimizer
 from probemb.data.failures import describe_failures
 from probemb.data.shards.index import read_index
-from probemb.distributed import all_of, init_process_group, same_everywhere, settle, sum_host
-from probemb.errors import UserError, count
-from probemb.machine import gpu_capability, share_cores, training_precision
+from probemb.distributed import all_of, init_process_group, leave_process_group, same_everywhere, sum_host
+from probemb.errors import count
+from probemb.machine import gpu_capability, training_device, training_precision
 from probemb.models.create import fill_word_vectors
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.inputs import create_tokenizer, create_transforms
@@ -108,8 +108,7 @@ def train(config: Config, preemption: Preemption) -> int:
     if folder.copier:
         folder.copier.close(seconds=30 * config.engine.timeout)  # half of what a collective may take
     sum_host([0])  # all ranks wait: a launcher may end the others when one ends
-    settle()
-    torch.distributed.destroy_process_group()
+    leave_process_group()
     if lock:
         lock.close()
     return preemption.exit_code if stopped else 0
@@ -136,7 +135,8 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
     if config.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
-    device, precision = pick_device(config), training_precision(config.engine.precision, gpu_capability())
+    device = torch.device(training_device(config.engine.threads))
+    precision = training_precision(config.engine.precision, gpu_capability())
     random.seed(config.seed)  # the same weights on every rank; ranks differ in their data
     np.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
@@ -163,17 +163,6 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
     runs.refuse_full_disk(out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, rank, world)
     return Prepared(device, precision, model, stream, evaluators, identity, position, steps, earlier)
-
-
-def pick_device(config: Config) -> torch.device:
-    """This rank's device; also shares the machine's cores among its ranks."""
-    here = share_cores(config.engine.threads)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if here > torch.cuda.device_count():
-        what = f"The launcher starts {here} processes on a machine with {torch.cuda.device_count()} GPUs."
-        raise UserError(what, "Start one process per GPU (--nproc-per-node), or hide the GPUs: CUDA_VISIBLE_DEVICES= .")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def describe(config: Config, run: Prepared, world: int) -> str:

@@ -2,14 +2,14 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
@@ -102,14 +102,15 @@ def connect_to_store(name: str) -> dist.Store | None:
     return dist.PrefixStore(f"attempt{_attempt()}/{name}", store)
 
 
-def settle() -> None:
-    """Wait until gloo's threads are idle, before the process group is destroyed.
+def leave_process_group() -> None:
+    """Destroy the process group, if there is one, once gloo's threads are idle.
 
     They release the last collective's tensors a moment later, with Python's lock, which torch holds while it waits for
     them: without the pause a rank may hang.
     """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        time.sleep(0.2)
+    if dist.is_initialized():
+        time.sleep(0.2 if dist.get_backend() == "gloo" else 0)
+        dist.destroy_process_group()
 
 
 # -------------------------------------------------------------------------------------------------------- with gradient
@@ -180,6 +181,26 @@ def swap(x: Tensor, other: int, n: int) -> Tensor:
     for request in dist.batch_isend_irecv(messages) if messages else ():
         request.wait()
     return received
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give every rank rank 0's values."""
+    if world_size() > 1:
+        for x in tensors:
+            dist.broadcast(x.detach(), 0)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each that is trained the mean of all ranks' gradients; one without a gradient has 0."""
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    if world_size() > 1 and trained:
+        packed = torch.cat([p.grad.flatten() for p in trained]).div_(world_size())
+        dist.all_reduce(packed)
+        for p, mean in zip(trained, packed.split([p.numel() for p in trained])):
+            p.grad.copy_(mean.view_as(p))
 
 
 def sum_over_ranks(numbers: Sequence[Tensor | float | bool], device=None) -> Tensor:

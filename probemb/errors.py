@@ -78,7 +78,6 @@ def worker_ended(how: str) -> UserError:
 
 
 EXTRAS = {  # the optional install of pyproject.toml that has each package
-    "accelerate": "train",
     "deepspeed": "train",
     "tensorboard": "train",
     "img2dataset": "data",

@@ -68,16 +68,18 @@ def choose_device(device: str, precision: str) -> Device:
     return Device(device, precision)
 
 
-def share_cores(threads: int, world_size: int = 1) -> int:
-    """Give this rank `threads` CPU threads, or for 0 its share of the machine's cores; returns the machine's ranks.
-
-    `world_size`: ranks of the run, all here where the launcher does not say.
-    """
+def training_device(threads: int) -> str:
+    """This rank's device, for `threads` CPU threads, or for 0 its share of the machine's cores. Raises UserError."""
     import torch
 
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))  # ranks of this machine
     torch.set_num_threads(threads or max(1, cores() // here))
-    return here
+    if not torch.cuda.is_available():
+        return "cpu"
+    if here > torch.cuda.device_count():
+        what = f"The launcher starts {here} processes on a machine with {torch.cuda.device_count()} GPUs."
+        raise UserError(what, "Start one process per GPU (--nproc-per-node), or hide the GPUs: CUDA_VISIBLE_DEVICES= .")
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def gpu_capability() -> tuple[int, int] | None:

@@ -64,7 +64,7 @@ def _rank(queue, store: str, rank: int, world_size: int, fn, args) -> None:
     import torch
     import torch.distributed as dist
 
-    from probemb.distributed import settle
+    from probemb.distributed import leave_process_group
 
     torch.set_num_threads(1)
     os.environ.update(
@@ -76,8 +76,7 @@ def _rank(queue, store: str, rank: int, world_size: int, fn, args) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         result = fn(rank, world_size, *args)
         dist.barrier()
-        settle()
-        dist.destroy_process_group()
+        leave_process_group()
         queue.put((rank, result, None))
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))

@@ -59,9 +59,7 @@ TELL_EVERY = 60.0  # seconds
 LEVEL = 0.05
 COLUMNS = 8  # of a printed table, at most
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["pandas", "scipy.stats", "open_clip", "accelerate", "matplotlib.figure", "sklearn.linear_model"]
-)
+FORKS.set_forkserver_preload(["pandas", "scipy.stats", "open_clip", "matplotlib.figure", "sklearn.linear_model"])
 
 
 @dataclass

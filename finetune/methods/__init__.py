@@ -45,6 +45,5 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
         "mrn": variant(composed.TIRG, composer="mrn"),
         "tirg": composed.TIRG,
     },
-    "trains nothing": {"clip-zs": variant(Method, trained=False, heads=("clip",))},
 }
 METHODS: dict[str, type[Method]] = {name: cls for group in GROUPS.values() for name, cls in group.items()}

@@ -87,7 +87,6 @@ class Method:
     composes: ClassVar[bool] = False  # it learns from composed queries and their targets (`Batch.parts`), not pairs
     ranking: ClassVar[str] = "csd"  # by which its models are validated, and ranked unless something else is asked for
     soft_labels: ClassVar[bool] = False  # mixed images and label smoothing make sense
-    trained: ClassVar[bool] = True  # False only evaluates the pretrained model
     trains: tuple[str, ...] = ()  # the model's own scalars that the loss uses; the others stay constant
     # By which scalars its models give a match probability, see `create_model`.
     match: ClassVar[Literal["distance", "samples", "cosine", "none"]] = "none"
@@ -110,7 +109,7 @@ class Method:
         """Further options of `create_model`, such as the number of embeddings of an item."""
         return {
             "probabilistic": cls.probabilistic, "ranking": cls.ranking, "match": cls.match,
-            "temperature_trained": "logit_scale" in cls.trains or not cls.trained,
+            "temperature_trained": "logit_scale" in cls.trains,
         }  # fmt: skip
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:

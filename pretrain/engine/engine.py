@@ -130,9 +130,8 @@ class Engine:
 
     def wrap(self, options: Options) -> None:
         self.flat = Flat(self.module, self.optimizer)
+        distributed.broadcast(self.module.parameters())  # frozen ones too
         if distributed.world_size() > 1:
-            for p in self.module.parameters():  # frozen ones too
-                dist.broadcast(p.detach(), 0)
             for flat in self.flat.flats:
                 flat.register_post_accumulate_grad_hook(self._reduce)
 

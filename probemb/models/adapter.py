@@ -20,6 +20,7 @@ from probemb.adapters import GaussianAdapter, OrderAdapter, ProbVLMAdapter, Sphe
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.laplace import LaplaceProjection
+from probemb.models.dual_encoder import DualEncoder
 from probemb.models.encoder import Encoded, Encoder
 from probemb.models.heads import Features, full_precision
 
@@ -62,6 +63,14 @@ class Adapter(nn.Module):
         given = [at_least_float32(encoded.codes), *inputs] if inputs else [encoded.gaussian.mean]
         with full_precision(given[0]):
             return module(*given)
+
+
+def with_adapter(config: dict) -> DualEncoder:
+    """`DualEncoder(config)`, with the adapter of the configuration, if it has one."""
+    model = DualEncoder(config)
+    if model.options.adapter is not None:
+        model.adapter = Adapter(model.options.adapter, model.embed_dim)
+    return model
 
 
 class Projection(NamedTuple):

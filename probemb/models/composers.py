@@ -150,8 +150,7 @@ class TIRGComposer(PairComposer):
 
 
 COMPOSERS: dict[str, type[Composer]] = {
-    "product": ProductComposer, "mpc": ProductComposer,  # the second name is the method's
-    "addition": Composer, "pcme-addition": Composer, "mlp": MLPComposer, "relationship": RelationshipComposer,
+    "product": ProductComposer, "addition": Composer, "mlp": MLPComposer, "relationship": RelationshipComposer,
     "film": FiLMComposer, "mrn": MRNComposer, "tirg": TIRGComposer,
 }  # fmt: skip
 

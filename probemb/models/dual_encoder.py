@@ -1,6 +1,6 @@
 """DualEncoder: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
 
-`create.py` makes one from a name, `hub.py` from a file. Also: rules by the position of parameters.
+`create.py` makes one from a name, `load.py` from a file. Also: rules by the position of parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from probemb import models
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.models.adapter import Adapter
 from probemb.models.architectures import Stock, reads_words, tower_kind
 from probemb.models.encoder import Encoder, Place
 from probemb.models.options import DEFAULTS, SAVED, CrossAttention, ModelOptions
@@ -50,7 +49,7 @@ class DualEncoder(nn.Module):
         logit_scale, and scale and shift or logit_bias: parameters of shape (1,), see `match_scalars`. Where "match" is
             not "cosine", logit_bias is a buffer of SigLIP's architectures, which an export reads.
         composer: makes one embedding of several, of models that were trained to; else None.
-        adapter: gives the towers' embeddings another uncertainty, see `adapter.py`; else None.
+        adapter: gives the towers' embeddings another uncertainty; None unless `with_adapter` made the model.
     """
 
     def __init__(self, config: dict, stock: nn.Module | None = None):
@@ -64,7 +63,7 @@ class DualEncoder(nn.Module):
         self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)
         self.logit_scale = stock.logit_scale
         self.composer = None if o.composer is None else models.create_composer(o.composer, o.embed_dim)
-        self.adapter = None if o.adapter is None else Adapter(o.adapter, o.embed_dim)
+        self.adapter: nn.Module | None = None
         if o.match == "cosine":
             self.logit_bias = stock.logit_bias
         else:
@@ -269,13 +268,13 @@ def layer_rates(model: DualEncoder, decay: float, stem: bool = True) -> dict[str
 
 def freeze_backbones(
     model: DualEncoder, image: bool, text: bool = False, image_groups: int = 0, text_groups: int = 0
-) -> bool:
+) -> None:
     """Freeze or thaw each tower's pretrained part (`Place.pretrained`); frozen batch norms keep their statistics.
 
     The last groups train nevertheless: what lies behind the blocks (the last norm, the projection), then the last
-    block, and so on. True if anything has changed; then DDP must wrap the model again.
+    block, and so on.
     """
-    changed, locks = False, {"image": (image, image_groups), "text": (text, text_groups)}
+    locks = {"image": (image, image_groups), "text": (text, text_groups)}
     for name, parameter in model.named_parameters():
         place = model.place(name)
         if not place.pretrained:
@@ -285,5 +284,3 @@ def freeze_backbones(
         if parameter.requires_grad == frozen:
             parameter.requires_grad_(not frozen)
             parameter.grad = None
-            changed = True
-    return changed

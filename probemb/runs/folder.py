@@ -14,21 +14,21 @@ from probemb.files import replace_text
 from probemb.options import flat, resolved, to_yaml
 from probemb.runs.checkpoints import Snapshot, find_checkpoint, prune, remove_after, restore_replaced
 from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
-from probemb.runs.log import RunLog, start_wandb, step_of, train_line
+from probemb.runs.log import RunLog, evaluation_line, start_wandb, step_of, train_line
 
 BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
 
 
 # ------------------------------------------------------------------------------------------------ before a run starts
 def newest_checkpoint(
-    out: str | Path, resume: bool, tell: Callable[[str], object] = print, minutes: float = 0.0, trains: bool = True,
+    out: str | Path, resume: bool, tell: Callable[[str], object] = print, minutes: float = 0.0,
     fetch: Callable[[], object] = lambda: None,
 ) -> Path | None:  # fmt: skip
     """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
     `tell` gets a sentence about newer, damaged ones, or about the wait of up to `minutes` for an earlier start of this
-    job. `fetch` may put a checkpoint into the folder, once that is known to be a run's or empty; without `trains` there
-    are never any. Raises UserError: a new run would overwrite something, or another job writes the folder.
+    job. `fetch` may put a checkpoint into the folder, once that is known to be a run's or empty. Raises UserError: a
+    new run would overwrite something, or another job writes the folder.
     """
     run = Path(out)
     refuse_locked(run, minutes if resume else 0.0, tell)
@@ -44,7 +44,7 @@ def newest_checkpoint(
         return None
     fetch()
     earlier = find_checkpoint(run, tell)
-    if not earlier and trains and any(run.glob("model*/*")):
+    if not earlier and any(run.glob("model*/*")):
         raise other
     return earlier
 
@@ -122,13 +122,12 @@ class RunOutput:
         replace_text(self.path / "config.yaml", to_yaml(self.config))
         return RunLog(self.path, step, wandb)
 
-    def line(self, step: int, values: dict[str, float]) -> str:
-        return train_line(step, self.steps, values)
-
     def report(self, step: int, values: dict[str, float]) -> None:
+        """Log a step's values and print their line."""
         if self.log:
             self.log.write(step, values)
-            print(self.line(step, values), flush=True)
+            now = step, self.steps, values
+            print(evaluation_line(*now) or train_line(*now), flush=True)
             self._failure = self._failure or self._explained(None)
 
     @property

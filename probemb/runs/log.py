@@ -189,22 +189,33 @@ def train_line(step: int, steps: int, values: dict[str, float]) -> str:
     return " | ".join([step_of(step, steps), *fields.values()])
 
 
-# Validations, for a progress line: of classes (shares), of composed queries, and of pairs (in percent).
+def evaluation_line(step: int, steps: int, values: dict[str, float]) -> str | None:
+    """The line of an evaluation's values, whose keys may begin with the name of its set; None for other values."""
+    name = next((f"{key.partition('/')[0]}: " for key in values if "/" in key), "")
+    own = {key.rpartition("/")[2]: value for key, value in values.items()}
+    words = next((told(own) for key, told in EVALUATED.items() if key in own), None)
+    best = " | best so far" if values.get("is_best") else ""
+    return words and f"{step_of(step, steps)} | {name}{words}{best}"
+
+
 def zeroshot_words(values: dict[str, float]) -> str:
     return f"zero-shot top-1 {100 * values['zeroshot_top1']:.2f} %, top-5 {100 * values['zeroshot_top5']:.2f} %"
 
 
 def composed_words(values: dict[str, float]) -> str:
-    marked = " (best)" if values.get("is_best") else ""
-    return f"R-Precision {values['r_precision']:.1f}{marked} (R@5, 10: {values['r5']:.1f} {values['r10']:.1f})"
+    return f"validation R-Precision {values['r_precision']:.1f} (R@5, 10: {values['r5']:.1f} {values['r10']:.1f})"
 
 
 def rsum_words(values: dict[str, float]) -> str:
     recalls = " ".join(f"{values[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 5, 10))
-    marked = " (best)" if values.get("is_best") else ""
+    loss = f"loss {values['validation_loss']:.3f}, " if "validation_loss" in values else ""
     weights = [f"{values[key]:g}" for key in ("tolerance_i2t", "tolerance_t2i") if key in values]
     by = f", by tolerance, λ {', '.join(weights)} chosen here" if weights else ""
-    return f"RSUM {values['rsum']:.1f}{marked} (R@1, 5, 10 i→t, t→i: {recalls}{by})"
+    return f"validation {loss}RSUM {values['rsum']:.1f} (R@1, 5, 10 i→t, t→i: {recalls}{by})"
+
+
+# Words on what an evaluation has found: of pairs and of composed queries (in percent), and of classes (shares).
+EVALUATED = {"rsum": rsum_words, "r_precision": composed_words, "zeroshot_top1": zeroshot_words}
 
 
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:

@@ -5,7 +5,6 @@ import gc
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from tests.world import make_scenes
 
@@ -14,16 +13,8 @@ WORDS = ("red", "green", "blue", "round", "flat", "small")
 
 @pytest.fixture(autouse=True)
 def alone():
-    """One thread, and no process group of an earlier test, which forked ranks would inherit."""
+    """One thread: what is forked from a process whose OpenMP has had several hangs."""
     torch.set_num_threads(1)
-    forget_accelerator()
-    yield
-    forget_accelerator()
-
-
-def forget_accelerator() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def world(tmp_path_factory, **plan):

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 # What the command imports late: here, and not in every forked process again.
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
@@ -46,8 +45,6 @@ def run_argv(argv: list[str]) -> int:
         return main()
     finally:
         sys.argv = before
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 class Job(tests.jobs.Job):

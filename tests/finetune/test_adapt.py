@@ -66,6 +66,8 @@ def test_an_adapted_model_is_a_model(method, embedded, captioned, tmp_path):
     model, tokenizer, _ = load_model(tmp_path / "run")
     texts, pixels = tokenizer(find_captions(captioned).flat()), torch.randn(3, 3, 32, 32)
     found, frozen = model.encode_text(texts), base.encode_text(texts)
+    towers = create_model(NAME, pretrained=str(tmp_path / "run"), probabilistic=False).eval()  # without the adapter
+    assert_close(towers.encode_text(texts).mean, frozen.mean)
     assert model.probabilistic
     assert found.log_var.isfinite().all()
     assert found.uncertainty().unique().numel() > 20

@@ -1,19 +1,15 @@
 """The recipe against the authors' numbers, and each part against its definition written out."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 from finetune.config import Config, Optimizer, with_method_file
 from finetune.recipe import OPTIMIZERS, Schedule, make_schedule, parameter_groups
-from finetune.train import check_engine
 from probemb.cli.configuration import parse_config
-from probemb.errors import UserError
 from probemb.losses import PairwiseMatchLoss
 from probemb.models import create_model
 from tests.models.formats.test_published import our_name
@@ -147,13 +143,3 @@ def test_networks_that_take_turns_learn_alike(kind):
     two = schedule_of(800, 2, networks=2, freeze_epochs=0, decay_epochs=1, schedule=kind)
     for turn in (0, 400):
         assert [two.factor(turn + n) for n in range(1, 401)] == [one.factor(n) for n in range(1, 401)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "processes", "refused"),
-    [(DistributedType.FSDP, 2, "AdamP needs whole weights, and FSDP cuts them"), (DistributedType.NO, 1, "started 2")],
-)
-def test_engines_that_would_train_something_else_are_refused(kind, processes, refused, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=refused):
-        check_engine(SimpleNamespace(distributed_type=kind, num_processes=processes))

@@ -234,8 +234,8 @@ def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, shards, tmp_path
         "engine  1 x cpu, fp32, batch 16 = 1 rank x 16",
         "step 1/6 | epoch 0.33 | loss",
         "step 3/6 | validation RSUM",
-        "step 3/6 | validation zero-shot top-1",
-        "(best)",
+        "step 3/6 | zero-shot top-1",
+        "| best so far",
         "model-swa: mean of 1 epoch, validation RSUM",
     ):
         assert word in told, told

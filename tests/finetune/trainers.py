@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-from accelerate import Accelerator, DistributedDataParallelKwargs
-
 from finetune.config import Config, check, with_method_file
 from finetune.data import Loader
 from finetune.methods import METHODS
@@ -12,6 +10,7 @@ from finetune.task import ComposedTask, PairTask
 from finetune.train import make_networks
 from finetune.trainer import Joint, Position, State, Trainer
 from probemb.cli.configuration import parse_config
+from probemb.machine import Device
 from probemb.runs.preemption import Preemption
 
 BATCH = 12
@@ -39,13 +38,12 @@ def configured(method: str, data="x", *words: str) -> Config:
     return config
 
 
-def make_trainer(config: Config, double: bool = True, move=None, **hooks) -> Trainer:
+def make_trainer(config: Config, double: bool = True, device: str = "cpu", move=None, **hooks) -> Trainer:
     """`move`: is given the state before the trainer is made; `hooks`: what the folder does."""
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     method = METHODS[config.method]
     task = (ComposedTask if method.composes else PairTask)(config)
     networks = make_networks(config, None, print, task.texts if method.composes else None)
-    task.prepare(networks, accelerator.device)
+    task.prepare(networks, Device(device))
     joint = Joint(networks[0], method(config.loss, networks[0], task.train, config.epochs), *networks[1:])
     joint = joint.double() if double else joint
     loader = Loader(task.rows())
@@ -54,6 +52,6 @@ def make_trainer(config: Config, double: bool = True, move=None, **hooks) -> Tra
         move(state)
     schedule = make_schedule(config, len(networks), loader.steps)
     folder = SimpleNamespace(**{"report": lambda *_: None, "save": lambda *_: None, "failed": False, **hooks})
-    trainer = Trainer(accelerator, state, task, loader, schedule, config, folder, Preemption())
+    trainer = Trainer(state, task, loader, schedule, config, folder, Preemption())
     trainer.end_epoch = lambda *_: False
     return trainer

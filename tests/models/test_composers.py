@@ -70,9 +70,9 @@ def test_authors_probabilistic_composers(parity):
     arrays = parity("08a_mpc")
     parts = Gaussian(*(torch.from_numpy(arrays[name]).transpose(0, 1) for name in ("means", "logvars")))
     found = {
-        "pcme_addition": create_composer("pcme-addition", 8)(parts),
+        "pcme_addition": create_composer("addition", 8)(parts),
         "pcme_mlp": load("mlp", arrays, "pcme_mlp__param__").eval()(parts),
-        "mpc_k3": create_composer("mpc", 8)(parts),
+        "mpc_k3": create_composer("product", 8)(parts),
     }
     for name, product in found.items():
         for value, part in ((product.gaussian.mean, "mean"), (product.gaussian.log_var, "logvar")):

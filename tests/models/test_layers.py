@@ -20,14 +20,14 @@ def test_locks_are_open_clips(tower, groups):
     getattr(theirs, f"lock_{tower}_tower")(groups)
     ours = create_model(NAME, n_unc_layers=1)
     before = trained(ours)
-    assert freeze_backbones(ours, tower == "image", tower == "text", groups, groups)
+    freeze_backbones(ours, tower == "image", tower == "text", groups, groups)
     own = before - set(dict(theirs.named_parameters()))
     assert {"uncertainty_transformer", "log_var_head"} <= {name.split(".")[1] for name in own if "." in name}
     expected = (trained(theirs) & before) | own
     if groups == 1:  # there the last norm belongs to the last block
         expected |= {name for name in before if name.startswith(LAST_NORM[tower == "text"])}
     assert trained(ours) == expected
-    assert freeze_backbones(ours, False)
+    freeze_backbones(ours, False)
     assert trained(ours) == before
 
 

@@ -22,7 +22,7 @@ from torch.utils.benchmark import Measurement, Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from probemb.cli.command import Parser
-from probemb.distributed import settle
+from probemb.distributed import leave_process_group
 
 Variant = Callable[..., object]
 
@@ -109,5 +109,4 @@ def _rank(rank: int, world: int, folder: str, fn: Callable, args: tuple) -> None
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(fn(rank, world, *args)))
     if world > 1:
         dist.barrier()
-        settle()
-        dist.destroy_process_group()
+    leave_process_group()
