@@ -450,7 +450,7 @@ def encode(model, kind: str, more: list | None, batch: Tensor) -> Gaussian:
     if more is None:
         return model.encode_image(batch) if kind == "image" else model.encode_text(batch)
     tower = model.visual if kind == "image" else model.text
-    encoded, inputs = models.last_layer(tower, partial(tower.encode, batch))
+    encoded, inputs = models.last_layer(tower, partial(tower, batch))
     more.append((encoded.codes.float().cpu(), inputs.cpu()))
     return encoded.gaussian
 
