@@ -10,7 +10,7 @@ from finetune.task import ComposedTask, PairTask
 from finetune.train import make_networks
 from finetune.trainer import Joint, Position, State, Trainer
 from probemb.cli.configuration import parse_config
-from probemb.machine import Device
+from probemb.machine import CPU
 from probemb.runs.preemption import Preemption
 
 BATCH = 12
@@ -38,18 +38,16 @@ def configured(method: str, data="x", *words: str) -> Config:
     return config
 
 
-def make_trainer(config: Config, double: bool = True, device: str = "cpu", move=None, **hooks) -> Trainer:
-    """`move`: is given the state before the trainer is made; `hooks`: what the folder does."""
+def make_trainer(config: Config, double: bool = True, **hooks) -> Trainer:
+    """`hooks`: what the folder does."""
     method = METHODS[config.method]
     task = (ComposedTask if method.composes else PairTask)(config)
     networks = make_networks(config, None, print, task.texts if method.composes else None)
-    task.prepare(networks, Device(device))
+    task.prepare(networks, CPU)
     joint = Joint(networks[0], method(config.loss, networks[0], task.train, config.epochs), *networks[1:])
     joint = joint.double() if double else joint
     loader = Loader(task.rows())
     state = State.of(config, joint, Position())
-    if move:
-        move(state)
     schedule = make_schedule(config, len(networks), loader.steps)
     folder = SimpleNamespace(**{"report": lambda *_: None, "save": lambda *_: None, "failed": False, **hooks})
     trainer = Trainer(state, task, loader, schedule, config, folder, Preemption())
