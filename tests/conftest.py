@@ -15,8 +15,7 @@ import torch
 
 from tests.world import boxed_scenes, captioned, composed_scenes, names, pictures, run_folder, scenes, shards
 
-__all__ = ["boxed_scenes", "captioned", "composed_scenes", "names", "pictures", "run_folder", "scenes"]
-__all__ += ["shards"]
+__all__ = ["boxed_scenes", "captioned", "composed_scenes", "names", "pictures", "run_folder", "scenes", "shards"]
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -26,8 +25,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for 
 
 CORE = ("losses", "metrics", "models", "evaluation", "test_compose.py", "test_distances.py", "test_distributed.py")
 CORE += ("test_gaussian.py",)
-
-
 SLOW = ("pretrain/test_full_disk.py", "pretrain/test_watchdog.py")
 FLOW = ["tests/slurm/test_preemption.py", "test_preempted_requeued_finished_and_equal_to_an_undisturbed_run"]
 
