@@ -140,7 +140,7 @@ def run(*words) -> str:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    make(Plan(train=64, val=16, size=32, classes_images=24, shard_size=64), folder, workers=1)
+    make(Plan(train=64, val=16, size=32, classes_images=192, shard_size=64), folder, workers=1)
     return folder
 
 
