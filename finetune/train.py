@@ -46,6 +46,12 @@ from probemb.runs.watchdog import Watchdog
 
 def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
+    for engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{engine}") == "true":
+            raise UserError(
+                f"accelerate is configured for {engine}, and finetuning keeps all weights on every process.",
+                "Add --config_file finetune/accelerate.yaml --multi_gpu, or start with torchrun.",
+            )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_process_group(config.engine.timeout)
     precision = training_precision(config.engine.precision, gpu_capability())

@@ -110,7 +110,7 @@ def counts_down(scores_P: Tensor, label_P: Tensor, weight_RP: Tensor) -> tuple[T
 
 
 def each(x_RT: Tensor) -> Tensor:
-    """What cumulative counts gain at each score."""
+    """The gain of cumulative counts at each score."""
     return x_RT.diff(dim=1, prepend=x_RT.new_zeros(len(x_RT), 1))
 
 

@@ -293,6 +293,12 @@ def launched(run: Path, data, *command: str):
 ACCELERATE = "accelerate.commands.launch", "-q"  # it looks for a configuration in HF_HOME
 
 
+def test_accelerates_sharded_engines_are_refused(scenes, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="accelerate is configured for FSDP"):
+        run_here({"data.path": scenes, "out": tmp_path / "run"})
+
+
 def test_accelerate_as_documented_is_one_process_and_warns_of_nothing(scenes, tmp_path):
     done = launched(tmp_path / "run", scenes, *ACCELERATE, "--config_file", "finetune/accelerate.yaml")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What towers share: uncertainty branches, and parts of an input.
+"""Uncertainty branches, and parts of an input, of all towers.
 
 A branch is a tower's last blocks again, with weights of their own, behind the blocks that both share:
 
