@@ -6,6 +6,8 @@ import torch
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.models import load_model
+from tests.world import jpeg, write_tar
+from tools.make_scenes.world import scene
 from zeroshot.uncertainty import main
 
 sklearn = pytest.importorskip("sklearn.metrics")
@@ -47,10 +49,13 @@ def test_all_scores_are_measured_on_the_same_queries(run, run_folder, captioned,
     assert "captions → images" in found.told
 
 
-def test_a_point_model_has_the_scores_that_need_no_variance(run, point_model, captioned):
-    found = run(main, point_model, captioned, *FAST)
+def test_a_point_model_has_the_scores_that_need_no_variance(run, point_model, captioned, tmp_path):
+    members = [(f"{name}/{i}.jpg", jpeg(scene(name, i)) if i else b"no") for name in ("a", "b") for i in range(6)]
+    classes = write_tar(tmp_path / "classes.tar", members)
+    found = run(main, point_model, captioned, *FAST, "--classes", classes, "--max-bad", 0.2)
     assert not any(row["own"] for one in found.json["queries"].values() for row in one["rows"])
     assert found.json["inputs"] is None
+    assert "2 images left out" in found.told
 
 
 def test_options_of_classes_are_refused_without_any(run, point_model, captioned):

@@ -15,6 +15,7 @@ from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.find import find_captions
 from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.data.compositions.find import read_objects
+from probemb.data.image_loader import describe_bad
 from probemb.errors import UserError
 from probemb.evaluation import retrieval
 from probemb.evaluation.embedding import EmbeddedPairs, Embedder, centres, embed_pairs
@@ -73,7 +74,7 @@ def evaluate(config: RetrievalConfig) -> None:
     pairs = embed_pairs(embedder, captions, with_tokens="attention" in rankings)
     if pairs.bad and wanted not in ([], ["pmrp"]):
         if config.benchmarks is not None:
-            raise UserError("Images are left out, so COCO's benchmarks are not comparable.", "Fetch them again.")
+            raise UserError(f"{describe_bad(pairs.bad)}. COCO's benchmarks need all images.", "Fetch them again.")
         wanted = [name for name in wanted if name == "pmrp"]
     tolerance = choose(config, embedder, pairs, selection) if "tolerance" in rankings else None
     options = RankingOptions(

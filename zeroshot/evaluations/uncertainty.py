@@ -14,6 +14,7 @@ from torch import Tensor
 
 from probemb.conformal import evaluate_sets
 from probemb.data.captions.judgements import read_judgements
+from probemb.data.image_loader import describe_bad
 from probemb.data.labelled import Images, ZeroShotSet, find_classes, find_unlabelled
 from probemb.errors import UserError
 from probemb.evaluation.confidence import (
@@ -156,6 +157,8 @@ def classify(
         other = embedder.images(ood, "OOD images").gaussian
         strangers = replace(task, queries=other, truth=None, group=torch.arange(len(other)))
     nearest = nearest_is_of_class(found.images.mean, task.truth)
+    if found.bad:
+        print(describe_bad(found.bad), flush=True)
     lost = [{"name": name, "reason": reason} for name, reason in found.bad]
     about = {"images_left_out": lost, "strangers": strangers and len(strangers.queries)}
     sets = sets_of(config, task, config.class_conditional, True)
