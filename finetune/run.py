@@ -36,6 +36,8 @@ def main() -> int:
         told += "--config finetune/recipes/pcme-coco.yaml or pcme-cub.yaml"
     if told and os.environ.get("RANK", "0") == "0":
         print(told, flush=True)
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with Preemption() as preemption:
         preemption.interrupting = (signal.SIGINT,)  # until the first step: nothing would be saved
         check(config, int(os.environ.get("WORLD_SIZE", "1")))

@@ -52,10 +52,10 @@ def train(config: Config, preemption: Preemption) -> int:
                 f"accelerate is configured for {engine}, and finetuning keeps all weights on every process.",
                 "Add --config_file finetune/accelerate.yaml --multi_gpu, or start with torchrun.",
             )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        init_process_group(config.engine.timeout)
     precision = training_precision(config.engine.precision, gpu_capability())
     device, method = Device(training_device(config.engine.threads), precision), METHODS[config.method]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_process_group(config.engine.timeout)
     say = partial(print, flush=True) if is_main() else lambda line: None
     earlier = newest_checkpoint(config.out, config.resume, lambda line: say(f"resume  {line}"), config.engine.timeout)
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")

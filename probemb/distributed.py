@@ -51,6 +51,10 @@ def init_process_group(timeout_minutes: float = 30) -> None:
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # each process would train alone
+        what = f"The launcher set WORLD_SIZE to {os.environ['WORLD_SIZE']}, but not {', '.join(missing)}."
+        raise UserError(what, "Start with torchrun, or set these, and LOCAL_RANK, for each process.")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -109,7 +113,7 @@ def leave_process_group() -> None:
     them: without the pause a rank may hang.
     """
     if dist.is_initialized():
-        time.sleep(0.2 if dist.get_backend() == "gloo" else 0)
+        time.sleep(0.2)  # beside nccl, too: `control_group` is gloo's
         dist.destroy_process_group()
 
 

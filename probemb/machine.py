@@ -72,14 +72,16 @@ def training_device(threads: int) -> str:
     """This rank's device, for `threads` CPU threads, or for 0 its share of the machine's cores. Raises UserError."""
     import torch
 
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))  # ranks of this machine
+    own = os.environ.get("LOCAL_RANK", "0")
+    # Ranks of this machine, as torchrun or deepspeed says; without a word, other ranks are on other machines.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or int(own) + 1)
     torch.set_num_threads(threads or max(1, cores() // here))
     if not torch.cuda.is_available():
         return "cpu"
     if here > torch.cuda.device_count():
         what = f"The launcher starts {here} processes on a machine with {torch.cuda.device_count()} GPUs."
         raise UserError(what, "Start one process per GPU (--nproc-per-node), or hide the GPUs: CUDA_VISIBLE_DEVICES= .")
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return f"cuda:{own}"
 
 
 def gpu_capability() -> tuple[int, int] | None:

@@ -52,3 +52,6 @@ def test_port_zero_is_refused_rather_than_waited_at(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="port 0"):
         distributed.init_process_group()
+    monkeypatch.delenv("RANK")
+    with pytest.raises(UserError, match="WORLD_SIZE to 2, but not RANK"):  # not a run of each process alone
+        distributed.init_process_group()

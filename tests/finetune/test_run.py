@@ -293,10 +293,13 @@ def launched(run: Path, data, *command: str):
 ACCELERATE = "accelerate.commands.launch", "-q"  # it looks for a configuration in HF_HOME
 
 
-def test_accelerates_sharded_engines_are_refused(scenes, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+def test_accelerates_sharded_engines_are_refused_and_its_choice_of_the_cpu_is_kept(scenes, tmp_path, monkeypatch):
+    for name, value in {"USE_FSDP": "true", "USE_CPU": "True"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="accelerate is configured for FSDP"):
         run_here({"data.path": scenes, "out": tmp_path / "run"})
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_accelerate_as_documented_is_one_process_and_warns_of_nothing(scenes, tmp_path):
