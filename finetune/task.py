@@ -26,7 +26,7 @@ from probemb.data.captions.dataset import HELD_OUT, CaptionDataset
 from probemb.data.captions.find import find_captions
 from probemb.data.compositions.find import find_compositions
 from probemb.data.image_loader import refuse_too_many
-from probemb.data.labelled import prompt_texts, zero_shot_set
+from probemb.data.labelled import zero_shot_set
 from probemb.evaluation.classification import accuracy, class_vectors, true_ranks
 from probemb.evaluation.composed import KS as COMPOSED_KS
 from probemb.evaluation.composed import embed_queries, measure_composed
@@ -176,7 +176,7 @@ class PairTask(Task):
             check_words(networks[0], split)
         if folder is not None and self.config.model.lock_text:
             texts = [split.flat() for split in self.splits.values()]
-            texts += [prompt_texts(one.classes.names, one.templates) for _, one in self.labelled]
+            texts += [one.prompts for _, one in self.labelled]
             self.tokenizer = cache_texts(networks, chain(*texts), self.tokenizer, folder, self.device, batch_size)
 
     def cached(self, split, cache) -> CaptionDataset:

@@ -284,6 +284,11 @@ class ZeroShotSet(NamedTuple):
     classes: Classes
     templates: Templates
 
+    @property
+    def prompts(self) -> list[str]:
+        """All of a class next to each other."""
+        return prompt_texts(self.classes.names, self.templates)
+
     def only(self, rows: Sequence[int]) -> "ZeroShotSet":
         images = replace(self.images, places=[self.images.places[i] for i in rows])  # `labels` stand for its marks
         return self._replace(images=images, labels=[self.labels[i] for i in rows])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from probemb import models
 from probemb.cross_attention import Tokens, unit_tokens
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import ImageBatches, Images
-from probemb.data.labelled import ZeroShotSet, prompt_texts
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.machine import CPU, Device, loader_workers
 from probemb.progress import silent
+
+if TYPE_CHECKING:
+    from probemb.data.labelled import ZeroShotSet
 
 Progress = Callable[[int], object]  # called with the number of items done since the last call
 
@@ -158,7 +160,7 @@ class EmbeddedClasses(NamedTuple):
 
 def embed_classes(embedder: Embedder, data: ZeroShotSet) -> EmbeddedClasses:
     """Embed all prompts and all readable images. Raises UserError: as `Embedder.images`."""
-    texts = embedder.texts(prompt_texts(data.classes.names, data.templates), "prompts")
+    texts = embedder.texts(data.prompts, "prompts")
     prompts = Gaussian(*(x.unflatten(0, (len(data.classes), -1)) for x in (texts.mean, texts.log_var)))
     images, kept, bad = embedder.images(data.images)
     data = data.only(kept)

@@ -126,7 +126,7 @@ def evaluate_task(task: Task, names: Sequence[str], folds: int, embedder: Embedd
         names = [place.name for place in data.images.places]
         return LabelledMeans(g.mean.to(device), torch.tensor(data.labels), names)
 
-    texts = prompt_texts(task.data.classes.names, task.data.templates)
+    texts = task.data.prompts
     task.notices += runner.unknown_notice(embedder.tokenizer, texts, "prompts")
     found = embed_classes(embedder, task.data)
     data = task.data = found.data
