@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -270,9 +271,12 @@ RANKINGS: dict[str, Ranking] = {
 
 
 def ranking_names(text: str | None) -> list[str]:
-    """Names separated by commas; for None the usual ones, see `fitting`. Raises UserError."""
-    usual = [name for name, ranking in RANKINGS.items() if ranking.usual]
-    return usual if text is None else names_of(text, RANKINGS, "ranking")
+    """Names separated by commas; for None the usual ones, see `fitting`, without FAISS those that need none. Raises
+    UserError.
+    """
+    if text is not None:
+        return names_of(text, RANKINGS, "ranking")
+    return [name for name, one in RANKINGS.items() if one.usual and (one.scores is not None or find_spec("faiss"))]
 
 
 def fitting(names: Sequence[str], model, given: bool) -> list[str]:

@@ -1,5 +1,7 @@
 """Scores by blocks of rows against the distances; the ranking by cross attention; which rankings fit a model."""
 
+import sys
+
 import pytest
 import torch
 
@@ -119,6 +121,12 @@ def test_help_names_every_ranking_and_filter():
         (ImagenetConfig, "filter", FILTERS),
     ):
         assert docstring_texts(config)[option].startswith(f"{', '.join(table)}, ")
+
+
+def test_without_faiss_the_usual_rankings_need_none(monkeypatch):
+    usual = rankings.ranking_names(None)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert rankings.ranking_names(None) == [name for name in usual if "faiss" not in name] != usual
 
 
 def test_a_models_own_ranking_comes_first_and_others_must_fit():
