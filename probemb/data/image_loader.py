@@ -186,7 +186,10 @@ def images_under(path: Path) -> list[Place]:
         prefix = "{}:" if len(tars) > 1 else ""
         members = ((tar, member) for tar in tars for member in list_members(tar) if is_image(member.name))
         return [Place(prefix.format(tar.name) + one.name, str(tar), one.offset, one.size) for tar, one in members]
-    return [Place(name, str(path / name)) for name in walk_pictures(path) if is_image(name) and name.count("/") < 2]
+    # Not `walk_pictures`, which reads a folder once: two classes may be links to one.
+    folders = ["", *sorted(one.name for one in path.glob("[!.]*/"))] if path.is_dir() else []
+    names = (os.path.join(folder, name) for folder in folders for name in sorted(os.listdir(path / folder)))
+    return [Place(name, str(path / name)) for name in names if is_image(name)]
 
 
 def find_files(candidates: Sequence[Sequence[str]], images: Path | None, beside: Sequence[Path]) -> list[str | None]:

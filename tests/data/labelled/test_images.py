@@ -38,6 +38,14 @@ def test_shards_a_tar_and_folders_give_the_same_pictures(shards, folders, pictur
         assert len({place.name for place in images.places}) == len(pictures)
 
 
+def test_class_folders_may_be_links_to_one(tmp_path, pictures):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.jpg").write_bytes(pictures[0][1])
+    (tmp_path / "a" / "back").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert [place.name for place in find_images(tmp_path).places] == ["a/x.jpg", "b/x.jpg"]
+
+
 def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
     members = [(f"ILSVRC2012_val_{i:08d}.JPEG", data) for i, (_, data) in enumerate(pictures)]
     tar = write_tar(tmp_path / "val.tar", members)
