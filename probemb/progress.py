@@ -23,8 +23,8 @@ class _Lines:
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], object]]:
     """Show progress on stderr, with `advance(n)`, which this yields. A `total` of 0 is unknown."""
-    file, seconds = (sys.stderr, 0.1) if sys.stderr.isatty() else (_Lines(), 10.0)
-    with tqdm(desc=title, total=total or None, mininterval=seconds, delay=seconds, file=file) as bar:
+    file, seconds, delay = (sys.stderr, 0.1, 0.0) if sys.stderr.isatty() else (_Lines(), 10.0, 10.0)
+    with tqdm(desc=title, total=total or None, mininterval=seconds, delay=delay, file=file) as bar:
         yield bar.update
 
 
