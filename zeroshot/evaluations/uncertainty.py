@@ -152,14 +152,16 @@ def classify(
 ) -> tuple[dict, list[dict]]:
     """The answers and the prediction sets of labelled images. Raises UserError."""
     found, strangers = embed_classes(embedder, data), None
+    bad = found.bad
     task = Task(found.images, centre(found.prompts), found.labels, torch.arange(len(found.labels)), **about)
     if ood is not None:
-        other = embedder.images(ood, "OOD images").gaussian
+        other, _, unread = embedder.images(ood, "OOD images")
+        bad = [*bad, *unread]
         strangers = replace(task, queries=other, truth=None, group=torch.arange(len(other)))
     nearest = nearest_is_of_class(found.images.mean, task.truth)
-    if found.bad:
-        print(describe_bad(found.bad), flush=True)
-    lost = [{"name": name, "reason": reason} for name, reason in found.bad]
+    if bad:
+        print(describe_bad(bad), flush=True)
+    lost = [{"name": name, "reason": reason} for name, reason in bad]
     about = {"images_left_out": lost, "strangers": strangers and len(strangers.queries)}
     sets = sets_of(config, task, config.class_conditional, True)
     return answered(config, task, {}, nearest=nearest, strangers=strangers) | about, sets
