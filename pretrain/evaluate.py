@@ -113,20 +113,17 @@ class ZeroShot(Evaluator):
     metrics = ("zeroshot_top1", "zeroshot_top5")
 
     def __init__(self, of: NamedPath, config: Config, transform: Callable, tokenizer: Callable, rank: int, world: int):
-        images, labels, classes, templates = labelled.zero_shot_set(
-            of.path, config.evaluate.templates, config.data.exif
-        )
-        super().__init__(of, images, config, transform, rank, world)
-        for line in labelled.remarks(labels, classes) if rank == 0 else ():
+        data = labelled.zero_shot_set(of.path, config.evaluate.templates, config.data.exif)
+        super().__init__(of, data.images, config, transform, rank, world)
+        for line in labelled.remarks(data.labels, data.classes) if rank == 0 else ():
             print(f"classes {line}", flush=True)
-        self.shape = (len(classes.names), len(templates))  # C, P
-        self.tokens = tokenizer(labelled.prompt_texts(classes.names, templates))  # (C P, L)
-        self.labels = torch.tensor([labels[i] for i in self.own])
+        self.n_classes, self.tokens = len(data.classes), tokenizer(data.prompts)  # C, (C P, L)
+        self.labels = torch.tensor([data.labels[i] for i in self.own])
 
     def measure(self, engine, meet: Callable[[], object]) -> dict[str, float]:
         prompts = self.encode_texts(engine, engine.module.model.cut_padding(self.tokens), meet)
         image = self.encode_images(engine, meet)
-        vectors = class_vectors(prompts.mean.view(*self.shape, -1))
+        vectors = class_vectors(prompts.mean.unflatten(0, (self.n_classes, -1)))
         ranks = true_ranks(image.mean, vectors, self.labels[self.batches.kept])
         n, *hits = distributed.sum_over_ranks([len(ranks), (ranks < 1).sum(), (ranks < 5).sum()], engine.device)
         return dict(zip(self.metrics, (float(hit / n) for hit in hits)))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from probemb.errors import UserError
+from probemb.files import writing
 from probemb.gaussian import Gaussian
 
 T = TypeVar("T")
@@ -244,7 +246,7 @@ def agree(failure: Exception | None) -> None:
         raise error
 
 
-def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
+def on_main(call: Callable[[], T], path: Path, remedy: str) -> T | None:
     """Run `call` on rank 0 and return its result there, None on the others; collective.
 
     Raises UserError, on all ranks: the one that `call` raised; for an OSError, that `path` cannot be written.
@@ -252,11 +254,10 @@ def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
     result = failure = None
     if is_main():
         try:
-            result = call()
+            with writing(path, remedy):
+                result = call()
         except UserError as error:
             failure = error
-        except OSError as error:
-            failure = UserError(f"{path} cannot be written ({error.strerror or error}).", remedy)
     agree(failure)
     return result
 

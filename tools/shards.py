@@ -36,7 +36,7 @@ from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Count, Processes
 from probemb.data.captions.dataset import HELD_OUT, CaptionDataset
 from probemb.data.captions.find import find_captions
-from probemb.data.failures import BadSample, BadShard
+from probemb.data.failures import BadSample, BadShard, escaped
 from probemb.data.image_loader import Place, describe_bad, read_place, refuse_too_many
 from probemb.data.images import decode_image
 from probemb.data.shards.index import (
@@ -274,16 +274,16 @@ def check_shard(path: Path, row: Shard | None = None, parse: Parse = parse_sampl
             spans, others = list_samples(file)
             report.samples, report.skipped = len(spans), len(others)
             if apart := [span.key for span in _together(others)]:
-                shown = _some(list(map(_printable, apart)))
+                shown = _some(list(map(escaped, apart)))
                 report.damage.append(f"{len(apart):,} samples' files are not one after the other ({shown})")
             if row and len(spans) != row.samples:
                 report.damage.append(f"holds {len(spans):,} samples, but its index says {row.samples:,}")
             for number, span in enumerate(spans if decode else ()):
                 if (reason := why_unusable(file.fileno(), span, parse)) is not None:
-                    bad = {"index": number, "key": _printable(span.key), "reason": _printable(reason)}
+                    bad = {"index": number, "key": escaped(span.key), "reason": escaped(reason)}
                     report.bad_samples.append(bad)
     except BadShard as error:
-        report.damage.append(_printable(str(error)).removeprefix(f"{path}: "))
+        report.damage.append(escaped(str(error)).removeprefix(f"{path}: "))
         report.unusable = True
         with open(path, "rb") as file:
             if whole := len(list_samples(file, salvage=True)[0]):
@@ -317,10 +317,6 @@ def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 # ------------------------------------------------------------------------------------------------------------- verify
 
 
@@ -329,7 +325,7 @@ def verify(options: Namespace) -> int:
     reports = decode_folder(options)
     damaged = sorted((report for report in reports if report.damaged), key=lambda report: -report.lost)
     for report in damaged[:SHOWN]:
-        print(f"{_printable(report.name)}: {report.lost:,} of {report.expected:,} samples lost: {report.reasons}")
+        print(f"{escaped(report.name)}: {report.lost:,} of {report.expected:,} samples lost: {report.reasons}")
     if len(damaged) > SHOWN:
         print(f"… and {len(damaged) - SHOWN:,} more damaged shards")
     total, lost, skipped = (sum(getattr(report, name) for report in reports) for name in ("samples", "lost", "skipped"))
@@ -369,7 +365,7 @@ def repair(options: Namespace) -> int:
         if report.damaged and path.is_file():
             samples = repair_shard(path, out / report.name, parser_of(options))
             known = "" if report.indexed is None else f" of {report.indexed:,}"
-            print(f"{_printable(report.name)}: {samples:,}{known} samples can be read: {report.reasons}")
+            print(f"{escaped(report.name)}: {samples:,}{known} samples can be read: {report.reasons}")
             written += samples
     if written:
         index_folder(out, options.workers)

@@ -21,7 +21,7 @@ import torch
 
 from pretrain.config import Data
 from pretrain.stream.order import draw
-from probemb.data.failures import BadSample, BadShard
+from probemb.data.failures import BadSample, BadShard, escaped
 from probemb.data.images import decode_image
 from probemb.data.randomness import seed_all
 from probemb.data.remote import Remote, ShardCache, in_background
@@ -228,6 +228,6 @@ def draft_size(crop: Callable, width: int, height: int, seed: Callable[[], None]
 
 
 def printable(text: str) -> str:
-    """Escape characters of names in a tar that a terminal obeys or a log cannot encode."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """`escaped`, and not too long."""
+    text = escaped(text)
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"

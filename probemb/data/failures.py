@@ -24,6 +24,11 @@ class Failure(NamedTuple):
     reason: str
 
 
+def escaped(text: str) -> str:
+    """With escapes for characters of names in a tar that a terminal obeys or a log cannot encode."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class Tally:
     """Failures of this process, by name of the shard or image, of which at most a `share` of the samples may fail.
 

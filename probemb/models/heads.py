@@ -1,9 +1,9 @@
 """Heads: from a tower's features to the mean or the log-variance of an embedding, and the poolings they are made of.
 
 A head is a module from `Features` to (B, D), or to (B, K, D) for K embeddings an item. One that looks at every token
-has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32, also under autocast, as
-bfloat16 resolves a log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty. But maps of every token
-that end in a mean or in weights of tokens have the towers' precision: they are the large ones.
+has `embed_tokens`: (B, T, W) -> (B, T, D). All compute in at least float32, also under autocast, as bfloat16 resolves a
+log-variance near -6 in steps of 0.03, too coarse to rank by uncertainty. But maps of every token that end in a mean or
+in weights of tokens have the towers' precision: they are the large ones.
 
 Shapes: B items, T tokens, W their width, P width of the pooled features, D embedding, K embeddings an item.
 """

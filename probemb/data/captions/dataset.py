@@ -30,7 +30,7 @@ from probemb.data.image_loader import (
     read_samples,
     walk_pictures,
 )
-from probemb.data.shards.samples import IMAGE_EXTENSIONS, MAX_CAPTION_CHARS, MAX_TEXT_BYTES, Sample
+from probemb.data.shards.samples import IMAGE_EXTENSIONS, MAX_CAPTION_CHARS, MAX_TEXT_BYTES, Sample, clean_captions
 from probemb.errors import UserError
 
 TRUTH = "truth.npz"  # beside shards
@@ -202,7 +202,7 @@ def _karpathy_image(row: dict) -> tuple[str, str, Entry]:
     """Split, file name and captions of an image."""
     name = reading.as_inside(f"{row['filepath']}/{row['filename']}" if row.get("filepath") else row["filename"])
     sentences = [sentence for sentence in row["sentences"] if sentence["raw"].strip()]
-    texts = [sentence["raw"].strip()[:MAX_CAPTION_CHARS] for sentence in sentences]
+    texts = clean_captions(sentence["raw"] for sentence in sentences)
     split = reading.split_name(str(row["split"]))
     if row.get("cocoid") is None:
         return split, name, Entry(str(PurePosixPath(name).with_suffix("")), texts)
@@ -312,9 +312,8 @@ def _read_rows(file: Path, root: Path) -> list[tuple[str, list[str], str]]:
         texts = [reading.as_text(one, "a caption") for one in given]
         if caption == "captions":
             texts = [one for text in texts for one in text.split("=>")]
-        texts = [text.strip()[:MAX_CAPTION_CHARS] for text in texts if text.strip()]
         part = reading.split_name(str(row.get(known.get("split")) or "").strip())
-        return _inside(row[image], file.parent, root), texts, part
+        return _inside(row[image], file.parent, root), clean_captions(texts), part
 
     return reading.parse_all(file, TABLE, rows, parse, "row")
 
@@ -350,7 +349,7 @@ def read_folder(path: Path, split: str | None, images: Path | None) -> Listing:
         except UserError as error:
             located.bad.append((name, error.what.rstrip(".")))
             continue
-        entries.append(Entry(name, [text.strip()[:MAX_CAPTION_CHARS] for text in texts if text.strip()]))
+        entries.append(Entry(name, clean_captions(texts)))
         located.places.append(Place(name, str(path / name)))
     return Listing(entries, located, split, path)
 

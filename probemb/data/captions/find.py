@@ -12,7 +12,7 @@ from probemb.data import reading
 from probemb.data.captions import dataset
 from probemb.data.captions.dataset import CaptionDataset, Entry, Format, Listing, image_files, list_captions, try_locate
 from probemb.data.regions import REGIONS, read_regions
-from probemb.data.shards.samples import MAX_CAPTION_CHARS
+from probemb.data.shards.samples import MAX_CAPTION_CHARS, clean_captions
 from probemb.errors import UserError
 
 PER_IMAGE = 5  # captions of an image in a precomp file
@@ -58,7 +58,7 @@ def read_cub(path: Path, split: str | None, images: Path | None) -> Listing:
     chosen = [name for name in names if any(name in splits[part] for part in parts)]
     entries = []
     for name in map(PurePosixPath, chosen):
-        captions = [line[:MAX_CAPTION_CHARS] for line in reading.read_lines(texts / name.with_suffix(".txt"))]
+        captions = clean_captions(reading.read_lines(texts / name.with_suffix(".txt")))
         entries.append(Entry(str(name.with_suffix("")), captions, label=name.parts[0]))
     return Listing(entries, try_locate([[name] for name in chosen], chosen, path, images, folders[:2]), split, path)
 

@@ -194,7 +194,12 @@ def read_captions(parts: Mapping[str, bytes], name: str, documents: dict[str, di
             found = parts.get(member, b"").decode("utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             raise BadSample(f"the {member} is not UTF-8 (byte {error.start})") from None
-    return [text[:MAX_CAPTION_CHARS] for text in map(str.strip, found) if text]
+    return clean_captions(found)
+
+
+def clean_captions(texts: Iterable[str]) -> list[str]:
+    """Stripped, cut, and without empty ones."""
+    return [text[:MAX_CAPTION_CHARS] for text in map(str.strip, texts) if text]
 
 
 @lru_cache
