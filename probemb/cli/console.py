@@ -36,7 +36,7 @@ def commands() -> dict[str, Command]:
     for stage in STAGES:
         for file in sorted({*(ROOT / stage).glob("*.py"), *(ROOT / stage).glob("*/__main__.py")}):
             text = file.read_text("utf-8")
-            if '\nif __name__ == "__main__":' not in text:
+            if "    run_command(main)\n" not in text:
                 continue
             if file.stem == "__main__":  # of a package, whose docstring is that of its command.py
                 file, text = file.parent, file.with_name("command.py").read_text("utf-8")

@@ -181,7 +181,7 @@ def union_uncertainty(found: EmbeddedTriplets) -> dict:
     out: dict = {measure: {} for measure in MEASURES}
     for measure, side in product(MEASURES, SIDES):
         items = getattr(found, side).items()
-        u = {item: MEASURES[measure](g).reshape(len(g), -1).mean(1).double() for item, g in items}
+        u = {item: MEASURES[measure][1](g).reshape(len(g), -1).mean(1).double() for item, g in items}
         u |= {"difference": u["C"] - u["A"], "larger": (u["C"] > u["A"]).double() + 0.5 * (u["C"] == u["A"]).double()}
         out[measure][side] = {name: _estimate(values) for name, values in u.items()}
     return out

@@ -39,12 +39,13 @@ def geometric_sigma(g: Gaussian) -> Tensor:
     return (0.5 * g.log_var.double().mean(-1)).exp()
 
 
-# Scalar measures of uncertainty, values of `--uncertainty`; the last two order items alike.
-MEASURES: dict[str, Callable[[Gaussian], Tensor]] = {
-    "sum": Gaussian.uncertainty,
-    "log-det": Gaussian.log_det,
-    "geometric-mean": geometric_sigma,
+# Scalar measures of uncertainty, values of `--uncertainty`, with what they are; the last two order items alike.
+MEASURES: dict[str, tuple[str, Callable[[Gaussian], Tensor]]] = {
+    "sum": ("the sum of an item's variances", Gaussian.uncertainty),
+    "log-det": ("the log-determinant of an item's covariance", Gaussian.log_det),
+    "geometric-mean": ("the geometric mean of an item's standard deviations", geometric_sigma),
 }
+PARTS = {"ends": "words at the end"}  # titles of what `erase` erases, where the key is none
 
 
 def findings(
@@ -52,7 +53,7 @@ def findings(
     erased: int, measure: str = "sum",
 ) -> dict:  # fmt: skip
     """The uncertainty part of results.json. per_query, tops: of `evaluate_rankings`; erased: number of images."""
-    u = MEASURES[measure]
+    u = MEASURES[measure][1]
     found: dict = {"quality": quality(pairs, per_query, u)}
     if pairs.data.truth is not None:
         found["ambiguity_spearman"] = spearman(u(pairs.texts), true_ambiguity(pairs.data))

@@ -88,23 +88,26 @@ def pair_metrics(scores_P: Tensor, label_P: Tensor, *clusters: tuple[Tensor, Ten
     """
     if not torch.isfinite(scores_P).all():
         raise ValueError("scores hold NaN or infinity: there is no order to measure")
-    parts, step = [], max(1, WEIGHT_ELEMENTS // len(scores_P))
+    order, last_T = descending(scores_P)
+    parts, step, positive_P = [], max(1, WEIGHT_ELEMENTS // len(scores_P)), label_P.bool()[order]
+    places = [place_P[order] for place_P, _ in clusters]
     for block in zip(*(weights_RC.split(step) for _, weights_RC in clusters)):
-        weight_RP = math.prod(weights[:, place_P] for weights, (place_P, _) in zip(block, clusters))
-        found_RT, false_RT = counts_down(scores_P, label_P, weight_RP)
+        weight_RP = math.prod(weights[:, place_P] for weights, place_P in zip(block, places))
+        found_RT, false_RT = counts_down(weight_RP, positive_P, last_T)
         precision = (each(found_RT) * (found_RT / (found_RT + false_RT).clamp_min(1e-12))).sum(1) / found_RT[:, -1]
         area = roc_area(found_RT, false_RT)
         parts.append((precision.masked_fill(area.isnan(), torch.nan), area))
     return PairMetrics(*(torch.cat(column) for column in zip(*parts)))
 
 
-def counts_down(scores_P: Tensor, label_P: Tensor, weight_RP: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the positive pairs and of the others, from the largest score down to each of T different ones, (R, T)
-    float64 each.
-    """
+def descending(scores_P: Tensor) -> tuple[Tensor, Tensor]:
+    """The order of the pairs from the largest score down, and in it the last place of each of T different ones."""
     ordered, order = scores_P.double().sort(descending=True, stable=True)
-    last_T = torch.cat([(ordered[1:] != ordered[:-1]).nonzero().flatten(), torch.tensor([len(ordered) - 1])])
-    weight_RP, positive_P = weight_RP[:, order], label_P.bool()[order]
+    return order, torch.cat([(ordered[1:] != ordered[:-1]).nonzero().flatten(), torch.tensor([len(ordered) - 1])])
+
+
+def counts_down(weight_RP: Tensor, positive_P: Tensor, last_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `descending` pairs the weights of the positive ones and of the others down to each score, (R, T) float64."""
     total, found = (x.cumsum(1, dtype=torch.float64)[:, last_T] for x in (weight_RP, weight_RP * positive_P))
     return found, total - found
 

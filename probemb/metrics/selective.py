@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from probemb.metrics.bootstrap import counts_down, each, roc_area
+from probemb.metrics.bootstrap import counts_down, descending, each, roc_area
 from probemb.metrics.uncertainty import average_ranks, pearson, spearman
 
 LOG_RANGE = 30.0  # of temperatures
@@ -33,10 +33,14 @@ def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor |
     """
     if weights_RN is None:
         weights_RN = torch.ones(1, len(confidence))
-    if len(weights_RN) > (step := max(1, WEIGHT_ELEMENTS // len(confidence))):
-        parts = [selective_metrics(confidence, positive, part) for part in weights_RN.split(step)]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    found, false = counts_down(confidence, positive, weights_RN)  # (R, T)
+    order, last = descending(confidence)
+    step, positive = max(1, WEIGHT_ELEMENTS // len(confidence)), positive.bool()[order]
+    parts = [_measures(*counts_down(part[:, order], positive, last)) for part in weights_RN.split(step)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _measures(found: Tensor, false: Tensor) -> dict[str, Tensor]:
+    """`selective_metrics` of `counts_down`, (R, T) each."""
     total, others = each(found + false), each(false)
     before, errors = found + false - total, false - others
     n, n_positive, n_other = found[:, -1] + false[:, -1], found[:, -1], false[:, -1]

@@ -34,7 +34,7 @@ from probemb.evaluation.rankings import (
     ranking_names,
     title_of,
 )
-from probemb.evaluation.uncertainty import MEASURES, findings, generality, projection, signs
+from probemb.evaluation.uncertainty import MEASURES, PARTS, findings, generality, projection, signs
 from probemb.metrics.retrieval import TITLES as METRICS
 from probemb.models import DualEncoder, networks_of
 from probemb.models.match import Ensemble
@@ -175,13 +175,13 @@ def make_page(config: RetrievalConfig, results: dict, pairs: EmbeddedPairs) -> P
         ("Variance as a tolerance", tolerance_blocks(results["tolerance"])),
         ("Inclusion as generality", generality_table(results["generality"])),
         ("What u measures", [
-            f"{runner.ABOUT_U} Here u is the {config.uncertainty} of an item; findings use the first ranking.",
+            f"{runner.ABOUT_U} Here u is {MEASURES[config.uncertainty][0]}; findings use the first ranking.",
             *finding_lines(found), found["sign"]["warning"] or "",
         ] if found else ["The model predicts no uncertainty."]),
     ]  # fmt: skip
     if found:
         erased = [
-            pages.line_figure(f"erased-{what}", f"erased {what}, %", "mean uncertainty",
+            pages.line_figure(f"erased-{what}", f"erased {PARTS.get(what, what)}, %", "mean uncertainty",
                               {"": ([100 * x for x in one["shares"]], one["uncertainty"])})
             for what, one in found.get("erased", {}).items()
         ]  # fmt: skip
@@ -269,7 +269,8 @@ def finding_lines(found: dict) -> list[str]:
     against = {"captions against their number of words": found["length_spearman"]}
     if "ambiguity_spearman" in found:
         against["captions against their true ambiguity"] = found["ambiguity_spearman"]
-    against |= {f"erased {what} against their share": one["spearman"] for what, one in found.get("erased", {}).items()}
+    for what, one in found.get("erased", {}).items():
+        against[f"erased {PARTS.get(what, what)} against their share"] = one["spearman"]
     return lines + [
         f"uncertainty of {what}: Spearman {'undefined' if value is None else f'{value:+.3f}'}"
         for what, value in against.items()
@@ -319,7 +320,7 @@ def projection_figure(found: dict, pairs: EmbeddedPairs) -> list[Figure]:
 
 def extreme_sections(config: RetrievalConfig, found: dict, pairs: EmbeddedPairs) -> list[tuple[str, list[Block]]]:
     """The queries of the largest and of the smallest u with what they retrieve first, green for an own one."""
-    measure, one = MEASURES[config.uncertainty], centres(pairs)
+    measure, one = MEASURES[config.uncertainty][1], centres(pairs)
     u = {"images": measure(one.images), "captions": measure(one.texts)}
     data, texts = pairs.data, pairs.data.flat()
 

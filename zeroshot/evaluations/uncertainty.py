@@ -32,7 +32,7 @@ from probemb.evaluation.confidence import (
 )
 from probemb.evaluation.embedding import Embedder, centre, centres, embed_classes, embed_pairs, true_ambiguity
 from probemb.evaluation.judgements import accepted_shares, judged_pairs
-from probemb.evaluation.uncertainty import drawn, probe
+from probemb.evaluation.uncertainty import PARTS, drawn, probe
 from probemb.metrics.selective import nearest_is_of_class, retrieval_levels
 from probemb.metrics.uncertainty import rejection_curve
 from probemb.progress import progress
@@ -265,9 +265,8 @@ def input_lines(found: dict | None) -> list[str]:
         )
     if test := found["crop"]:
         lines.append(f"When cropped, {plus_minus(test['share'])} % of {test['images']:,} images have a larger u.")
-    parts = {"ends": "words at the end"}
     rises = [
-        f"{parts.get(what, what)} {one['spearman']:+.3f}"
+        f"{PARTS.get(what, what)} {one['spearman']:+.3f}"
         for what, one in (found["erased"] or {}).items() if one["spearman"]
     ]  # fmt: skip
     return lines + ([f"u against the share that is erased, Spearman: {', '.join(rises)}."] if rises else [])
