@@ -1,8 +1,7 @@
-"""Atomic replacement of files and making of folders: after a crash there is the old or the new one; SHA-256."""
+"""Atomic replacement of files: after a crash there is the old or the new one; SHA-256."""
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,24 +42,6 @@ def writing(path: Path, remedy: str = "Free some space, or choose another --out.
         yield
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror or error}).", remedy) from error
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end; makes missing folders. What a killed process left is removed.
-
-    Raises OSError, also if `path` is a folder with something in it; there is no new folder then.
-    """
-    aside = path.parent / f".{path.name}.unfinished"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        aside.rename(path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    flush(path.parent)
 
 
 def flush(path: Path) -> None:

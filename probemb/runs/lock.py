@@ -1,17 +1,20 @@
-"""One job at a time, and none that starts forever: the lock of a run folder, and a limit on starts without progress."""
+"""One job at a time, and none that starts forever: the lock of a run folder, new folders, and a limit on starts without
+progress.
+"""
 
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from probemb.errors import UserError
-from probemb.files import replace_text
+from probemb.files import flush, replace_text
 
 NAME = ".lock"
 PATIENCE = 2.0  # seconds in which a process that was just killed, or only checks, releases the lock
@@ -78,6 +81,26 @@ def _take(file, kind: int, run: Path, minutes: float = 0.0, tell: Callable[[str]
                 raise
             without = f"warning: the file system of {run} has no locks; make sure that only one job writes it"
             return print(without, file=sys.stderr)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` at the end; makes missing folders. What a killed process left is removed.
+
+    Raises UserError: another job makes it; OSError, also if `path` is a folder with something in it. There is no new
+    folder then.
+    """
+    aside = path.parent / f".{path.name}.unfinished"
+    with closing(RunLock(aside)):
+        folder = aside / "folder"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+            folder.rename(path)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    flush(path.parent)
 
 
 def count_start(file: Path, first: int, now: int) -> int:

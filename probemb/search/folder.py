@@ -24,8 +24,9 @@ import pyarrow as pa
 import torch
 
 from probemb.errors import Extra, UserError
-from probemb.files import flush, new_folder, replace_text, writing
+from probemb.files import flush, replace_text, writing
 from probemb.progress import silent
+from probemb.runs.lock import new_folder
 from probemb.search import index as indexes
 from probemb.search.embeddings import Embeddings, item_schema, read_json
 from probemb.search.index import Choice, Index

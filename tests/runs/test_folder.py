@@ -21,7 +21,7 @@ from probemb.runs.checkpoints import (
     prune,
 )
 from probemb.runs.folder import RunOutput, newest_checkpoint
-from probemb.runs.lock import MAX_STARTS, RunLock, count_start, refuse_locked
+from probemb.runs.lock import MAX_STARTS, RunLock, count_start, new_folder, refuse_locked
 from probemb.runs.log import Window, append_line
 
 
@@ -126,6 +126,16 @@ def test_a_first_start_is_refused_at_once(tmp_path, monkeypatch):
         refuse_locked(tmp_path, minutes=1, tell=told.append)
     assert not told
     held.close()
+
+
+def test_a_folder_is_made_by_one_job_at_a_time(tmp_path):
+    out = tmp_path / "out"
+    with new_folder(out) as folder:
+        (folder / "x").touch()
+        with pytest.raises(UserError, match="is in use"), new_folder(out):
+            pass
+        assert (folder / "x").exists()
+    assert [path.name for path in (*tmp_path.iterdir(), *out.iterdir())] == ["out", "x"]
 
 
 def test_a_failed_login_at_wandb_leaves_no_run(tmp_path, monkeypatch):

@@ -40,8 +40,9 @@ from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.write import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
-from probemb.files import file_sha256, new_folder, writing
+from probemb.files import file_sha256, writing
 from probemb.progress import progress
+from probemb.runs.lock import new_folder
 from tools.make_scenes import world
 from tools.make_scenes.captions import draw_captions, write_truth
 from tools.make_scenes.compositions import composed_sample, write_combinations

@@ -9,7 +9,8 @@ from webdataset import TarWriter
 
 from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.samples import SampleSpan, read_sample
-from probemb.files import file_sha256, new_folder, replace_file
+from probemb.files import file_sha256, replace_file
+from probemb.runs.lock import new_folder
 
 
 def tar_writer(file: BinaryIO):
