@@ -20,6 +20,13 @@ def test_moments_equal_torch_distributions():
     torch.testing.assert_close(samples.var(1), g.var, rtol=0.02, atol=0)
 
 
+def test_samples_carry_gradients_to_both_parameters():
+    g = make()
+    leaves = g.mean.requires_grad_(), g.log_var.requires_grad_()
+    for grad in torch.autograd.grad(Gaussian(*leaves).sample(5).square().sum(), leaves):
+        assert (grad != 0).all()
+
+
 def test_uncertainty_of_half_precision_is_summed_in_float32():
     g = Gaussian(torch.zeros(1, 1024), torch.full((1, 1024), -5.0))
     assert g.to(torch.bfloat16).uncertainty().dtype == torch.float32

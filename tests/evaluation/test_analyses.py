@@ -182,9 +182,8 @@ def test_the_walk_is_prolips(tensors):
     authors = tensors("27_hierarcaps")
     images, texts = authors["image_mean_f32"].double(), authors["text_mean_f32"].double().flatten(0, 1)
     numbers, root = authors["caption_ids"], authors["root_mean_f32"].double()
-    found = analyses.hierarchy_score(
-        analyses.hierarchy_walk(images, texts, numbers.flatten(), root.expand_as(images)), numbers
-    )
+    walk = analyses.hierarchy_walk(images, texts, numbers.flatten(), root.expand_as(images))
+    found = analyses.hierarchy_score(walk, numbers)
     assert [100 * x for x in found.values()] == pytest.approx(authors["det__precision_recall_any"].tolist())
     # The public code's root: the log of the integral of p_image^2 p_text alone, its log-determinant counted twice.
     s1, s2 = authors["image_log_var_f32"].double()[:, None], authors["text_log_var_f32"].double().flatten(0, 1)
@@ -199,9 +198,8 @@ def test_the_walk_is_prolips(tensors):
     chosen = texts[torch.cat(best)]
     for name, roots in (("unc", chosen), ("unc_with_root", normalize(chosen + root, dim=1))):
         found = analyses.hierarchy_score(analyses.hierarchy_walk(images, texts, numbers.flatten(), roots), numbers)
-        assert [100 * x for x in found.values()] == pytest.approx(authors[f"{name}__precision_recall_any"].tolist()), (
-            name
-        )
+        expected = authors[f"{name}__precision_recall_any"].tolist()
+        assert [100 * x for x in found.values()] == pytest.approx(expected), name
 
 
 def test_the_radii_are_hierarcaps(tensors):
@@ -248,9 +246,8 @@ def test_walks_are_measured_by_hand():
     assert found["to_start"][0] == found["to_end"][-1] == 1
     assert found["to_start"][2] == pytest.approx((0.5 + 0.3) / 2)
     assert found["to_start"][-1] == pytest.approx(0.1)
-    assert (
-        analyses.of_walks(likeness, [analyses.Walk(0, 0, [0, 0, 0], [0, 0, 0], [1.0, 1.0, 1.0])])["consecutive"] is None
-    )
+    still = analyses.Walk(0, 0, [0, 0, 0], [0, 0, 0], [1.0, 1.0, 1.0])
+    assert analyses.of_walks(likeness, [still])["consecutive"] is None
 
 
 def test_neighbours_lie_between_random_and_the_most_similar():

@@ -39,9 +39,8 @@ def test_the_images_of_a_query_can_rank_last():
         Query((Part(0, image=5), Part(1, image=2)), (0, 1)),
         Query((Part(0, image=3), Part(1, image=7)), (0, 1)),  # 3 could not be read
     ]
-    found = ComposedQueries(
-        queries, compose(parts), Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1))
-    )
+    by_query = Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1))
+    found = ComposedQueries(queries, compose(parts), by_query)
     plain = composed_scores(found.composed, gallery)(slice(0, 3))
     for rows in (slice(0, 3), slice(1, 3)):
         scores = ranked_by(images, found, without_own=True)(rows)

@@ -105,9 +105,8 @@ def gaussians(seed=0, shape=()):
 
 def test_multi_instance_is_the_largest_of_all_pairs_of_embeddings(monkeypatch):
     a, b = gaussians(1, (K,))
-    expected = torch.tensor(
-        [[max(float(x @ y) for x in a.mean[i] for y in b.mean[j]) for j in range(M)] for i in range(N)]
-    )
+    expected = [[max(float(x @ y) for x in a.mean[i] for y in b.mean[j]) for j in range(M)] for i in range(N)]
+    expected = torch.tensor(expected)
     torch.testing.assert_close(rankings.scores_of("multi-instance", a, b)(slice(None)), expected)
     monkeypatch.setattr(rankings, "INSTANCE_ELEMENTS", 1)  # one row at a time
     found = rankings.scores_of("multi-instance", a, b)

@@ -111,9 +111,8 @@ def test_augmented_texts_equal_a_loop(tokenizer, ratio):
 
 def test_texts_of_whole_words_are_augmented_within_their_vocabulary():
     vocabulary = [f"word{i}" for i in range(6)]
-    ids = augment.TextIds.of(
-        {"architecture": {"text_cfg": {"tower": "word_gru", "vocabulary": vocabulary}, "vision_cfg": {}}}
-    )
+    architecture = {"text_cfg": {"tower": "word_gru", "vocabulary": vocabulary}, "vision_cfg": {}}
+    ids = augment.TextIds.of({"architecture": architecture})
     tokens = torch.tensor([[2, 3, 4, 5, 6, 7, 0, 0]]).repeat(4000, 1)
     result = augment.size_augment_text(tokens, 0.5, torch.Generator().manual_seed(0), ids)
     assert result.min() == 0

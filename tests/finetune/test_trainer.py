@@ -227,3 +227,13 @@ def test_two_networks_take_turns(few):
         assert torch.equal(first, first_later) == (turn == 1)
         assert torch.equal(second, second_later) == (turn == 0)
     assert not torch.equal(*weights[2])
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(few):
+    trainer = make_trainer(configured("vse", few))
+    parameter = next(trainer.joint.model.text.parameters())
+    before = parameter.detach().clone()
+    parameter.register_hook(lambda grad: grad * float("inf"))
+    with pytest.raises(UserError, match=r"At step 1 .*gradient norm (nan|inf)"):
+        trainer.fit()
+    assert torch.equal(parameter, before)

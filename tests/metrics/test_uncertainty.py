@@ -83,9 +83,8 @@ def test_values_are_scipys_and_those_of_the_definitions():
     stats = pytest.importorskip("scipy.stats")
     score, outcome, _ = world(20)
     score = score.round(decimals=1)  # with ties
-    assert uncertainty.rank_correlation(score, outcome)["value"] == pytest.approx(
-        stats.spearmanr(score, outcome).statistic
-    )
+    spearman = stats.spearmanr(score, outcome).statistic
+    assert uncertainty.rank_correlation(score, outcome)["value"] == pytest.approx(spearman)
     middle, parts = score.median(), uncertainty.halves(score, outcome)
     assert parts["certain"] == pytest.approx(float(outcome[score < middle].mean()), abs=0.02)
     assert parts["rest"] == pytest.approx(float(outcome[score > middle].mean()), abs=0.02)  # with ties at the median

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from probemb import Gaussian
 from probemb.distances import csd
 from probemb.errors import UserError
+from probemb.evaluation.rankings import tolerance_scores
 from probemb.search import choose_factory, load_index, search
 from probemb.search.embeddings import create_embeddings, item_schema, open_embeddings
 from probemb.search.index import cell_count, training_count
@@ -92,6 +93,16 @@ def test_any_factory_in_several_parts(factory, embeddings, tmp_path):
     _, found = search(index, q, 10)
     assert recall(found, csd(q, gallery(embeddings))) > (0.5 if re.search("PQ.*np$|PCA", factory) else 0.9)
     assert torch.equal(search(load_index(tmp_path / "index", memory_map=False), q, 10)[1], found)
+
+
+def test_an_index_keeps_its_weight_of_the_variances(embeddings, tmp_path):
+    """In parts, whose extra dimension needs the largest u of all of them."""
+    index = build(embeddings, tmp_path / "index", "--tolerance", -1.0, "--part-items", 300)
+    assert (index.form, index.weight, len(index.parts)) == ("csd", -1.0, 3)
+    closest = tolerance_scores(QUERIES, gallery(embeddings), i2t=-1.0)(slice(None)).topk(50)
+    distance, found = search(index, QUERIES, 50)
+    assert torch.equal(found, closest.indices)
+    torch.testing.assert_close(distance, -closest.values, rtol=1e-5, atol=1e-4)
 
 
 def test_files_of_a_served_index_may_be_cut(embeddings, tmp_path):

@@ -1,5 +1,6 @@
 """`make_scenes --boxes`: the published forms, and that what they say is true of the pictures."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,11 @@ from tools.make_scenes.captions import draw_captions
 from tools.make_scenes.drawing import boxes, render
 from tools.make_scenes.forms import CROP, FEATURES, REGIONS, choose_regions
 from tools.make_scenes.world import COLOURS, SHAPES, scene
+
+
+def common(a, b):
+    """The area that two boxes share."""
+    return np.prod(np.clip(np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2]), 0, None))
 
 
 def test_regions_are_crops_of_the_picture(boxed_scenes):
@@ -31,13 +37,22 @@ def test_regions_are_crops_of_the_picture(boxed_scenes):
             left, top, right, bottom = np.array(box) / 48
             placed = [left, top, right, bottom, (right - left) * (bottom - top)]
             np.testing.assert_allclose(feature[-5:], placed, atol=1e-3)
+            if box not in things and box != (0, 0, 48, 48):
+                assert sum(common(box, thing) for thing in things) < 0.6 * common(box, box)
 
 
 def test_phrases_are_in_the_captions_and_have_boxes(boxed_scenes):
-    kinds = set()
+    kinds, folder = set(), boxed_scenes / "entities"
     for split in ("val", "test"):
-        data = find_phrases(boxed_scenes / "entities", split)
+        data = find_phrases(folder, split)
         drawn = [scene(f"0 {split}", i) for i in range(8)]
+        for one, number in zip(drawn, (folder / f"{split}.txt").read_text().split(), strict=True):
+            lines = (folder / "Sentences" / f"{number}.txt").read_text().splitlines()
+            for line, caption in zip(lines, draw_captions(one), strict=True):
+                plain = re.sub(r"\[/EN#\d+/\w+ ([^\]]+)\]", r"\1", line)
+                assert plain.replace(" ,", ",").replace(" .", ".") == caption.text
+                of_scene = " ".join(re.findall(r"\[/EN#\d+/scene ([^\]]+)\]", line))
+                assert not set(of_scene.split()) & set(SHAPES)
         assert data.without_box > 0  # of the scene, not of objects
         for phrase in data.phrases:
             one = drawn[phrase.image]

@@ -68,9 +68,8 @@ def test_folds_are_balanced_independent_of_the_order_and_keep_groups_together():
     assert grouped[17] == grouped[5]
     assert grouped[30] == grouped[31] == grouped[2]
     order = torch.randperm(43, generator=torch.Generator().manual_seed(0)).tolist()
-    again = filters.stratified_folds(
-        [labels[i] for i in order], [names[i] for i in order], 5, [groups[i] for i in order]
-    )
+    turned = [[values[i] for i in order] for values in (labels, names, groups)]
+    again = filters.stratified_folds(*turned[:2], 5, turned[2])
     assert torch.equal(again, grouped[order])
 
 

@@ -81,9 +81,8 @@ def test_a_step_without_labels_is_that_of_plain_loops(monkeypatch):
 
 def test_densities_far_below_the_smallest_number_are_no_hindrance():
     dim = 512
-    normals = Gaussian(
-        torch.randn(2, 3, dim, generator=torch.Generator().manual_seed(0)), torch.full((2, 3, dim), -7.0)
-    )
+    mean = torch.randn(2, 3, dim, generator=torch.Generator().manual_seed(0))
+    normals = Gaussian(mean, torch.full_like(mean, -7.0))
     images = normals.mean[:, 1] + 0.5  # hundreds of thousands of nats from any prompt
     for found in (fit_labelled(images, torch.arange(2), normals), fit_unlabelled(images, normals)):
         assert torch.isfinite(found.weights).all()

@@ -68,9 +68,8 @@ def test_published_folder_is_loaded_and_saved_again(parity, tag, tmp_path):
         save_file(state, tmp_path / "model.safetensors")
     save_model(load_model(tmp_path).model, tmp_path / "ours")
     for folder in (tmp_path, tmp_path / "ours"):
-        out = load_model(folder).model.eval()(
-            torch.as_tensor(arrays["images"]).float(), torch.as_tensor(arrays["tokens"])
-        )
+        images, tokens = torch.as_tensor(arrays["images"]).float(), torch.as_tensor(arrays["tokens"])
+        out = load_model(folder).model.eval()(images, tokens)
         check_gaussians(arrays, "f32__", torch.float32, image=out.image, text=out.text)
 
 

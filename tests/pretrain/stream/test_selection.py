@@ -120,6 +120,18 @@ def test_left_out_samples_never_appear_and_others_once_an_epoch(corpus):
         assert set(seen) <= kept
 
 
+def test_order_and_resume_do_not_depend_on_ranks(corpus):
+    shards, rules = read_index(corpus[0]), Filter(min_side=15)
+    expected = read(shards, rules, 16)
+    for start in (0, 5):
+        place = dict(world_size=2, workers=2, start_samples=8 * start)
+        ranks = [read(shards, rules, 16 - start, rank=rank, **place) for rank in range(2)]
+        for step, parts in enumerate(zip(*ranks, strict=True), start=start):
+            assert [key for part in parts for key in part.keys] == list(expected[step].keys)
+            for name in ("images", "tokens"):
+                assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected[step], name))
+
+
 def test_identity_follows_what_is_kept(corpus, tmp_path):
     folder, _ = corpus
     shards = read_index(folder)

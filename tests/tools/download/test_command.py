@@ -148,3 +148,11 @@ def test_a_killed_command_leaves_whole_tars_and_goes_on(site, cc3m, tmp_path):
     assert all(path.read_bytes() == data for path, data in done.items())
     assert sum((site.requests - before).values()) <= 40 - 5 * len(done)
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_redcaps(site, tmp_path):
+    row = {"url": f"{site.address}/ok/1", "caption": "cats", "author": "x", "score": 3, "image_id": "a"}
+    (tmp_path / "cats_2017.json").write_text(json.dumps({"annotations": [row]}))
+    download("redcaps", str(tmp_path / "cats_2017.json"), "--out", str(tmp_path / "out"))
+    (sample,) = iterate_samples(read_index(tmp_path / "out"))
+    assert (sample.captions[0], sample.meta["score"], "author" in sample.meta) == ("cats", 3, False)
