@@ -4,9 +4,9 @@
     python -m tools.bench.step --host    # CPU time, of a model as deep as ViT-B/16 with almost no arithmetic
 
 Ours is a step of the pretraining's trainer and engine at ZeRO 0; the peer's are open_clip's model and ClipLoss in plain
-PyTorch. Both clip the gradient; bf16 on a GPU, float32 on a CPU; texts have the whole context. Aim: at most 1.15 of
-open_clip's time with one duplicated block a tower. With --host the peer is the same model and loss in plain PyTorch on
-one process, and in its DDP on two (gloo); aims: 1.08 at ZeRO 0, 1.35 at ZeRO 1 and 2.
+PyTorch. Both clip the gradient; bf16 on a GPU, float32 on a CPU; texts have the whole context. Aim: at most 1.10 of
+open_clip's time, also with one duplicated block a tower. With --host the peer is the same model and loss in plain
+PyTorch on one process, and in its DDP on two (gloo); aims: 1.08 at ZeRO 0, 1.35 at ZeRO 1 and 2.
 """
 
 from __future__ import annotations
