@@ -22,7 +22,7 @@ from probemb.gaussian import Gaussian, at_least_float32
 from probemb.laplace import LaplaceProjection
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.encoder import Encoded, Encoder
-from probemb.models.heads import Features, full_precision
+from probemb.models.heads import Features, MaxMeanHead, full_precision
 
 
 class Kind(NamedTuple):
@@ -91,7 +91,7 @@ def last_projection(tower: Encoder) -> Projection:
 
     Of SigLIP's images it is the last layer of the pooling's MLP, whose residual is added to the result.
     """
-    layer = tower.mean_head
+    layer = tower.mean_head.linear if isinstance(tower.mean_head, MaxMeanHead) else tower.mean_head
     if layer is None and isinstance(trunk := getattr(tower, "trunk", None), nn.Module):  # timm's
         *_, layer = [trunk.get_classifier(), *tower.head.children()]
         layer = trunk.attn_pool.mlp if isinstance(layer, nn.Identity) and hasattr(trunk, "attn_pool") else layer

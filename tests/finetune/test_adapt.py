@@ -112,6 +112,7 @@ TIMM = {
     "mlp": {"timm_model_name": "test_convnext", "timm_pool": "", "timm_proj": "mlp", "image_size": 160},
     "clip": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16, "layers": 1},
 }
+TIMM["max-mean"] = TIMM["clip"]
 
 
 @pytest.mark.parametrize("kind", TIMM)
@@ -127,6 +128,7 @@ def test_embeddings_are_linear_in_the_inputs_of_the_last_projection(kind):
     }
     shape = {"embed_dim": 96, "vision_cfg": TIMM[kind], "text_cfg": text}
     config = create_model(NAME, probabilistic=False).config | {"embed_dim": 96, "architecture": shape}
+    config["head"] = kind if kind == "max-mean" else "clip"
     model = DualEncoder(config).eval()
     size = TIMM[kind]["image_size"]
     for tower, batch in ((model.visual, torch.randn(2, 3, size, size)), (model.text, torch.randint(1, 9, (2, 8)))):
