@@ -4,6 +4,7 @@ GPU_CHECK_MINUTES limits the time: what comes later is skipped, and said so. GPU
 on the CPU, to see that the checks themselves work.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -52,6 +53,7 @@ def _within_the_time():
     tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     yield
     torch.backends.cudnn.allow_tf32 = tf32
+    gc.collect()  # engines are parts of cycles
     if not ON_CPU:
         torch.cuda.empty_cache()
 

@@ -5,8 +5,8 @@
     python -m tools.bench.gpu --device cpu --reduced      # tiny sizes: shows that every part runs
 
 Prints images/s, the share of the GPU's peak (MFU) and memory of PCME++'s step beside CLIP's and open_clip's, then the
-match loss and the exact search. Exit code 1: an aim was missed (PCME++ at most 1.12 of open_clip's time, ViT-B/16 at
-45 % MFU or more).
+match loss and the exact search. Exit code 1: an aim was missed (PCME++ at most 1.12 of open_clip's time, and 45 % MFU
+or more with ViT-B/16).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def steps(name: str, batch: int, reduced: bool, device: str, compiled: bool = Fa
     missed, slower = [], ratio(measured, "PCME++", step.PEER)
     if slower > RATIO:
         missed.append(f"{name}: PCME++ takes {slower:.2f} of open_clip's time, the aim is {RATIO}")
-    if mfu and max(mfu.values()) < mfu_aim:
-        missed.append(f"{name}: MFU {max(mfu.values()):.1%}, the aim is {mfu_aim:.0%}")
+    if mfu and mfu["PCME++"] < mfu_aim:
+        missed.append(f"{name}: PCME++'s MFU is {mfu['PCME++']:.1%}, the aim is {mfu_aim:.0%}")
     return missed
 
 

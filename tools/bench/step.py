@@ -1,7 +1,7 @@
 """A pretraining step of PCME++ against a CLIP step of open_clip, with the same size, data and optimizer.
 
     python -m tools.bench.step --model ViT-B-32 --batch 16
-    python -m tools.bench.step --host    # CPU time, of a model as deep as ViT-B/16 with almost no arithmetic
+    CUDA_VISIBLE_DEVICES= python -m tools.bench.step --host    # CPU time, of ViT-B/16's depth with almost no arithmetic
 
 Ours is a step of the pretraining's trainer and engine at ZeRO 0; the peer's are open_clip's model and ClipLoss in plain
 PyTorch. Both clip the gradient; bf16 on a GPU, float32 on a CPU; texts have the whole context. Aim: at most 1.10 of
@@ -135,8 +135,8 @@ def begun(make: Callable[..., Variant], config: Config, data: tuple[Tensor, Tens
 
 def our_step(config: Config, data: tuple[Tensor, Tensor]) -> Variant:
     """The trainer's step."""
-    trainer = make_trainer(config, data[0].device.type)
-    trainer.load = lambda: SimpleNamespace(images=data[0], tokens=data[1], keys=[])
+    trainer, tokens = make_trainer(config, data[0].device.type), data[1].cpu()  # as the stream gives them
+    trainer.load = lambda: SimpleNamespace(images=data[0], tokens=tokens, keys=[])
     return trainer.train_step
 
 

@@ -107,6 +107,6 @@ def _rank(rank: int, world: int, folder: str, fn: Callable, args: tuple) -> None
         os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_RANK=f"{rank}")  # DeepSpeed reads them
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(fn(rank, world, *args)))
-    if world > 1:
+    if world > 1:  # else it may be the group of the process that forked this one
         dist.barrier()
-    leave_process_group()
+        leave_process_group()
