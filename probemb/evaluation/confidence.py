@@ -27,6 +27,7 @@ from probemb.metrics.selective import (
     free_confidences,
     own_log_p,
     rank_correlations,
+    retrieval_levels,
     selective_metrics,
     tempered,
 )
@@ -38,6 +39,7 @@ MEASURES = {  # of a confidence: its title, and 1 where more is better
     "fpr95": ("FPR95", -1),
     "aurc": ("AURC", -1),
     "e_aurc": ("E-AURC", -1),
+    "level_score": ("−S·R²", 1),
     "ambiguity": ("Spearman, ambiguity", 1),
     "acceptance": ("Spearman, people", 1),
     "r_auroc": ("R-AUROC", 1),
@@ -210,8 +212,8 @@ def _cross_fitted(task: Task, fit: Callable[[Tensor, Tensor], Tensor]) -> Tensor
 
 
 def measure(
-    task: Task, scores: Mapping[str, Confidence], outcomes: Mapping[str, Tensor], nearest: Tensor | None = None,
-    strangers: Mapping[str, Confidence] | None = None, advance: Callable[[int], object] = lambda n: None,
+    task: Task, scores: Mapping[str, Confidence], outcomes: Mapping[str, Tensor], levels: int, nearest: Tensor | None,
+    strangers: Mapping[str, Confidence] | None, advance: Callable[[int], object],
 ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
     """score -> key of MEASURES -> (R,), the first of the data and the others of the same resamples for all scores.
 
@@ -225,6 +227,7 @@ def measure(
         both = torch.cat([weights, cluster_weights(int((~known).sum()), seed=1)], 1)
     for name, one in scores.items():
         measured = found[name] = selective_metrics(one.values, task.right, weights)
+        measured["level_score"] = retrieval_levels(-one.values, task.right, weights, levels)["score"]
         for key, outcome in outcomes.items():
             there = outcome.isfinite()
             measured[key] = rank_correlations(-one.values[there], outcome[there], weights[:, there])

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 
 import torch
+from scipy.stats import rankdata
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from probemb.metrics.bootstrap import counts_down, descending, each, roc_area
-from probemb.metrics.uncertainty import average_ranks, pearson, spearman
+from probemb.metrics.uncertainty import average_ranks
 
 LOG_RANGE = 30.0  # of temperatures
 WEIGHT_ELEMENTS = 1 << 22  # weights of resamples held at a time
@@ -49,8 +50,8 @@ def _measures(found: Tensor, false: Tensor) -> dict[str, Tensor]:
     harmonic = torch.digamma(before + total + 1) - torch.digamma(before + 1)
     aurc = (rate * total + (errors - rate * before) * harmonic).sum(1) / n
     best = (n_other - n_positive * (torch.digamma(n + 1) - torch.digamma(n_positive + 1))) / n
-    kept = found >= 0.95 * n_positive[:, None] - 1e-9
-    fpr95 = false.gather(1, kept.double().argmax(1, keepdim=True))[:, 0] / n_other
+    kept = (found >= 0.95 * n_positive[:, None] - 1e-9).double().argmax(1, keepdim=True)
+    fpr95 = (false.gather(1, kept)[:, 0] / n_other).masked_fill(n_positive == 0, torch.nan)
     return {"aurc": aurc, "e_aurc": aurc - best, "auroc": roc_area(found, false), "fpr95": fpr95}
 
 
@@ -134,21 +135,19 @@ def free_confidences(cosine: Tensor, scale: float) -> dict[str, Tensor]:
     }
 
 
-def retrieval_levels(uncertainty: Tensor, hit: Tensor, levels: int = 10) -> dict:
-    """R@1 (hit, (N,)) in equal groups of queries from certain to uncertain.
+def retrieval_levels(uncertainty: Tensor, hit: Tensor, weights_RN: Tensor, levels: int = 10) -> dict[str, Tensor]:
+    """R@1 (hit, (N,)) in equal groups of queries from certain to uncertain; weights_RN: as of `selective_metrics`.
 
     Returns:
-        "r@1" of each level; "spearman" of level and R@1, ideal -1; "r2" of the straight line; "score" = -S R², ideal 1;
-        0 where R@1 is the same everywhere. Source: ProbVLM §4; AsymVLM.
+        "r@1" of each level, (R, levels); "spearman" of level and R@1, (R,), ideal -1; "r2" of the straight line;
+        "score" = -S R², ideal 1; 0 where R@1 is the same everywhere. Source: ProbVLM §4; AsymVLM.
     """
     parts = uncertainty.double().argsort(stable=True).tensor_split(min(levels, len(uncertainty)))
-    rate = torch.stack([hit[part].double().mean() for part in parts])
-    level = torch.arange(len(parts), dtype=torch.float64)
-    s = spearman(level, rate)
-    if s is None:
-        return {"r@1": rate.tolist(), "spearman": None, "r2": None, "score": 0.0}
-    r2 = pearson(level, rate) ** 2
-    return {"r@1": rate.tolist(), "spearman": s, "r2": r2, "score": -s * r2}
+    rate = torch.stack([(w := weights_RN[:, part].double()) @ hit[part].double() / w.sum(1) for part in parts], 1)
+    level = normalize(torch.arange(len(parts)).double() - (len(parts) - 1) / 2, dim=0)
+    apart = (x - x.mean(1, keepdim=True) for x in (torch.from_numpy(rankdata(rate, axis=1)), rate))
+    s, r = (normalize(x, dim=1) @ level for x in apart)
+    return {"r@1": rate, "spearman": s, "r2": r.square(), "score": -s * r.square()}
 
 
 def nearest_is_of_class(embeds: Tensor, labels: Tensor, block: int = 1024) -> Tensor:

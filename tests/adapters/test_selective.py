@@ -1,6 +1,7 @@
 """Selective prediction: public codes' numbers and exact ties."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def test_ties_count_in_expectation():
         errors = ~np.array([True, *middle, False])
         means.append((errors.cumsum() / np.arange(1, 6)).mean())
     assert measured(k, correct)["aurc"] == pytest.approx(np.mean(means))
+    assert math.isnan(measured(k, torch.zeros(5).bool())["fpr95"])
 
 
 def test_free_confidences(parity):
@@ -74,11 +76,12 @@ def test_levels_of_retrieval(parity):
     v = tensors(parity("23_asymvlm"))
     scores, u, image_of = v["levels_scores"], v["levels_txt_uncertainty"], v["levels_caption_image"]
     hit = scores.argmax(0) == image_of
-    found = retrieval_levels(u, hit, v["levels_n"])
-    assert found["r@1"] == pytest.approx(v["levels_t2i_acc"].tolist())
-    assert [found["spearman"], found["r2"], found["score"]] == pytest.approx(
-        v["levels_own_t2i_spearman_r2_minusSR2"].tolist()
-    )
+    weights = torch.stack([torch.ones(len(u)), hit.float()])
+    found = retrieval_levels(u, hit, weights, v["levels_n"])
+    torch.testing.assert_close(found["r@1"], torch.stack([v["levels_t2i_acc"], torch.ones(5).double()]))
+    expected = v["levels_own_t2i_spearman_r2_minusSR2"].tolist()
+    assert [found[key][0].item() for key in ("spearman", "r2", "score")] == pytest.approx(expected)
+    assert found["score"][1] == 0  # R@1 is the same everywhere
 
 
 def test_nearest_neighbour_of_a_class_is_never_the_item_itself(parity):

@@ -139,10 +139,12 @@ def answered(
     scores |= fitted_confidences(task, scores, config.vilu)
     known = None if strangers is None else unlabelled_confidences(strangers)
     with progress("scores, resampled", len(scores)) as advance:
-        rows = compare(measure(task, scores, outcomes, nearest, known, advance), scores)
+        rows = compare(measure(task, scores, outcomes, config.levels, nearest, known, advance), scores)
     for row in rows:
         u = -scores[row["score"]].values
-        row |= {"levels": retrieval_levels(u, task.right, config.levels), "refusing": rejection_curve(u, task.right)}
+        levels = retrieval_levels(u, task.right, torch.ones(1, len(u)), config.levels)
+        row["levels"] = {key: x[0].tolist() for key, x in levels.items()}
+        row["refusing"] = rejection_curve(u, task.right)
     right = {name: task.are_right(logits.argmax(1)).double().mean().item() for name, logits in task.logits.items()}
     return {"items": len(task.right), "gallery": len(task.gallery), "right": right, "rows": rows}
 
@@ -190,6 +192,7 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
         ("Refusing, and levels of uncertainty", [figures[1:]]),
     ]  # fmt: skip
     size = f"{results['images']:,} images, {results['captions']:,} captions"
+    size += f"; {results['adapter_parameters']:,} parameters added" if results["adapter_parameters"] else ""
     return Page("The worth of an uncertainty", f"{config.model} on {config.data}: {size}", sections)
 
 
@@ -283,10 +286,10 @@ def score_table(queries: Mapping[str, dict]) -> Table:
             values = [cell(row, key) for key in keys]
             labels = f"{row['labels']:,}" if row["labels"] else "none"
             values += [cell(row, "aurc", name) for name in BASELINES]
-            cells.append((of, row["score"], labels, *values, f"{row['levels']['score']:+.2f}"))
+            cells.append((of, row["score"], labels, *values))
         cells.append(())
     right = ", ".join(f"{QUERIES[of]} {percent(found['right']['means'])} %" for of, found in queries.items())
-    headings = ("queries", "score", "labels needed", *(MEASURES[key][0] for key in keys), *apart, "−S·R²")
+    headings = ("queries", "score", "labels needed", *(MEASURES[key][0] for key in keys), *apart)
     return Table(headings, cells, f"first answers right: {right}", left=2)
 
 
