@@ -326,6 +326,6 @@ def whole_steps(config: Config, steps_per_epoch: int) -> int:
     """Steps of the whole run. Raises UserError if there are none."""
     steps = config.samples // config.batch_size if config.samples else int(config.epochs * steps_per_epoch)
     if steps < 1:
-        what = f"The run would have no step: an epoch has {steps_per_epoch}, each of {config.batch_size} samples."
+        what = f"The run has fewer samples than one batch: an epoch has {steps_per_epoch} steps of {config.batch_size}."
         raise UserError(what, "Lower batch_size, or raise epochs or samples.")
     return steps

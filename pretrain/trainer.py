@@ -196,7 +196,7 @@ class Trainer:
         self.stopping = stops > 0
         if self.stopping:
             raise _Stopped
-        self.stream.judge(*counts, lambda: all_of(self.stream.failures))
+        self.stream.check_failures(*counts, lambda: all_of(self.stream.failures))
         return waiting > 0
 
     def _log(self, lr: float) -> None:

@@ -31,7 +31,7 @@ from slurm.rank import GPU_BINDING, TRAINERS, ResumableStage, Stage, argument_li
 PROG = "python -m slurm.submit"
 RESUMABLE = {"pretrain": "pretrain.run", "finetune": "finetune.run", "embed": "tools.embed"}  # on any number of ranks
 STAGES = {**RESUMABLE, "zeroshot": "zeroshot.imagenet", "build-index": "tools.build_index"}
-STAGES |= {name: f"zeroshot.{name}" for name in ("retrieval", "localisation", "analyses", "composed")}
+STAGES |= {name: f"zeroshot.{name}" for name in ("retrieval", "uncertainty", "localisation", "analyses", "composed")}
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TIMEOUTS = 1000  # a run of weeks needs more requeues than submitit's default of three
 

@@ -171,7 +171,7 @@ class JWAEMSE(MSE):
 
     def prior_loss(self, codes: Tensor) -> Tensor:
         """Loss of the encoders, ()."""
-        return self.aside.discriminator.judge(codes)
+        return self.aside.discriminator.encoder_loss(codes)
 
     def after_step(self, batch: Batch, model) -> dict[str, Tensor]:
         """A step of the discriminator; js is the bound on the codes' divergence from the prior that it found."""
@@ -281,8 +281,8 @@ class JWAESCAN(JWAEMH, SCAN):
 
     def prior_loss(self, codes: Tensor) -> Tensor:
         """Loss of the encoders, (); published, its gradient is the discriminator's too."""
-        published, judge = self.options.published, self.aside.discriminator
-        return jwae.encoder_loss(judge(codes)) if published else super().prior_loss(codes)
+        published, discriminator = self.options.published, self.aside.discriminator
+        return jwae.encoder_loss(discriminator(codes)) if published else super().prior_loss(codes)
 
     def keep_gradients(self) -> None:
         """Published: they become the sum over all steps, of the encoders' loss and of its own."""

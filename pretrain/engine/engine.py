@@ -114,7 +114,7 @@ class Flat(nn.Module):
 class Engine:
     """Every rank has all weights and steps all of them (ZeRO 0).
 
-    Not torch's DistributedDataParallel: it lays its buckets out anew after the first step, so that a resumed run of
+    Not torch's DistributedDataParallel: it rebuilds its buckets after the first step, so that a resumed run of
     three ranks or more would add up in another order than one that was not interrupted."""
 
     stage = 0

@@ -173,7 +173,7 @@ class Stream(AbstractContextManager, Iterator):
         failures: this rank's unusable samples so far, by name of the shard, or by its path where names are not unique.
 
     Raises UserError: settings do not fit each other or the data; from `next`, too many samples cannot be used (with
-    several ranks `judge` raises it), or a worker was killed.
+    several ranks `check_failures` raises it), or a worker was killed.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Stream(AbstractContextManager, Iterator):
                 self._item += 1
             self.tally.add(self.rows, [failure for part in parts for failure in part.failures])
             if self._alone:
-                self.judge(self.tally.read, self.tally.failed, lambda: [self.failures])
+                self.check_failures(self.tally.read, self.tally.failed, lambda: [self.failures])
         except BaseException:
             self.close()
             raise
@@ -290,7 +290,7 @@ class Stream(AbstractContextManager, Iterator):
         names = name_workers(self._batches)
         return f"waiting for {names[worker]}, which reads {reads}" if names else f"reading {reads}"
 
-    def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
+    def check_failures(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
         """Raise UserError if too many of so many samples of all ranks have failed; `of_ranks`: all `failures`."""
         if self.tally.too_many(read, failed):
             what = (

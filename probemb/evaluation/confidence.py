@@ -213,17 +213,17 @@ def _cross_fitted(task: Task, fit: Callable[[Tensor, Tensor], Tensor]) -> Tensor
 
 def measure(
     task: Task, scores: Mapping[str, Confidence], outcomes: Mapping[str, Tensor], levels: int, nearest: Tensor | None,
-    strangers: Mapping[str, Confidence] | None, advance: Callable[[int], object],
+    ood: Mapping[str, Confidence] | None, advance: Callable[[int], object],
 ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
     """score -> key of MEASURES -> (R,), the first of the data and the others of the same resamples for all scores.
 
     outcomes: "ambiguity" or "acceptance" -> (N,), NaN where unknown; nearest: (N,) bool, `nearest_is_of_class`;
-    strangers: confidences of items that the gallery has no answer for.
+    ood: confidences of items that the gallery has no answer for.
     """
     found = {}
     weights = cluster_weights(int(task.group.max()) + 1)[:, task.group]
-    if strangers is not None:
-        known = torch.arange(len(weights[0]) + len(next(iter(strangers.values())).values)) < len(weights[0])
+    if ood is not None:
+        known = torch.arange(len(weights[0]) + len(next(iter(ood.values())).values)) < len(weights[0])
         both = torch.cat([weights, cluster_weights(int((~known).sum()), seed=1)], 1)
     for name, one in scores.items():
         measured = found[name] = selective_metrics(one.values, task.right, weights)
@@ -237,8 +237,8 @@ def measure(
             measured["ece"] = calibration_error(one.values, task.right, weights)
         if one.nll is not None:
             measured["nll"] = weights.double() @ one.nll / weights.double().sum(1)
-        if strangers is not None and name in strangers:
-            told = selective_metrics(torch.cat([one.values, strangers[name].values]), known, both)
+        if ood is not None and name in ood:
+            told = selective_metrics(torch.cat([one.values, ood[name].values]), known, both)
             measured |= {f"ood_{key}": told[key] for key in ("auroc", "fpr95")}
         advance(1)
     return found

@@ -137,7 +137,7 @@ def _closed_form(score: Callable[[Gaussian, Gaussian], Tensor], separates: bool 
 
 @dataclass(frozen=True, eq=False)
 class _Samples:
-    """Samples of N items, the same at every read, drawn anew each time: all of 25,000 captions take a gigabyte."""
+    """Samples of N items, the same at every read, drawn again each time: all of 25,000 captions take a gigabyte."""
 
     gaussian: Gaussian
     seed: int

@@ -254,8 +254,8 @@ def generality(pairs: EmbeddedPairs) -> dict:
     def lie_in(image: Tensor, texts: Gaussian) -> dict[str, float]:
         return _share(own_inclusion(pairs.images[image], texts) > 0, *clusters_of(image))
 
-    strangers = lie_in(other[apart], texts[apart]) if apart.any() else None
-    own, nested = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": strangers}, None
+    unpaired = lie_in(other[apart], texts[apart]) if apart.any() else None
+    own, nested = {"pairs": len(rows), "lies_in": lie_in(owner, texts), "lies_in_other": unpaired}, None
     if pairs.data.truth is not None:
         rows = drawn(len(pairs.owner), CAPTIONS)
         nested = direction(pairs.texts[rows], exact_match(pairs.data, rows))

@@ -160,11 +160,11 @@ def decl_correspondence(
     """
     e = evidence(similarity_NN, tau)
     n = len(e)
-    rivals = e + e.T
+    mutual = e + e.T
     if match_NN is not None:
         own = torch.eye(n, dtype=torch.bool, device=e.device)
-        rivals = rivals.masked_fill((match_NN > 0) & ~own, 0)  # evidence is positive
-    clean = rivals.argmax(1) == torch.arange(n, device=e.device)
+        mutual = mutual.masked_fill((match_NN > 0) & ~own, 0)  # evidence is positive
+    clean = mutual.argmax(1) == torch.arange(n, device=e.device)
     return clean, n / (e + 1).sum(1) + n / (e.T + 1).sum(1)
 
 
@@ -229,12 +229,12 @@ def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = F
     """
     values_NM = values_NM / temperature
 
-    def of_rows(rivals: Tensor, values: Tensor) -> Tensor:
-        above = torch.sigmoid(rivals[:, :, None] - values[:, None, :]).sum(1)  # of (rows, a, c)
-        return above + 1 - torch.sigmoid(rivals - values)  # without a = c
+    def of_rows(others: Tensor, values: Tensor) -> Tensor:
+        above = torch.sigmoid(others[:, :, None] - values[:, None, :]).sum(1)  # of (rows, a, c)
+        return above + 1 - torch.sigmoid(others - values)  # without a = c
 
-    rivals_NM = values_NM.T if published else values_NM
-    return in_row_blocks(of_rows, (rivals_NM, values_NM), values_NM.shape[1] ** 2)
+    others_NM = values_NM.T if published else values_NM
+    return in_row_blocks(of_rows, (others_NM, values_NM), values_NM.shape[1] ** 2)
 
 
 def daa_regulariser(

@@ -126,7 +126,7 @@ class Discriminator(nn.Module):
             codes = F.leaky_relu(layer(codes))
         return self.layers[-1](codes).squeeze(-1)
 
-    def judge(self, codes: Tensor) -> Tensor:
+    def encoder_loss(self, codes: Tensor) -> Tensor:
         """The encoders' loss, whose gradient does not reach the discriminator."""
         constant = {name: parameter.detach() for name, parameter in self.named_parameters()}
         return encoder_loss(torch.func.functional_call(self, constant, codes))

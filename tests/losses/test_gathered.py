@@ -138,7 +138,9 @@ def run_composed(rank, world, total):
     return out
 
 
-@pytest.mark.parametrize(("run", "world"), [(run, 2), (run, 3), (run, 5), (run_composed, 2)])
+@pytest.mark.parametrize(
+    ("run", "world"), [(run, 2), (run, 3), (run, 5), pytest.param(run, 8, marks=pytest.mark.slow), (run_composed, 2)]
+)
 def test_ranks_equal_one_process(run, world):
     expected = run(0, 1, world * PER_RANK)
     for result in run_ranks(world, run, world * PER_RANK):

@@ -122,7 +122,7 @@ def test_authors_discriminator_on_one_region_and_word(tensors):
     v = tensors("09_jwae")
     _, _, judge = published_modules(v)
     image, text = v["img_emb"][:, int(v["region_index"])], v["cap_emb"][:, int(v["word_index"])]
-    close(0.01 * (judge.judge(image) + judge.judge(text)), v["train_emb__err_D"])
+    close(0.01 * (judge.encoder_loss(image) + judge.encoder_loss(text)), v["train_emb__err_D"])
     close(judge(v["true_gauss"]).sigmoid(), v["netD_on_gauss"][:, 0])
     real, fake = encoder_loss(judge(v["true_gauss"])), encoder_loss(-judge(torch.cat([image, text])))
     close(real, v["errD_real"])

@@ -53,7 +53,7 @@ def share(rank: int, world: int, total: int) -> dict:
     return {**found, "alone": alone}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 5, 8))])
 def test_ranks_equal_one_process(world):
     total = 3 * world
     whole, found = share(0, 1, total), run_ranks(world, share, total)

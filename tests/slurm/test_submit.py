@@ -22,6 +22,7 @@ def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, mo
     assert any(line.startswith("srun ") and "--cpus-per-task=8" in line for line in lines)
     assert main(("embed", "--gpus-per-node=1", "--parts=16", "--dry-run", "--", "--out=x")) == 0
     assert "#SBATCH --array=0-15%16" in capsys.readouterr().out.splitlines()
+    assert main(("uncertainty", "--gpus-per-node=1", "--dry-run", "--", "--model=x")) == 0
     assert not any(tmp_path.iterdir())
 
 

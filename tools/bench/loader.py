@@ -6,7 +6,7 @@ open_clip_train.data needs webdataset 0.2.86, so its stages are composed here in
 shuffle, select (an image and a caption), decode ("pilrgb"), rename, map_dict (transform, tokenizer), to_tuple, batched,
 in a WebLoader, with open_clip's transform (PIL, to 224 px, float32). Both sides read the same generated JPEGs, --images
 of each of the --sizes in pixels, with the same random crops, tokenizer, batch and workers. Each repeat restarts every
-loader in turn; timing starts after the first batches, so that neither start-up nor prefetched batches count. Aim: 2.3
+loader in turn; timing starts after the first batches, so that neither start-up nor prefetched batches count. Aim: 3
 times as fast at 256 px, 4 at 1024 px.
 """
 

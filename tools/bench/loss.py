@@ -3,7 +3,7 @@
     python -m tools.bench.loss --batch 1024 --dim 512
     python -m tools.bench.loss --ranks 8 --batch 512 --dim 512    # every objective against open_clip's losses
 
-Aims: at most 0.01 of the broadcast's time, and memory of O(B^2). With --ranks (gloo processes of one thread on this
+Aims: at most 1/150 of the broadcast's time, and memory of O(B^2). With --ranks (gloo processes of one thread on this
 machine; --batch is of each): siglip and prolip take at most the time of open_clip's ring, in memory that does not grow
 with the ranks.
 """

@@ -49,13 +49,10 @@ def synthetic(items: int, dim: int) -> Gaussian:
     r, latent = np.random.default_rng(0), min(64, dim)
     centres = r.standard_normal((max(1, items // 500), latent), dtype=np.float32)
     turn = np.linalg.qr(r.standard_normal((dim, latent)))[0].T.astype(np.float32)
-    mean = np.empty((items, dim), dtype=np.float32)
-    for start in range(0, items, CHUNK):
-        part = mean[start : start + CHUNK]
-        place = centres[r.integers(0, len(centres), len(part))]
-        part[:] = (place + 0.6 * r.standard_normal(place.shape, dtype=np.float32)) @ turn
-        part += 0.02 * r.standard_normal(part.shape, dtype=np.float32)
-        part /= np.linalg.norm(part, axis=1, keepdims=True)
+    place = centres[r.integers(0, len(centres), items)] + 0.6 * r.standard_normal((items, latent), dtype=np.float32)
+    mean = 0.02 * r.standard_normal((items, dim), dtype=np.float32)
+    mean += place @ turn
+    mean /= np.linalg.norm(mean, axis=1, keepdims=True)
     log_u = torch.from_numpy(0.5 * r.standard_normal(items, dtype=np.float32) - 1.5)
     return Gaussian(torch.from_numpy(mean), (log_u - np.log(dim))[:, None].expand(-1, dim))
 

@@ -43,31 +43,30 @@ NARROW = str(Path(__file__).with_name("narrow.json"))
 
 
 def main() -> None:
-    o = options(__doc__, model="ViT-B-32", batch=16, repeats=7, n_unc_layers=1, compile=False, host=False)
+    o = options(__doc__, model="ViT-B-32", batch=16, repeats=7, compile=False, host=False)
     if not o.host:
-        compare(o.model, o.batch, o.repeats, o.n_unc_layers, o.compile)
+        compare(o.model, o.batch, o.repeats, o.compile)
     for ranks in (1, 2) if o.host else ():
         measured = on_ranks(ranks, host_times, o.repeats)[0]
         report(f"CPU time of a rank's training step on {ranks} ranks", measured, next(iter(measured)))
 
 
 def compare(
-    name: str, batch: int, repeats: int, n_unc_layers: int = 1, compiled: bool = False, device: str = DEVICE
+    name: str, batch: int, repeats: int, compiled: bool = False, device: str = DEVICE
 ) -> tuple[dict[str, Measurement], dict[str, float]]:
     """Measure and report; the times, and the share of the device's peak (MFU) by variant, where that is known."""
-    steps, peaks, at_peak, data = {}, {}, {}, random_batch(name, batch, device)
-    for variant in (PEER, "CLIP", "PCME++"):
-        objective, make = "pcmepp" if variant == "PCME++" else "clip", open_clip_step if variant == PEER else our_step
-        config = configured(name, batch, objective, n_unc_layers, zero_stage=0, compile="step" if compiled else None)
+    steps, extra, at_peak, mfu, data = {}, {}, {}, {}, random_batch(name, batch, device)
+    for variant, make in ((PEER, open_clip_step), ("CLIP", our_step), ("PCME++", our_step)):
+        objective = "pcmepp" if variant == "PCME++" else "clip"
+        config = configured(name, batch, objective, zero_stage=0, compile="step" if compiled else None)
         at_peak[variant] = images_at_peak(config, "bf16", 1, torch.device(device))
-        steps[variant], peaks[variant] = peak_memory(partial(begun, make, config, data), device)
-    measured, mfu, extra = in_turn(steps, repeats), {}, {}
+        steps[variant], peak = peak_memory(partial(begun, make, config, data), device)
+        extra[variant] = {"peak": f"{peak / 2**30:.1f} GiB"} if device == "cuda" else {}
+    measured = in_turn(steps, repeats)
     for variant, times in measured.items():
-        speed = batch / times.median
-        extra[variant] = {"peak": f"{peaks[variant] / 2**30:.1f} GiB"} if device == "cuda" else {}
-        extra[variant]["images/s"] = f"{speed:,.1f}"
+        extra[variant]["images/s"] = f"{batch / times.median:,.1f}"
         if at_peak[variant]:
-            mfu[variant] = speed / at_peak[variant](data[1].shape[1])
+            mfu[variant] = batch / times.median / at_peak[variant](data[1].shape[1])
             extra[variant]["MFU"] = f"{mfu[variant]:.1%}"
     report(f"training step, {name}, batch {batch}{', compiled' * compiled}", measured, PEER, extra)
     return measured, mfu
@@ -84,8 +83,6 @@ def host_times(rank: int, world: int, repeats: int) -> dict[str, Measurement]:
     steps = {"DDP" if world > 1 else "plain PyTorch": plain}
     for stage in (0, 1, 2):
         steps[f"ZeRO {stage}"] = our_step(replace(config, engine=Engine(zero_stage=stage)), data)
-    for step in 3 * list(steps.values()):
-        step()
     return in_turn(steps, repeats, clock=time.process_time)
 
 
@@ -104,11 +101,10 @@ def configured(name: str, batch: int, objective: str, n_unc_layers: int = 1, lr:
 def random_batch(name: str, batch: int, device: str) -> tuple[Tensor, Tensor]:
     """Pixels and tokens in the sizes that the model takes."""
     shape, g = read_architecture(name), torch.Generator().manual_seed(0)
-    size, length = shape["vision_cfg"]["image_size"], shape["text_cfg"].get("context_length", 77)
-    words = shape["text_cfg"].get("vocab_size", 49408)
+    size, text = shape["vision_cfg"]["image_size"], {"context_length": 77, "vocab_size": 49408} | shape["text_cfg"]
     images = torch.randn(batch, 3, size, size, generator=g)
-    tokens = torch.randint(1, words - 1, (batch, length), generator=g)
-    tokens[:, -1] = words - 1
+    tokens = torch.randint(1, text["vocab_size"] - 1, (batch, text["context_length"]), generator=g)
+    tokens[:, -1] = text["vocab_size"] - 1
     return images.to(device), tokens.to(device)
 
 

@@ -174,7 +174,7 @@ def stored_image(searchers: Mapping[str, Searcher], like: str) -> QueryImage:
     """The picture of INDEX/ROW, INDEX an identity. Raises UserError: there is none."""
     found = re.fullmatch(r"(\w{1,40})/(\d{1,15})", like, re.ASCII)
     if not found or found[1] not in searchers:
-        what = "The result to search with is of an index that is not here, or was built anew."
+        what = "The result to search with is of an index that is not here, or was rebuilt."
         raise UserError(what, "Search for it again.")
     return searchers[found[1]].stored_image(int(found[2]))
 

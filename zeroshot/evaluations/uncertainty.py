@@ -130,14 +130,14 @@ def sets_of(config: UncertaintyConfig, task: Task, *more: bool) -> list[dict]:
 
 def answered(
     config: UncertaintyConfig, task: Task, outcomes: Mapping[str, Tensor], length: Tensor | None = None,
-    nearest: Tensor | None = None, strangers: Task | None = None,
+    nearest: Tensor | None = None, ood: Task | None = None,
 ) -> dict:  # fmt: skip
     """Every score's measures of telling right answers from wrong ones, with its levels and rejection curve."""
     scores = unlabelled_confidences(task)
     if length is not None:
         scores["length"] = Confidence(length)
     scores |= fitted_confidences(task, scores, config.vilu)
-    known = None if strangers is None else unlabelled_confidences(strangers)
+    known = None if ood is None else unlabelled_confidences(ood)
     with progress("scores, resampled", len(scores)) as advance:
         rows = compare(measure(task, scores, outcomes, config.levels, nearest, known, advance), scores)
     for row in rows:
@@ -153,20 +153,20 @@ def classify(
     config: UncertaintyConfig, embedder: Embedder, about: dict, data: ZeroShotSet, ood: Images | None
 ) -> tuple[dict, list[dict]]:
     """The answers and the prediction sets of labelled images. Raises UserError."""
-    found, strangers = embed_classes(embedder, data), None
+    found, unknown = embed_classes(embedder, data), None
     bad = found.bad
     task = Task(found.images, centre(found.prompts), found.labels, torch.arange(len(found.labels)), **about)
     if ood is not None:
         other, _, unread = embedder.images(ood, "OOD images")
         bad = [*bad, *unread]
-        strangers = replace(task, queries=other, truth=None, group=torch.arange(len(other)))
+        unknown = replace(task, queries=other, truth=None, group=torch.arange(len(other)))
     nearest = nearest_is_of_class(found.images.mean, task.truth)
     if bad:
         print(describe_bad(bad), flush=True)
     lost = [{"name": name, "reason": reason} for name, reason in bad]
-    about = {"images_left_out": lost, "strangers": strangers and len(strangers.queries)}
+    about = {"images_left_out": lost, "ood_images": unknown and len(unknown.queries)}
     sets = sets_of(config, task, config.class_conditional, True)
-    return answered(config, task, {}, nearest=nearest, strangers=strangers) | about, sets
+    return answered(config, task, {}, nearest=nearest, ood=unknown) | about, sets
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

@@ -69,7 +69,7 @@ def test_every_answer_is_hardened(port, path):
     ("fields", "files", "code", "what"),
     [
         ([("text", "a"), ("max_uncertainty", "inf")], [], 400, "is inf"),
-        ([("text", "a"), ("like", "../3")], [], 400, "not here, or was built anew"),
+        ([("text", "a"), ("like", "../3")], [], 400, "not here, or was rebuilt"),
         ([], [("image", "<b>\u202e.jpg", b"nothing")], 400, "<b>\ufffd.jpg is not an image"),
         ([], [("image", "x.png", bomb())], 400, "more than 16,000,000 pixels"),
         ([], [("image", "x.jpg", b"")] * 9, 400, "more than 8 parts"),
