@@ -14,11 +14,10 @@ from scipy.stats import rankdata
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from probemb.metrics.bootstrap import counts_down, descending, each, roc_area
+from probemb.metrics.bootstrap import WEIGHT_ELEMENTS, counts_down, descending, each, roc_area
 from probemb.metrics.uncertainty import average_ranks
 
 LOG_RANGE = 30.0  # of temperatures
-WEIGHT_ELEMENTS = 1 << 22  # weights of resamples held at a time
 
 
 def selective_metrics(confidence: Tensor, positive: Tensor, weights_RN: Tensor | None = None) -> dict[str, Tensor]:
