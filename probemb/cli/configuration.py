@@ -22,6 +22,16 @@ Config = TypeVar("Config")
 HELP, HELP_ALL = ("h", "help", "help_all"), "--help-all"
 
 
+class _Yaml(yaml.SafeLoader):
+    """Reads 010 and 1:20 as text, as options do; to YAML 1.1 they are 8 and 80."""
+
+
+_WHOLE = re.compile(r"-?(0|[1-9]\d*)")
+_Yaml.add_constructor(
+    "tag:yaml.org,2002:int", lambda _, node: int(node.value) if _WHOLE.fullmatch(node.value) else node.value
+)
+
+
 class Option(NamedTuple):
     hint: Any  # its type
     default: Any
@@ -92,7 +102,7 @@ def read_file(path: Path, whole: Collection[str] = ()) -> dict:
     keys `whole` may be dicts.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Yaml)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         raise UserError(f"The configuration file {path} cannot be read: {reason}.", "Check --config.") from None
@@ -126,7 +136,7 @@ def _files(words: Sequence[tuple[str, Any]]) -> list[Path]:
 def _last(key: str, words: Sequence[tuple[str, Any]], contents: Sequence[dict]) -> Any:
     """The value of a key in the words, or else in the contents of files."""
     found = [content[key] for content in contents if content.get(key) is not None]
-    found += [yaml.safe_load(value) if isinstance(value, str) else value for name, value in words if name == key]
+    found += [yaml.load(value, _Yaml) if isinstance(value, str) else value for name, value in words if name == key]
     return found[-1] if found else None
 
 

@@ -311,7 +311,7 @@ def zero_shot_set(data: str, templates: Literal["single", "all"], exif: bool = F
     try:
         found = find_classes(data, exif=exif)
     except UserError as error:  # whose remedy may name options of zeroshot.imagenet
-        remedy = "Name images in class folders, or shards with KEY.cls; docs/data.md says how to sort ImageNet's."
+        remedy = "Name class folders (docs/data.md sorts ImageNet's) or shards with KEY.cls, or --no-evaluate.classes."
         raise UserError(error.what, remedy) from error
     return found._replace(templates=[SINGLE_TEMPLATE] if templates == "single" else imagenet_templates())
 

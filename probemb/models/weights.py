@@ -73,10 +73,11 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 
 def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str | Path) -> None:
-    """`load_state_dict`. Raises UserError: tensors (named) are NaN or Inf, missing, surplus or of another shape."""
-    if broken := [key for key, value in state.items() if not value.isfinite().all()]:
+    """`load_state_dict`. Raises UserError: tensors are NaN, Inf, no floats, missing, surplus or of another shape."""
+    floats = {key for key, value in model.state_dict().items() if value.is_floating_point()}
+    if broken := [k for k, x in state.items() if not x.isfinite().all() or (k in floats and not x.is_floating_point())]:
         raise UserError(
-            f"{source} holds weights that are NaN or Inf ({len(broken)} tensors, such as {broken[0]}).",
+            f"{source} holds weights that are NaN or Inf or no floats ({len(broken)} tensors, such as {broken[0]}).",
             "Name an earlier checkpoint, or train again with a lower learning rate.",
         )
     try:

@@ -59,6 +59,8 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
     file.write_text("name: y\npart:\n  rate: 0.25\n")
     assert parse("--config", str(file)) == Whole("y", part=Part(0.25))
     assert parse("--config", str(file), "--part.rate", "1") == Whole("y", part=Part(1.0))
+    file.write_text("name: 1:20\nseed: 010\n")  # 80 and 8 to YAML 1.1
+    assert parse("--config", str(file)) == Whole("1:20", seed=10)
     assert parse("--part.sizes", "[3,4]").part.sizes == parse("--part.sizes", "3", "4").part.sizes == (3, 4)
 
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer
-from probemb.models.architectures import OWN, read_architecture, supported_names, tower_kind
+from probemb.models.architectures import OWN, obstacle, read_architecture, supported_names, tower_kind
 
 HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip.hf"]
 WITHOUT_HF = [name for name in open_clip.list_models() if name not in HF]
@@ -74,6 +74,14 @@ def test_an_architecture_is_read_from_a_file_of_ones_own(tmp_path):
         own.write_text(text)
         with pytest.raises(UserError, match=r"mine.json is no architecture .* Write it as one of the project's"):
             create_model(str(own))
+
+
+def test_kinds_that_are_no_pair_of_towers_have_a_reason():
+    vision, text = {"vision_cfg": {"width": 8}}, {"text_cfg": {"width": 8}}
+    assert obstacle(vision | text) is None
+    for config in (text, text | {"audio_cfg": {}}, vision | text | {"genlip_cfg": {}}):  # a text tower, CLAP, GenLIP
+        assert "does not embed both images and texts" in obstacle(config)
+    assert "NaFlex" in obstacle({"vision_cfg": {"timm_model_name": "naflexvit_base"}} | text)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
 from probemb.models.formats import export_open_clip
+from probemb.models.weights import load_strictly
 from tests.webserver import serve
 
 NAME = "ViT-Micro-32"
@@ -82,6 +83,9 @@ def test_weights_that_are_nan_or_infinite_are_refused_by_name(tmp_path):
     save_model(model, tmp_path)
     with pytest.raises(UserError, match=rf"{tmp_path}.* holds weights that are NaN or Inf .*text\.ln_final\.bias"):
         load_model(tmp_path)
+    whole = {**(model := model_with()).state_dict(), "text.ln_final.bias": torch.ones(32, dtype=torch.int64)}
+    with pytest.raises(UserError, match=r"or no floats .*text\.ln_final\.bias"):
+        load_strictly(model, whole, "a file")
 
 
 def test_damaged_files(tmp_path):

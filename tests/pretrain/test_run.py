@@ -79,6 +79,7 @@ BAD = {
     "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean 'ViT-B-", ""),
     "uneven batch": ({"engine.accumulation": 3}, "batch_size 16 cannot be shared evenly", "Set batch_size to 15 or 18"),
     "no data": ({"model.name": "scenes-cnn-gru", "data.train": "nowhere"}, "nowhere does not exist", ""),
+    "no classes": ({"evaluate.classes": "nowhere"}, "nowhere does not exist", "--no-evaluate.classes"),
     "endless weight": ({"data.weights": "[.inf]"}, "data.weights", ""),
     "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
 }
