@@ -197,6 +197,18 @@ def test_ranks_load_in_step_however_slow_one_of_them_is(world, tmp_path):
     assert rounds[-2:] == [1, 2]  # and stopped without waiting again
 
 
+def evaluated(rank, world):
+    """An evaluation between whose batches the last rank is asked to stop, and one that would follow."""
+    trainer, begun = trainer_of(CONFIG, tiny()), []
+    trainer.stream.tally, trainer.stop = SimpleNamespace(read=0, failed=0), lambda: rank == world - 1
+    finished = trainer.evaluate([lambda engine, meet: begun.append(rank) or {"x": float(meet())}] * 2)
+    return finished, len(begun), trainer.stopping
+
+
+def test_a_stop_of_one_rank_ends_an_evaluation_on_all():
+    assert run_ranks(2, evaluated) == [(False, 1, True)] * 2
+
+
 def compiled_steps(rank, world, engine, backend):
     """Two epochs of texts of every length, an evaluation after each: losses, and the graphs compiled in each."""
     torch.compile = partial(torch.compile, backend=backend)
