@@ -26,7 +26,7 @@ class UncertaintyConfig(CaptionConfig):
         templates: a file, with {} in each line, or JSON {class name: [prompts]}; by default the data's, or CLIP's 80.
         ood: images of nothing that the classes name: a folder, or shards.
         alpha: share of the prediction sets that may miss the truth.
-        class_conditional: guarantee alpha within every class; it takes 1 / alpha images of each or more.
+        class_conditional: guarantee alpha within every class; those of fewer than 3 / alpha images are in all sets.
         splits: random halves into calibration and test, for the prediction sets.
         levels: equal groups of queries, by uncertainty, to compare R@1 over.
         vilu: training steps of the failure predictor; it sees half of the labels. 0 leaves it out.

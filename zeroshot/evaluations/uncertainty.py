@@ -143,8 +143,7 @@ def answered(
     for row in rows:
         u = -scores[row["score"]].values
         levels = retrieval_levels(u, task.right, torch.ones(1, len(u)), config.levels)
-        row["levels"] = {key: x[0].tolist() for key, x in levels.items()}
-        row["refusing"] = rejection_curve(u, task.right)
+        row |= {"levels": {key: x[0].tolist() for key, x in levels.items()}, "refusing": rejection_curve(u, task.right)}
     right = {name: task.are_right(logits.argmax(1)).double().mean().item() for name, logits in task.logits.items()}
     return {"items": len(task.right), "gallery": len(task.gallery), "right": right, "rows": rows}
 
@@ -188,7 +187,8 @@ def make_page(config: UncertaintyConfig, results: dict) -> Page:
             "λ, the others the threshold. An image's captions count as one item. Smaller: than with the means alone. "
             "Top k, one whole number for all, may hold more; transported, which sees the tested images, guarantees "
             "nothing.",
-            set_table(sets)]),
+            "Each class has a threshold, so that the band does not apply; those of few images are in all sets."
+            if config.class_conditional else "", set_table(sets)]),
         ("Refusing, and levels of uncertainty", [figures[1:]]),
     ]  # fmt: skip
     size = f"{results['images']:,} images, {results['captions']:,} captions"
