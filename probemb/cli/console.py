@@ -55,7 +55,7 @@ def _start() -> None:
         return
     name = next((name for n in (2, 1) if (name := " ".join(words[:n])) in known), None)
     if name is None:
-        asked = " ".join(words[:2])
+        asked = " ".join(word for word in words[:2] if not word.startswith("-"))
         raise UserError(f"There is no command '{asked}'.{nearest(asked, known)}", "`probemb --help` lists them.")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path.insert(0, str(ROOT))

@@ -123,7 +123,7 @@ def stock_text_tower(config: dict, pretrained: bool = False) -> nn.Module:
     """open_clip's, with random weights; `pretrained`: those of Hugging Face's model."""
     text = config["text_cfg"]
     text = {**text, "hf_model_pretrained": pretrained} if text.get("hf_model_name") else text
-    remedy = "Check the network, or give hf_model_name a folder that holds the model's config.json."
+    remedy = "Check the network, or name a folder of the model's files (model.text_weights; in a JSON, hf_model_name)."
     with refused(f"The text tower '{text.get('hf_model_name')}' could not be built", remedy):
         return _build_text_tower(config["embed_dim"], text, config.get("quick_gelu", False))
 

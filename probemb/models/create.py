@@ -66,11 +66,11 @@ def create_model(name: str, **options) -> DualEncoder:
         if not text.get("projection", True):  # the states of a GRU in one direction are the embedding
             text["hidden"] = o.embed_dim
     if o.text_weights:
-        given = Path(o.text_weights)
-        where = str(given.absolute() if given.is_dir() else given)
-        text |= dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), where)
-    if o.vocabulary is not None:
-        given = o.vocabulary
+        path = Path(o.text_weights)
+        text |= dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), str(path.absolute() if path.is_dir() else path))
+    elif "hf_model_name" in text:  # of the same model elsewhere, such as in a folder
+        text |= {key: theirs[key] for key in ("hf_model_name", "hf_tokenizer_name") if key in theirs}
+    if (given := o.vocabulary) is not None:
         if not reads_words(config):
             raise UserError(f"{name} reads no whole words, so a vocabulary has no use.", "Leave vocabulary out.")
         text["vocabulary"] = read_vocabulary(given) if isinstance(given, str | Path) else list(given)

@@ -54,8 +54,7 @@ def _within_the_time():
     yield
     torch.backends.cudnn.allow_tf32 = tf32
     gc.collect()  # engines are parts of cycles
-    if not ON_CPU:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def batches(config, steps: int):

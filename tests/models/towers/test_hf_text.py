@@ -7,7 +7,7 @@ import pytest
 import torch
 from open_clip import CustomTextCLIP
 
-from probemb.models import DualEncoder, create_model
+from probemb.models import DualEncoder, create_model, save_model
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs the package transformers")
 
@@ -38,11 +38,17 @@ def texts(kind):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_mean_equals_open_clip(kind, tmp_path):
+def test_mean_equals_open_clip_and_is_where_another_run_starts(kind, tmp_path):
     model, stock = make(kind, tmp_path)
+    save_model(model, tmp_path / "run")
+    elsewhere = model.config["architecture"]
+    elsewhere["text_cfg"]["hf_model_name"] = "nobody/nothing"  # as a name in place of the run's folder
+    (tmp_path / "mine.json").write_text(json.dumps(elsewhere))
+    started = create_model(str(tmp_path / "mine.json"), pretrained=tmp_path / "run", embed_dim=16, n_unc_layers=1)
     tokens = texts(kind)
     with torch.no_grad():
-        assert torch.equal(model.eval().encode_text(tokens).mean, stock.eval().encode_text(tokens, normalize=True))
+        for one in (model, started):
+            assert torch.equal(one.eval().encode_text(tokens).mean, stock.eval().encode_text(tokens, normalize=True))
 
 
 @pytest.mark.parametrize(("kind", "head"), [*zip(CONFIGS, ["clip", "gpo"])])
