@@ -99,7 +99,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(b"no", int(rest))
 
     def do_noai(self, rest: str) -> None:
-        self.answer(picture(rest), X_Robots_Tag="noindex, noai")
+        self.answer(picture(rest), X_Robots_Tag=f"{rest}noindex, noai")
+
+    def do_onward(self, rest: str) -> None:
+        self.answer(code=302, Location=f"/ok/{rest}", X_Robots_Tag="noai")
 
     def do_moved(self, rest: str) -> None:
         self.answer(code=301, Location=f"/ok/{rest}")

@@ -9,14 +9,11 @@ from probemb.data.words import count_words, frequent_words, read_vectors, split_
 from probemb.errors import UserError
 
 
-def test_words_of_a_text():
+def test_words_of_a_text_and_their_counts_in_order():
     words = ["a", "man's", "red", "blue", "dog", "no", "2", "don't"]
     assert split_words("A man's Red-Blue dog, no. 2: don't!") == words
     assert split_words("one two three", 2) == ["one", "two"]
     assert split_words("'' … !") == []
-
-
-def test_counts_and_order():
     counts = count_words(["b a", "a c", "c"])
     assert counts == {"a": 2, "b": 1, "c": 2}
     assert frequent_words(counts) == [("a", 2), ("c", 2), ("b", 1)]

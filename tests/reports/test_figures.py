@@ -38,6 +38,7 @@ def test_letters_and_marks_are_found_by_html():
     assert len(uses) > 20
     assert all(use.get("href", "").removeprefix("#") in ids for use in uses)
     assert "xlink" not in svg
+    assert "<style" not in svg  # of one figure, which would hold for the page
 
 
 def test_the_settings_of_matplotlib_stay():
@@ -45,10 +46,6 @@ def test_the_settings_of_matplotlib_stay():
         runpy.run_path(figures.__file__)
         curve().svg()
         assert (matplotlib.rcParams["font.size"], matplotlib.rcParams["axes.grid"]) == (33, False)
-
-
-def test_a_style_of_one_figure_does_not_hold_for_the_page():
-    assert "<style" not in curve().svg()
 
 
 def test_hostile_text_stays_text():

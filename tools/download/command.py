@@ -71,7 +71,7 @@ class Download:
         patience: seconds without data after which an address is abandoned.
         seconds: for one address in total.
         max_mib: MiB of one response at most.
-        user_agent: a token to add to the user agent, by which servers may address this project.
+        user_agent: a token to add to the user agent, by which servers may address this download.
         respect_opt_out: leave out images whose server says noai, noimageai, noindex, noimageindex or none.
         private_hosts: also contact hosts in private networks, including this machine.
         processes: concurrent processes, one shard each.
@@ -92,7 +92,7 @@ class Download:
     patience: PositiveFloat = 10.0
     seconds: PositiveFloat = 60.0
     max_mib: PositiveFloat = 32.0
-    user_agent: str | None = None
+    user_agent: str = "img2dataset"
     respect_opt_out: bool = True
     private_hosts: bool = False
     processes: Processes = PROCESSES
@@ -146,7 +146,7 @@ def _check(options: Download) -> tuple[int, int]:
     """Check options before anything is read; returns the part as (i, n). Raises UserError."""
     if not options.out:
         raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
-    if options.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", options.user_agent):
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", options.user_agent):
         raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
     if options.part is None:
         return 1, 1

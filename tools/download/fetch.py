@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no request for its latest version
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from img2dataset.downloader import Downloader
+from img2dataset.downloader import Downloader, is_disallowed
 from img2dataset.resizer import Resizer
 from img2dataset.writer import WebDatasetSampleWriter
 
@@ -64,7 +65,9 @@ class Fetcher(Downloader):
         self.paths = Paths(folder.absolute())
         patience = min(options.patience, options.seconds)
         size = int(options.max_mib * 2**20)
-        self.limits = Limits(options.seconds, patience, size, options.private_hosts)
+        forbid = partial(is_disallowed, user_agent_token=options.user_agent, disallowed_header_directives=OPT_OUT)
+        limits = options.seconds, patience, size, options.private_hosts
+        self.limits = Limits(*limits, opted_out=forbid if options.respect_opt_out else None)
         super().__init__(
             sample_writer_class=WebDatasetSampleWriter,
             resizer=UprightResizer(options, options.resize or "keep_ratio"),

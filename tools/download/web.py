@@ -18,8 +18,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from email.message import Message
 
 CHUNK = 1 << 18
 CAUSES = {  # the first that fits names an error
@@ -42,12 +44,14 @@ class Limits:
     patience   seconds without a byte
     size       bytes of the answer
     private    also contact hosts in private networks and this machine
+    opted_out  whether the headers of a redirect forbid the image, too
     """
 
     seconds: float = 60.0
     patience: float = 10.0
     size: int = 32 << 20
     private: bool = False
+    opted_out: Callable[[Message], bool] | None = None
 
 
 class Refused(OSError):
@@ -194,6 +198,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         if scheme not in ("", "http", "https"):
             answer.close()
             raise Refused(f"redirect to another scheme|{scheme}")
+        if (forbid := self.parent.limits.opted_out) and forbid(headers):
+            answer.close()
+            raise Refused("opted out|on a redirect")
         return super().http_error_302(request, answer, code, message, headers)
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302

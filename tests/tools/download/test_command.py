@@ -54,12 +54,12 @@ def test_the_whole_way(site, cc3m, tmp_path):
     """Shards and report; the same command again asks for nothing; --retry-failed for what may pass; more lists."""
     site.broken = {"moved"}
     words = [f"ok/{i}" for i in range(14)] + ["large/1", "turned/6", "alpha/1", "webp/1", "noai", "bomb", "tiny"]
-    words += ["moved/a", "moved/b", "same/1", "gone", "html", "same/2", "same/3"]
+    words += ["moved/a", "moved/b", "same/1", "gone", "html", "same/2", "same/3", "noai/img2dataset:", "onward/1"]
     out = tmp_path / "out"
     report = download("cc3m", cc3m(words), "--out", str(out), "--shard-size", "10", "--image-size", "200")
-    assert (report["corpus"], report["asked"], report["got"]) == ("CC3M", 28, 19)
+    assert (report["corpus"], report["asked"], report["got"]) == ("CC3M", 30, 19)
     assert report["lost"] == {
-        "duplicate image": 2, "HTTP 503": 2, "broken image": 2, "HTTP 404": 1, "too small": 1, "opted out": 1,
+        "duplicate image": 2, "HTTP 503": 2, "broken image": 2, "HTTP 404": 1, "too small": 1, "opted out": 3,
     }  # fmt: skip
     assert shards_command(["verify", str(out), "--workers", "1"]) == 0
     samples = {sample.meta["url"].partition("/")[2][1:].partition("/")[2]: sample for sample in
@@ -80,10 +80,10 @@ def test_the_whole_way(site, cc3m, tmp_path):
     assert site.requests - before == {"/moved/a": 1, "/moved/b": 1}
     site.broken = set()
     report = download("cc3m", "--out", str(out), "--retry-failed")
-    assert (report["asked"], report["got"]) == (28, 21)
+    assert (report["asked"], report["got"]) == (30, 21)
     assert "HTTP 503" not in report["lost"]
     report = download("cc3m", cc3m(["ok/new", "same/4"], "more.tsv"), "--out", str(out))
-    assert (report["asked"], report["got"], report["lost"]["duplicate image"]) == (30, 22, 3)
+    assert (report["asked"], report["got"], report["lost"]["duplicate image"]) == (32, 22, 3)
     assert shards_command(["verify", str(out), "--workers", "1"]) == 0
 
 
