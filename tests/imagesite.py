@@ -101,6 +101,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_noai(self, rest: str) -> None:
         self.answer(picture(rest), X_Robots_Tag=f"{rest}noindex, noai")
 
+    def do_busy(self, rest: str) -> None:
+        again = self.server.requests[self.path] > 1
+        self.answer(picture(rest), 200 if again else 429, Retry_After=1)
+
     def do_onward(self, rest: str) -> None:
         self.answer(code=302, Location=f"/ok/{rest}", X_Robots_Tag="noai")
 

@@ -228,9 +228,23 @@ class BoundedOpener(urllib.request.OpenerDirector):
             return super().open(request, data, timeout)
         budget = _Budget(self.limits)
         try:
-            return super().open(copy.copy(request), data, budget)  # a proxy's handler changes a request
+            try:
+                return super().open(copy.copy(request), data, budget)  # a proxy's handler changes a request
+            except urllib.error.HTTPError as error:
+                _wait_as_asked(error, budget)
+                return super().open(copy.copy(request), data, budget)
         except Exception as error:
             raise explain(error, budget) from None
+
+
+def _wait_as_asked(error: urllib.error.HTTPError, budget: _Budget) -> None:
+    """Wait as long as a busy host says (Retry-After); raises the error if it says nothing, or more than is left."""
+    seconds = error.headers.get("Retry-After") or ""
+    said = error.code in (429, 503) and seconds.isdecimal() and len(seconds) < 9
+    if not said or time.monotonic() + int(seconds) > budget.end:
+        raise error
+    error.close()
+    time.sleep(int(seconds))
 
 
 def explain(error: Exception, budget: _Budget) -> Refused:

@@ -34,7 +34,7 @@ def cause_of(address: str, limits: Limits = QUICK) -> str:
     return str(refused.value).partition("|")[0]
 
 
-@pytest.mark.parametrize("word", ["ok", "moved", "chunked"])
+@pytest.mark.parametrize("word", ["ok", "moved", "chunked", "busy"])
 def test_images_come_as_they_are(site, word):
     assert ask(f"{site.address}/{word}/a", PATIENT) == picture("a")
 
