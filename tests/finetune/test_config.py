@@ -32,14 +32,6 @@ def test_the_methods_file_then_config_files_then_options_decide(tmp_path):
     assert (config.method, config.epochs, config.loss) == ("vse", 7, METHODS["vse"].Options(margin=0.4))
 
 
-def test_help_names_the_methods_own_options(capsys):
-    with pytest.raises(SystemExit):
-        resolved("--method=ncr", "--help-all")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "[linear or exponential or sin]" in shown
-    assert "--loss.vib" not in shown
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_every_methods_own_recipe_is_accepted(method):
     check(resolved("--method", method))

@@ -20,8 +20,8 @@ def curve() -> Chart:
     return chart
 
 
-def test_points_stand_where_they_belong_inside_the_picture():
-    root = ElementTree.fromstring(curve().svg())
+def test_points_stand_where_they_belong_and_letters_are_found_by_html():
+    root = ElementTree.fromstring(svg := curve().svg())
     notes = {circle[0].text: circle for circle in root.iter(f"{SVG}circle")}
     assert list(notes) == ["K & <x> 1: 0", "K & <x> 2: 10", "K & <x> 3: 5"]
     low, high, middle = (float(circle.get("cy")) for circle in notes.values())
@@ -29,11 +29,6 @@ def test_points_stand_where_they_belong_inside_the_picture():
     assert middle == pytest.approx((low + high) / 2, abs=0.2)
     xs = [float(circle.get("cx")) for circle in notes.values()]
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
-
-
-def test_letters_and_marks_are_found_by_html():
-    svg = curve().svg()
-    root = ElementTree.fromstring(svg)
     ids, uses = {element.get("id") for element in root.iter()}, list(root.iter(f"{SVG}use"))
     assert len(uses) > 20
     assert all(use.get("href", "").removeprefix("#") in ids for use in uses)
