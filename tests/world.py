@@ -9,6 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from probemb.data.shards.index import read_index
+from probemb.data.shards.samples import list_samples, parse_sample, read_sample
 from tools.make_scenes.captions import draw_captions, write_truth
 from tools.make_scenes.command import Plan, make
 from tools.make_scenes.drawing import render
@@ -48,6 +50,14 @@ def write_tar(path, files, format=tarfile.USTAR_FORMAT):
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return path
+
+
+def iterate_samples(shards):
+    """The samples of indexed shards, in order; each needs a caption or a class index."""
+    for shard in read_index(shards):
+        with open(shard.path, "rb") as file:
+            for span in list_samples(file)[0]:
+                yield parse_sample(read_sample(file.fileno(), span), span.key, need_caption=False)
 
 
 def as_bytes(content):

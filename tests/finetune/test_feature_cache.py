@@ -29,25 +29,17 @@ def embed(model, images):
 
 @pytest.mark.parametrize("head", ["clip", "gpo", "max-mean"])
 @pytest.mark.parametrize("probabilistic", [True, False])
-def test_features_give_what_pixels_give(tmp_path, data, head, probabilistic):
+def test_features_of_images_and_crops_give_what_their_pixels_give(tmp_path, data, head, probabilistic):
     model = make(head, probabilistic=probabilistic)
+    crops = [Crop(4, (2.0, 3.0, 20.5, 30.0)), Crop(0, (0.0, 0.0, 9.0, 9.0))]
     transform = create_transforms(model).evaluate
-    pixels = [transform(data.images.open(i)) for i in range(6)]
-    expected = embed(model, pixels)
-    cached = cache_features([model], data.images, tmp_path)
-    found = embed(model, [cached.open(i) for i in range(6)])
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # float16
-
-
-def test_crops_give_what_their_pixels_give(tmp_path, data):
-    model, crops = make(), [Crop(4, (2.0, 3.0, 20.5, 30.0)), Crop(0, (0.0, 0.0, 9.0, 9.0))]
-    transform = create_transforms(model).evaluate
-    expected = embed(model, [transform(data.images.part(*crop)) for crop in (*crops, Crop(4, None))])
     cached = cache_features([model], data.images, tmp_path, crops=crops)
     assert len(cached.rows) == len(data.images) + 2
-    found = embed(model, [cached.part(*crop) for crop in (*crops, Crop(4, None))])
-    for a, b in zip(found, expected):
+
+    def some(images):
+        return [*(images.open(i) for i in range(6)), *(images.part(*crop) for crop in (*crops, Crop(4, None)))]
+
+    for a, b in zip(embed(model, some(cached)), embed(model, list(map(transform, some(data.images))))):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # float16
 
 
@@ -79,13 +71,7 @@ def test_dropout_is_of_training_alone_also_of_kept_features(tmp_path):
     assert evaluated.equal(model.encode_text(rows).mean)
 
 
-def test_features_of_turned_or_otherwise_resized_images_are_kept_apart(tmp_path, captioned):
-    for exif, resize in ((False, "pil"), (True, "pil"), (True, "tensor")):
-        cache_features([make(image_size=24)], find_captions(captioned, None, exif=exif).images, tmp_path, resize)
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_they_are_computed_once_and_keyed_by_weights_and_images(tmp_path, data, capsys):
+def test_they_are_computed_once_and_keyed_by_weights_and_images(tmp_path, data, captioned):
     model = make()
     cache_features([model], data.images, tmp_path)
     (first,) = tmp_path.iterdir()
@@ -100,6 +86,9 @@ def test_they_are_computed_once_and_keyed_by_weights_and_images(tmp_path, data, 
         model.visual.conv1.weight.add_(0.1)
     cache_features([model], data.images, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+    for exif, resize in ((False, "pil"), (True, "pil"), (True, "tensor")):  # of another size, turned, resized otherwise
+        cache_features([make(image_size=24)], find_captions(captioned, None, exif=exif).images, tmp_path, resize)
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 @pytest.mark.parametrize("damage", ["zeros", "end"])

@@ -139,11 +139,11 @@ def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(
 # ------------------------------------------------------------------------------------------------------ autoencoders
 
 
-def autoencoder(name: str, architecture: str = "resnet-gru-small", *words: str):
+def autoencoder(name: str, *words: str, architecture="resnet-gru-small", **more):
     """A method on a small model, in float64, and the model."""
     torch.manual_seed(0)
     cls, options = METHODS[name], configured(name, "x", "--loss.hidden=6", "--loss.word_width=5", *words).loss
-    more = {"head": "mlp", "embed_dim": 4, "vocabulary": ["a", "red", "blue", "dog", "cat", "of"]}
+    more = {"head": "mlp", "embed_dim": 4, "vocabulary": ["a", "red", "blue", "dog", "cat", "of"], **more}
     model = create_model(architecture, n_unc_layers=0, **more, **cls.model_options(options))
     method = cls(options, model, None)
     method.module.double(), method.aside.double()
@@ -187,7 +187,7 @@ def bce(method, codes):
 )
 def test_the_loss_is_what_the_paper_adds_up(name, reduce):
     """Eq. 6 sums errors over items, and the public code averages them; Eq. 7 is a mean."""
-    method, model = autoencoder(name, "resnet-gru-small", f"--loss.reduce={reduce}")
+    method, model = autoencoder(name, f"--loss.reduce={reduce}")
     items = N if reduce == "sum" else 1
     b = codes(model)
     image, text = b.images.codes, b.texts.codes
@@ -239,7 +239,9 @@ def step(tensors, monkeypatch):
     """The authors' batch and modules in our method: (method, model, batch, their encoders' parameters by name)."""
     v, d = tensors("09_jwae"), {"dtype": torch.float64}
     words = ("--loss.published=true", "--loss.direction=i2t", "--loss.aggregation=mean", "--loss.image_norm=l1")
-    method, model = over_tokens(*words, "--loss.image_weight=0.05")
+    more = {"architecture": "scan-regions-gru", "head": "average", "embed_dim": 8}
+    more["vocabulary"] = [f"w{i}" for i in range(18)]
+    method, model = autoencoder("jwae-scan", *words, "--loss.image_weight=0.05", **more)
     image, text, judge = published_modules(v)
     method.module.decoders["image"], method.module.decoders["text"] = image, text
     method.aside.discriminator = judge
@@ -262,18 +264,6 @@ def step(tensors, monkeypatch):
     monkeypatch.setattr(probemb.losses.jwae, "drop_words", lambda words, rate, generator: words.masked_fill(unseen, 0))
     monkeypatch.setattr(method, "places", lambda batch: (int(v["region_index"]), int(v["word_index"])))
     return method, model, batch, own
-
-
-def over_tokens(*words: str):
-    torch.manual_seed(0)
-    options = configured("jwae-scan", "x", "--loss.hidden=6", "--loss.word_width=5", *words).loss
-    model = create_model(
-        "scan-regions-gru", head="average", embed_dim=8, n_unc_layers=0, vocabulary=[f"w{i}" for i in range(18)],
-        **METHODS["jwae-scan"].model_options(options),
-    )  # fmt: skip
-    method = METHODS["jwae-scan"](options, model, None)
-    method.module.double(), method.aside.double()
-    return method, model
 
 
 def test_authors_step(step, tensors):

@@ -282,17 +282,6 @@ def test_wrong_input_ends_in_two_lines_with_nothing_written(case, scenes, region
 # ------------------------------------------------------------------------------------------------------------ launchers
 
 
-def launched(run: Path, data, *command: str):
-    env = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(run.parent / "home")}
-    argv = words({"data.path": data, "out": run, **ONE_EPOCH, "batch-size": 24})
-    command = [sys.executable, "-m", *command, "finetune/run.py", *argv]
-    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=600)
-
-
-ACCELERATE = "accelerate.commands.launch", "-q"  # it looks for a configuration in HF_HOME
-
-
 def test_accelerates_sharded_engines_are_refused_and_its_choice_of_the_cpu_is_kept(scenes, tmp_path, monkeypatch):
     for name, value in {"USE_FSDP": "true", "USE_CPU": "True"}.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
@@ -303,7 +292,12 @@ def test_accelerates_sharded_engines_are_refused_and_its_choice_of_the_cpu_is_ke
 
 
 def test_accelerate_as_documented_is_one_process_and_warns_of_nothing(scenes, tmp_path):
-    done = launched(tmp_path / "run", scenes, *ACCELERATE, "--config_file", "finetune/accelerate.yaml")
+    env = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}  # of its configuration
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "-q", "--config_file", "finetune/accelerate.yaml"]
+    argv = words({"data.path": scenes, "out": tmp_path / "run", **ONE_EPOCH, "batch-size": 24})
+    command = [*launch, "finetune/run.py", *argv]
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert "engine  1 x cpu, fp32, batch 24 = 1 rank x 24" in done.stdout
     assert load_model(tmp_path / "run").model.embed_dim == 16

@@ -3,16 +3,6 @@ import torch
 from probemb.losses import output as labels
 
 
-def test_identity_of_a_rank_starts_at_its_offset():
-    whole = labels.identity(6)
-    assert torch.equal(torch.cat([labels.identity(3, 6), labels.identity(3, 6, offset=3)]), whole)
-
-
-def test_captions_of_one_image_all_match_it():
-    match = labels.same_image(torch.tensor([7, 8]), torch.tensor([8, 7, 7]))
-    assert match.tolist() == [[0, 1, 1], [1, 0, 0]]
-
-
 def test_smoothing_and_mixing_equal_their_definition():
     eye, lam, partner = torch.eye(3), torch.tensor([0.75, 1.0, 0.5]), torch.tensor([1, 2, 0])
     torch.testing.assert_close(labels.smooth(eye, 0.1), 0.9 * eye + 0.1 * (1 - eye))

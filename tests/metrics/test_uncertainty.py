@@ -20,7 +20,7 @@ def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
     assert bins["pearson"] == pytest.approx(np.corrcoef(bins["uncertainty"], bins["accuracy"])[0, 1])
     stats = pytest.importorskip("scipy.stats")
     assert bins["spearman"] == pytest.approx(stats.spearmanr(u, score).statistic)
-    assert uncertainty.average_ranks(torch.tensor([3.0, 1.0, 3.0])).tolist() == [1.5, 0.0, 1.5]
+    assert uncertainty.rank_correlation(u, score)["value"] == pytest.approx(bins["spearman"])
 
 
 def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
@@ -79,12 +79,9 @@ def test_standard_errors_are_those_of_images_drawn_again(effect):
         assert alone["se"] < found["se"]  # captions of an image depend on each other
 
 
-def test_values_are_scipys_and_those_of_the_definitions():
-    stats = pytest.importorskip("scipy.stats")
+def test_halves_are_of_the_scores_below_and_above_the_median():
     score, outcome, _ = world(20)
     score = score.round(decimals=1)  # with ties
-    spearman = stats.spearmanr(score, outcome).statistic
-    assert uncertainty.rank_correlation(score, outcome)["value"] == pytest.approx(spearman)
     middle, parts = score.median(), uncertainty.halves(score, outcome)
     assert parts["certain"] == pytest.approx(float(outcome[score < middle].mean()), abs=0.02)
     assert parts["rest"] == pytest.approx(float(outcome[score > middle].mean()), abs=0.02)  # with ties at the median

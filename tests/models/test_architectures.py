@@ -13,9 +13,9 @@ from probemb.models.architectures import OWN, obstacle, read_architecture, suppo
 
 HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip.hf"]
 WITHOUT_HF = [name for name in open_clip.list_models() if name not in HF]
-DISTINCT = {
-    str(read_architecture(name)["vision_cfg"]): name for name in WITHOUT_HF
-}  # the last name of each image tower
+DISTINCT = {str(read_architecture(name)["vision_cfg"]): name for name in WITHOUT_HF}  # the last of each image tower
+KINDS = ["RN50", "coca_ViT-B-32"]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in DISTINCT.values() if name not in KINDS]
 
 
 def test_at_least_120_of_open_clips_architectures_are_supported():
@@ -25,8 +25,7 @@ def test_at_least_120_of_open_clips_architectures_are_supported():
     assert set(OWN) <= names
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DISTINCT.values())
+@pytest.mark.parametrize("name", KINDS + OTHERS)
 def test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name):
     with torch.device("meta"):  # shapes without numbers
         model = create_model(name)
@@ -40,11 +39,6 @@ def test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name):
     assert all(
         tower.place(key).depth >= 0 for tower in (model.visual, model.text) for key, _ in tower.named_parameters()
     )
-
-
-@pytest.mark.parametrize("name", ["RN50", "coca_ViT-B-32"])
-def test_one_architecture_of_each_kind(name):
-    test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name)
 
 
 def test_the_towers_of_coca_equal_open_clips(tmp_path):

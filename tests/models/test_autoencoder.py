@@ -10,18 +10,10 @@ from tests.losses.points import close
 WORDS = torch.tensor([[2, 3, 5, 0, 0], [4, 6, 7, 2, 3], [1, 0, 0, 0, 0]])
 
 
-def decoder(published=False) -> WordDecoder:
-    torch.manual_seed(0)
-    return WordDecoder(9, 4, width=5, hidden=6, published=published).double()
-
-
-def codes(n=3, d=4):
-    return torch.randn(n, d, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-
 def test_a_caption_is_said_word_by_word():
     """One cell at a time: word m from the words before it and the code, in the GRU's first state."""
-    model, z = decoder(), codes()
+    torch.manual_seed(0)
+    model, z = WordDecoder(9, 4, width=5, hidden=6).double(), torch.randn(3, 4, dtype=torch.float64)
     seen = WORDS.clone()
     seen[1, 2] = 0  # dropped
     cell = torch.nn.GRUCell(5, 6).double()
@@ -36,23 +28,13 @@ def test_a_caption_is_said_word_by_word():
         close(model.nll(z, WORDS, seen)[row], said.detach())
 
 
-def regions(n=3):
-    """Sequences of 4, 2 and 3 regions, the last one with a gap."""
-    values = torch.randn(n, 4, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)[:n]
-    return Tokens(values * mask[..., None], mask)
-
-
-def region_decoder() -> RegionDecoder:
+def test_a_caption_is_said_from_regions_with_attention_to_each():
+    """One image, one word, one region at a time, of 4, 2 and 3 regions, the last ones with a gap."""
     torch.manual_seed(0)
     model = RegionDecoder(9, 7, width=5, hidden=6).double()
     torch.nn.init.normal_(model.start)
-    return model
-
-
-def test_a_caption_is_said_from_regions_with_attention_to_each():
-    """One image, one word, one region at a time."""
-    model, images = region_decoder(), regions()
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)
+    images = Tokens(torch.randn(3, 4, 7, dtype=torch.float64) * mask[..., None], mask)
     reader = torch.nn.GRUCell(7, 6).double()
     reader.load_state_dict({name.removesuffix("_l0"): value for name, value in model.reader.state_dict().items()})
     for row, length in enumerate((3, 5, 1)):

@@ -17,9 +17,8 @@ from probemb.models import load_model, weights_sha256
 from probemb.search.embeddings import KINDS, open_embeddings
 from tests.jobs import Job
 from tests.searching import open_searcher
-from tests.shards import iterate_samples
 from tests.webserver import serve
-from tests.world import encode, jpeg, save, shade, write_samples, write_tar
+from tests.world import encode, iterate_samples, jpeg, save, shade, write_samples, write_tar
 from tools.build_index import main as build
 from tools.embed import main, partition_name
 from tools.make_scenes.world import scene
@@ -82,7 +81,7 @@ def contents(folder):
 
 def test_embeddings_are_those_of_a_plain_loop(whole, corpus, run_folder):
     model, tokenizer, transforms = load_model(run_folder)
-    samples = [sample for tar in sorted(corpus.glob("*.tar")) for sample in iterate_samples(tar)]
+    samples = list(iterate_samples(corpus))
     with torch.inference_mode():
         images = [model.encode_image(transforms.evaluate(decode_image(s.image))[None]) for s in samples]
         texts = [(s, i, model.encode_text(tokenizer([c]))) for s in samples for i, c in enumerate(s.captions)]

@@ -9,11 +9,10 @@ import pytest
 
 from probemb.data.captions.find import find_captions
 from probemb.data.images import decode_image
-from probemb.data.shards.index import read_index
 from probemb.data.words import find_vocabulary
 from probemb.errors import UserError
 from probemb.evaluation.embedding import exact_match, true_ambiguity
-from tests.shards import iterate_samples
+from tests.world import iterate_samples
 from tools.make_scenes.captions import ambiguity, draw_captions, match_matrix
 from tools.make_scenes.command import Plan, make
 from tools.make_scenes.drawing import render
@@ -36,7 +35,7 @@ def made(tmp_path_factory):
 
 
 def test_samples_are_scenes_with_true_captions(made):
-    samples = list(iterate_samples([shard.path for shard in read_index(made / "train")]))
+    samples = list(iterate_samples(made / "train"))
     assert [sample.key for sample in samples] == [f"{i:08d}" for i in range(25)]
     for index, sample in enumerate(samples):
         captions = draw_captions(scene("0 train", index))

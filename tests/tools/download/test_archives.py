@@ -10,8 +10,8 @@ from probemb.data.remote import FetchPolicy
 from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.imagesite import picture
-from tests.shards import iterate_samples
 from tests.webserver import serve
+from tests.world import iterate_samples
 from tools.download.command import main
 from tools.shards import main as shards_command
 
@@ -58,7 +58,7 @@ def test_coco(tmp_path):
     assert report["lost"] == {"not in the archives": 1, "broken image": 1, "no caption": 1}
     for split in ("train", "val"):
         assert shards_command(["verify", str(out / split), "--workers", "1"]) == 0
-    samples = {sample.key: sample for sample in iterate_samples(read_index(out / "train"))}
+    samples = {sample.key: sample for sample in iterate_samples(out / "train")}
     assert sorted(samples) == [f"{i:012d}" for i in TRAIN if i not in (11, 12, 13)]
     first = samples["000000000009"]
     assert first.image == picture(9, (90, 70))  # the published bytes
@@ -112,7 +112,7 @@ def test_flickr8k(tmp_path):
     out = tmp_path / "out"
     report = download(out, "flickr8k", *write_flickr(tmp_path / "zips"))
     assert (report["got"], report["lost"]) == (3, {"malformed row": 1, "in no split": 1})
-    (sample,) = iterate_samples(read_index(out / "val"))
+    (sample,) = iterate_samples(out / "val")
     assert (sample.key, sample.image) == ("2_b", picture("2_b"))
     assert sample.captions == ["Seen 2_b 0 .", "Seen 2_b 1 .", "Seen 2_b 2 ."]
     zipfile.ZipFile(tmp_path / "zips" / "Flickr8k_Dataset.zip").extractall(tmp_path / "unpacked")

@@ -14,7 +14,7 @@ from probemb.data.images import decode_image
 from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.imagesite import picture, serve_images
-from tests.shards import iterate_samples
+from tests.world import iterate_samples
 from tools.download.command import main
 from tools.shards import main as shards_command
 
@@ -62,8 +62,7 @@ def test_the_whole_way(site, cc3m, tmp_path):
         "duplicate image": 2, "HTTP 503": 2, "broken image": 2, "HTTP 404": 1, "too small": 1, "opted out": 3,
     }  # fmt: skip
     assert shards_command(["verify", str(out), "--workers", "1"]) == 0
-    samples = {sample.meta["url"].partition("/")[2][1:].partition("/")[2]: sample for sample in
-               iterate_samples(read_index(out))}  # fmt: skip
+    samples = {sample.meta["url"].partition("/")[2][1:].partition("/")[2]: sample for sample in iterate_samples(out)}
     sizes = {name: decode_image(sample.image).size for name, sample in samples.items()}
     assert (sizes["ok/1"], sizes["large/1"]) == ((96, 64), (300, 200))
     assert sizes["turned/6"] == (308, 200)  # upright
@@ -109,7 +108,7 @@ def test_private_hosts_are_refused_unless_asked_for(site, cc3m, tmp_path):
     assert not (tmp_path / "out" / "index.json").exists()
     again = ["--private-hosts", "--retry-failed", "--retry-causes", "private address"]
     assert main([*words, *again]) == 0
-    assert len(list(iterate_samples(read_index(tmp_path / "out")))) == 2
+    assert len(list(iterate_samples(tmp_path / "out"))) == 2
 
 
 def until(done) -> None:
@@ -154,5 +153,5 @@ def test_redcaps(site, tmp_path):
     row = {"url": f"{site.address}/ok/1", "caption": "cats", "author": "x", "score": 3, "image_id": "a"}
     (tmp_path / "cats_2017.json").write_text(json.dumps({"annotations": [row]}))
     download("redcaps", str(tmp_path / "cats_2017.json"), "--out", str(tmp_path / "out"))
-    (sample,) = iterate_samples(read_index(tmp_path / "out"))
+    (sample,) = iterate_samples(tmp_path / "out")
     assert (sample.captions[0], sample.meta["score"], "author" in sample.meta) == ("cats", 3, False)

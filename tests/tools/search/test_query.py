@@ -4,7 +4,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,10 +13,9 @@ from probemb.errors import UserError
 from probemb.evaluation.rankings import tolerance_scores
 from probemb.models import LoadedModel, create_model, create_tokenizer, create_transforms, load_model
 from probemb.models.towers.words import WordTokenizer
-from tests.orientation import stored, upright
 from tests.searching import N, open_searcher
 from tools.build_index import main as build
-from tools.search.query import QueryEncoder, QueryImage, Searcher, SearchRequest, decode_query, read_image, read_picture
+from tools.search.query import QueryEncoder, QueryImage, Searcher, SearchRequest, read_image, read_picture
 
 TEXTS = ["a red circle", "a blue square"]
 
@@ -150,11 +148,6 @@ def test_words_that_the_model_does_not_know_are_named(searcher, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ images
-
-
-def test_a_picture_is_asked_with_as_it_is_seen():
-    found = decode_query("upload", stored(upright(), 6))
-    assert np.abs(np.asarray(found, int) - np.asarray(upright(), int)).mean() < 3
 
 
 def test_an_image_without_an_end(monkeypatch):

@@ -24,7 +24,7 @@ from tests.world import encode
 from tools.build_index import main as build
 from tools.embed import main as embed
 from tools.search.page import GAP, LARGE_FORM, PICTURES, form_turn, host_check, shrink
-from tools.search.query import QUERIES, Busy, QueryImage, SearchRequest
+from tools.search.query import QUERIES, Busy, QueryImage, SearchRequest, decode_query
 
 
 def test_an_answer_is_the_searchers(port, searcher, gallery):
@@ -115,8 +115,9 @@ def test_pictures_are_made_anew(port, gallery, searcher):
     assert open_searcher(gallery.texts).identity != searcher.identity  # browsers keep pictures by their address
 
 
-def test_pictures_are_small_upright_and_without_metadata():
+def test_pictures_are_upright_and_those_shown_small_and_without_metadata():
     large = stored(upright((640, 416)), 6)
+    assert decode_query("upload", large).getpixel((600, 40))[1] > 200
     small = Image.open(io.BytesIO(shrink(large, 320)))
     assert small.size == (320, 208)
     assert not small.getexif()
