@@ -60,6 +60,7 @@ class AdaptConfig:
         validation: share of the images that are held out, to report recall and to fit the adapter's softmax; 200 to
             5,000, or a fifth of few. The softmax is of cosines over T u^k, whose T and k they fit; of gaussian, half of
             them choose how much of the change of the means is kept.
+        classes: labelled images, in a form of docs/data.md, whose zero-shot accuracy is reported too.
         pseudo_data: of laplace: how many times the pairs count.
         exact: of laplace: the factors' exact posterior, not the published one.
         seed: of everything random: weights, order, captions.
@@ -79,6 +80,7 @@ class AdaptConfig:
     lr: PositiveFloat = 1e-3
     weight_decay: NonNegativeFloat = 1e-4
     validation: BelowOne = 0.05
+    classes: str | None = None
     pseudo_data: PositiveFloat = 10.0
     exact: bool = False
     seed: Seed = 0

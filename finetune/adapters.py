@@ -18,7 +18,10 @@ from torch.nn import functional as F
 
 from finetune.adapt import LOSSES, AdaptConfig
 from probemb.adapters import asym_loss, order_loss, probvlm_loss, published_probvlm_nll
+from probemb.data.labelled import ZeroShotSet, zero_shot_set
 from probemb.errors import UserError
+from probemb.evaluation.classification import accuracy, class_vectors, true_ranks
+from probemb.evaluation.embedding import Embedder, embed_classes
 from probemb.files import replace_text
 from probemb.gaussian import Gaussian
 from probemb.laplace import kronecker_factors
@@ -101,7 +104,8 @@ def adapt(config: AdaptConfig) -> None:
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} already exists.", "Name a new folder with --out.")
     folder = open_embeddings(config.embeddings)
-    base = load_model(folder.model).model
+    base, *inputs = load_model(folder.model)
+    labelled = zero_shot_set(config.classes, "single") if config.classes else None
     if weights_sha256(base) != folder.weights:
         what = f"{folder.model} is not the model that {folder.folder} was embedded with."
         raise UserError(what, "Embed the data again.")
@@ -145,7 +149,12 @@ def adapt(config: AdaptConfig) -> None:
         options["temperature"] = temperatures(held_out, *found)
         of_images, of_captions = (f"{t:.3g} u^{power:.3g}" for t, power in options["temperature"])
         print(f"temperatures of the cosines: {of_images} of images, {of_captions} of captions")
-    save_model(adapted_model(base, options, adapter, scalars), out / "model")
+    model = adapted_model(base, options, adapter, scalars)
+    if labelled:
+        before, after = (zero_shot(one, *inputs, labelled) for one in (base, model))
+        results["zero_shot"] = {"images": len(labelled.images), "before": before, "after": after}
+        print(f"top-1    {before:6.2f} -> {after:6.2f}   ({len(labelled.images):,} images of {config.classes})")
+    save_model(model, out / "model")
     replace_text(out / "config.yaml", to_yaml(config))
     replace_text(out / "results.json", json.dumps(results, indent=1) + "\n")
     print(f"saved in {out}, after {results['seconds']:,} s")
@@ -321,6 +330,12 @@ def recall(pairs: Pairs, image: Tensor, text: Tensor) -> dict[str, float]:
     i2t = pairs.owner[similarity.argmax(1)] == torch.arange(len(image))
     t2i = similarity.argmax(0) == pairs.owner
     return {f"R@1 {name}": 100 * hit.double().mean().item() for name, hit in (("i2t", i2t), ("t2i", t2i))}
+
+
+def zero_shot(model: DualEncoder, tokenizer, transforms, data: ZeroShotSet) -> float:
+    """Top-1 accuracy in percent, by the means."""
+    found = embed_classes(Embedder(model.eval(), tokenizer, transforms.evaluate, show=progress), data)
+    return 100 * float(accuracy(true_ranks(found.images.mean, class_vectors(found.prompts.mean), found.labels), 1))
 
 
 def temperatures(pairs: Pairs, image: Gaussian, text: Gaussian) -> list[tuple[float, float]]:

@@ -5,6 +5,7 @@ import json
 import open_clip
 import pytest
 import torch
+from PIL import Image
 from torch.testing import assert_close
 
 from finetune.adapt import main as adapt
@@ -17,6 +18,7 @@ from probemb.search.embeddings import open_embeddings
 from tools.embed import main as embed
 
 NAME = "ViT-Micro-32"
+NAMES = ("blue", "green", "red", "white")
 METHODS = {
     "gaussian": ["--clip", "0.5"], "loss-order": [], "asymvlm": ["--loss", "von-mises-fisher"], "probvlm": [],
     "laplace": ["--exact"],
@@ -61,7 +63,11 @@ def test_a_csv_is_embedded_with_open_clips_checkpoint(embedded, captioned):
 def test_an_adapted_model_is_a_model(method, embedded, captioned, tmp_path):
     words = ["--embeddings", str(embedded / "x"), "--out", str(tmp_path / "run"), "--method", method, *METHODS[method]]
     rates = [] if method == "laplace" else ["--epochs", "3", "--batch-size", "8"]
-    assert adapt([*words, *rates, "--validation", "0.25"]) == 0
+    colours = [Image.new("RGB", (32, 32), name) for name in NAMES]
+    for name, image in zip(NAMES, colours):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        image.save(tmp_path / "classes" / name / "0.png")
+    assert adapt([*words, *rates, "--validation", "0.25", "--classes", str(tmp_path / "classes")]) == 0
     base, _, transforms = load_model(open_embeddings(embedded / "x").model)
     model, tokenizer, _ = load_model(tmp_path / "run")
     texts, pixels = tokenizer(find_captions(captioned).flat()), torch.randn(3, 3, 32, 32)
@@ -78,6 +84,13 @@ def test_an_adapted_model_is_a_model(method, embedded, captioned, tmp_path):
     assert results["held_out"] == (3 if method == "gaussian" else 6)  # the other half chose a share of the residual
     assert results["before"].keys() == results["after"].keys()
     assert results["milliseconds_per_item"] > 0
+    prompts, seen = (
+        tokenizer([f"a photo of a {name}." for name in NAMES]),
+        torch.stack([*map(transforms.evaluate, colours)]),
+    )
+    for when, one in (("before", base), ("after", model)):
+        hit = (one.encode_image(seen).mean @ one.encode_text(prompts).mean.T).argmax(1) == torch.arange(len(NAMES))
+        assert_close(results["zero_shot"][when], 100 * hit.double().mean().item())
     data, (temperature, power) = find_captions(captioned), model.adapter.temperature[1]
     images = model.encode_image(torch.stack([transforms.evaluate(data.images.open(i)) for i in range(len(data))]))
     owner, epistemic = torch.tensor(data.owner()), getattr(model.adapter.text, "epistemic", None)
