@@ -81,7 +81,7 @@ BAD = {
     "no data": ({"model.name": "scenes-cnn-gru", "data.train": "nowhere"}, "nowhere does not exist", ""),
     "no classes": ({"evaluate.classes": "nowhere"}, "nowhere does not exist", "--no-evaluate.classes"),
     "endless weight": ({"data.weights": "[.inf]"}, "data.weights", ""),
-    "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
+    "too few samples": ({"samples": 8}, "fewer samples than one batch", "Lower batch_size"),
 }
 
 
