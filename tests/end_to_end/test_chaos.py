@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.forked import OPTIONS, Job
 
-RANKS, KILLS, STEPS, BATCH, SAMPLES = 2, 10, 24, OPTIONS["batch-size"], 64
+RANKS, KILLS, STEPS, BATCH, SAMPLES = 2, 10, 60, OPTIONS["batch-size"], 64
 
 
 def samples_of(run: Path) -> dict[int, list[str]]:
