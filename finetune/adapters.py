@@ -105,7 +105,7 @@ def adapt(config: AdaptConfig) -> None:
         raise UserError(f"{out} already exists.", "Name a new folder with --out.")
     folder = open_embeddings(config.embeddings)
     base, *inputs = load_model(folder.model)
-    labelled = zero_shot_set(config.classes, "single") if config.classes else None
+    labelled = zero_shot_set(config.classes, "single", without="leave --classes out") if config.classes else None
     if weights_sha256(base) != folder.weights:
         what = f"{folder.model} is not the model that {folder.folder} was embedded with."
         raise UserError(what, "Embed the data again.")

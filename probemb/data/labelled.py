@@ -306,12 +306,16 @@ def find_classes(
     return ZeroShotSet(images, indices, found, list(own) if own else read_templates(templates, found.names))
 
 
-def zero_shot_set(data: str, templates: Literal["single", "all"], exif: bool = False) -> ZeroShotSet:
-    """Images to check while training, with "a photo of a {}." or CLIP's 80 templates. Raises UserError."""
+def zero_shot_set(
+    data: str, templates: Literal["single", "all"], exif: bool = False, without: str = "pass --no-evaluate.classes"
+) -> ZeroShotSet:
+    """Images to check while training, with "a photo of a {}." or CLIP's 80 templates. Raises UserError, whose remedy
+    ends with the way to go on `without` them.
+    """
     try:
         found = find_classes(data, exif=exif)
     except UserError as error:  # whose remedy may name options of zeroshot.imagenet
-        remedy = "Name class folders (docs/data.md sorts ImageNet's) or shards with KEY.cls, or --no-evaluate.classes."
+        remedy = f"Name class folders (docs/data.md sorts ImageNet's) or shards with KEY.cls, or {without}."
         raise UserError(error.what, remedy) from error
     return found._replace(templates=[SINGLE_TEMPLATE] if templates == "single" else imagenet_templates())
 

@@ -114,6 +114,9 @@ def test_what_cannot_be_adapted_is_refused(embedded, tmp_path):
         adapt([*words, "--method", "laplace", "--epochs", "3"])
     with pytest.raises(UserError, match="loss prolip is not one of method probvlm"):
         adapt([*words, "--method", "probvlm", "--loss", "prolip"])
+    with pytest.raises(UserError, match="nowhere does not exist") as caught:
+        adapt([*words, "--classes", "nowhere"])
+    assert "leave --classes out" in caught.value.remedy
     with pytest.raises(UserError, match="does not end in a linear layer"):
         last_projection(create_model("RN50").visual)
 

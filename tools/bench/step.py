@@ -3,8 +3,8 @@
     python -m tools.bench.step --model ViT-B-32 --batch 16
     CUDA_VISIBLE_DEVICES= python -m tools.bench.step --host    # CPU time, of ViT-B/16's depth with almost no arithmetic
 
-Ours is a step of the pretraining's trainer and engine at ZeRO 0; the peer's are open_clip's model and ClipLoss in plain
-PyTorch. Both clip the gradient; bf16 on a GPU, float32 on a CPU; texts have the whole context. Aim: at most 1.10 of
+Ours is a step of the pretraining's trainer and engine (--zero-stage 0, 1, 2 or 3); the peer's are open_clip's model and
+ClipLoss in plain PyTorch. Both clip the gradient; bf16 on a GPU, float32 on a CPU; texts have the whole context. Aim: at most 1.10 of
 open_clip's time, also with one duplicated block a tower. With --host the peer is the same model and loss in plain
 PyTorch on one process, and in its DDP on two (gloo); aims: 1.08 at ZeRO 0, 1.35 at ZeRO 1 and 2.
 """
@@ -43,22 +43,22 @@ NARROW = str(Path(__file__).with_name("narrow.json"))
 
 
 def main() -> None:
-    o = options(__doc__, model="ViT-B-32", batch=16, repeats=7, compile=False, host=False)
+    o = options(__doc__, model="ViT-B-32", batch=16, repeats=7, zero_stage=0, compile=False, host=False)
     if not o.host:
-        compare(o.model, o.batch, o.repeats, o.compile)
+        compare(o.model, o.batch, o.repeats, o.compile, zero_stage=o.zero_stage)
     for ranks in (1, 2) if o.host else ():
         measured = on_ranks(ranks, host_times, o.repeats)[0]
         report(f"CPU time of a rank's training step on {ranks} ranks", measured, next(iter(measured)))
 
 
 def compare(
-    name: str, batch: int, repeats: int, compiled: bool = False, device: str = DEVICE
+    name: str, batch: int, repeats: int, compiled: bool = False, device: str = DEVICE, zero_stage: int = 0
 ) -> tuple[dict[str, Measurement], dict[str, float]]:
     """Measure and report; the times, and the share of the device's peak (MFU) by variant, where that is known."""
     steps, extra, at_peak, mfu, data = {}, {}, {}, {}, random_batch(name, batch, device)
     for variant, make in ((PEER, open_clip_step), ("CLIP", our_step), ("PCME++", our_step)):
         objective = "pcmepp" if variant == "PCME++" else "clip"
-        config = configured(name, batch, objective, zero_stage=0, compile="step" if compiled else None)
+        config = configured(name, batch, objective, zero_stage=zero_stage, compile="step" if compiled else None)
         at_peak[variant] = images_at_peak(config, "bf16", 1, torch.device(device))
         steps[variant], peak = peak_memory(partial(begun, make, config, data), device)
         extra[variant] = {"peak": f"{peak / 2**30:.1f} GiB"} if device == "cuda" else {}
@@ -68,7 +68,7 @@ def compare(
         if at_peak[variant]:
             mfu[variant] = batch / times.median / at_peak[variant](data[1].shape[1])
             extra[variant]["MFU"] = f"{mfu[variant]:.1%}"
-    report(f"training step, {name}, batch {batch}{', compiled' * compiled}", measured, PEER, extra)
+    report(f"training step, {name}, batch {batch}, ZeRO {zero_stage}{', compiled' * compiled}", measured, PEER, extra)
     return measured, mfu
 
 
