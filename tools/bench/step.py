@@ -3,7 +3,7 @@
     python -m tools.bench.step --model ViT-B-32 --batch 16
     CUDA_VISIBLE_DEVICES= python -m tools.bench.step --host    # CPU time, of ViT-B/16's depth with almost no arithmetic
 
-Ours is a step of the pretraining's trainer and engine (--zero-stage 0, 1, 2 or 3); the peer's are open_clip's model and
+Ours is a step of the pretraining's trainer and engine (--zero-stage 0, 1 or 2); the peer's are open_clip's model and
 ClipLoss in plain PyTorch. Both clip the gradient; bf16 on a GPU, float32 on a CPU; texts have the whole context. Aim:
 at most 1.10 of open_clip's time, also with one duplicated block a tower. With --host the peer is the same model and
 loss in plain PyTorch on one process, and in its DDP on two (gloo); aims: 1.08 at ZeRO 0, 1.35 at ZeRO 1 and 2.
