@@ -44,9 +44,6 @@ class TextIds(NamedTuple):
         return (tokens_BL < self.stop) & ~after_end_BL
 
 
-CLIP_IDS = TextIds()
-
-
 class Mix(NamedTuple):
     """Mixing of a batch of images: image i becomes lam_i of itself and 1 − lam_i of image partner_i."""
 
@@ -147,9 +144,7 @@ def cut_out(images: Tensor, share: float, place_B2: Tensor) -> Tensor:
     return images.masked_fill(_inside(images, top, top + h, left, left + w)[:, None], 0)
 
 
-def size_augment_text(
-    tokens_BL: Tensor, ratio: float, generator: torch.Generator | None = None, ids: TextIds = CLIP_IDS
-) -> Tensor:
+def size_augment_text(tokens_BL: Tensor, ratio: float, generator: torch.Generator | None, ids: TextIds) -> Tensor:
     """SizeAugment of texts, (B, L) int64 -> (B, L) int64, on the CPU.
 
     A token is chosen with probability `ratio`; a chosen one is MASKED, REPLACED by a random one, or else removed. Start
@@ -166,7 +161,7 @@ def size_augment_text(
     return result.masked_fill(out_BL, 0).gather(1, order_BL)
 
 
-def drop_words(tokens_BL: Tensor, draw_BL: Tensor, probability: float, ids: TextIds = CLIP_IDS) -> Tensor:
+def drop_words(tokens_BL: Tensor, draw_BL: Tensor, probability: float, ids: TextIds) -> Tensor:
     """Words become the unknown word with a probability, (B, L) int64 -> (B, L) int64; `draw_BL` is uniform in [0, 1).
 
     CLIP has no unknown word; its parts of words become MASK_TOKEN. Source: Bowman et al. 2016; PCME §4.1 (0.1).

@@ -59,7 +59,7 @@ class Task:
 
     A subclass has
 
-    find(split), texts              the data, and the texts of the training split
+    find(split)                     the data
     digest()                        of what training batches are made of; a run must be resumed with the same
     rows()                          the training rows; raises UserError: settings that do not fit the data
     inputs(batch, model, step)      augmented images, tokens and the mask of image tokens, on the device, and the `Mix`
@@ -160,10 +160,6 @@ class PairTask(Task):
         data = self.config.data
         held_out = HELD_OUT if data.validation else 0.0
         return find_captions(data.path, split, data.images, data.format, exif=data.exif, held_out=held_out)
-
-    @property
-    def texts(self) -> list[str]:
-        return self.train.flat()
 
     def digest(self) -> str:
         return pairs_digest(self.train, self.unpaired)
@@ -279,10 +275,6 @@ class ComposedTask(Task):
         o, path = self.config.compose, self.config.data.path
         where = {"setup": o.setup, "images": self.config.data.images, "lists": o.lists, "seed": o.seed}
         return find_compositions(path, split, o.parts, **where)
-
-    @property
-    def texts(self) -> list[str]:
-        return self.train.texts
 
     def digest(self) -> str:
         return self.train.digest()

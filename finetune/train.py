@@ -66,7 +66,7 @@ def train(config: Config, preemption: Preemption) -> int:
         position = Position(**{field.name: saved[field.name] for field in fields(Position)})
     for line in (line for _, one in task.labelled for line in remarks(one.labels, one.classes)):
         say(f"classes {line}")
-    networks = make_networks(config, earlier, say, texts=task.texts if method.composes else None)
+    networks = make_networks(config, earlier, say, texts=task.train.texts if method.composes else None)
     objective = method(config.loss, networks[0], task.train, config.epochs)  # before features may draw random numbers
     task.prepare(networks, device)
     rows, pin_memory = task.rows(), task.device.type == "cuda"

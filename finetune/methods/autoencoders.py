@@ -22,6 +22,7 @@ from probemb import distributed
 from probemb.gaussian import Gaussian
 from probemb.losses import LossOutput, jwae
 from probemb.losses.triplet import triplet_loss
+from probemb.models.autoencoder import Discriminator, FeatureDecoder, WordDecoder
 
 Parts = dict[str, tuple[float, Tensor]]
 
@@ -58,7 +59,6 @@ class MSE(Method):
     takes_unpaired = True
 
     def build(self, model, data) -> None:
-        from probemb.models.autoencoder import FeatureDecoder, WordDecoder
         from probemb.models.towers.words import WordMean
 
         d, of_tokens = model.embed_dim, bool(self.wants_tokens)
@@ -160,8 +160,6 @@ class JWAEMSE(MSE):
         self.make_discriminator(model.embed_dim)
 
     def make_discriminator(self, d: int, **more) -> None:
-        from probemb.models.autoencoder import Discriminator
-
         self.aside.discriminator = Discriminator(d, **more)
         self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
 
@@ -177,13 +175,12 @@ class JWAEMSE(MSE):
         """A step of the discriminator; js is the bound on the codes' divergence from the prior that it found."""
         loss = self.aside.discriminator.loss(torch.cat(self.codes(batch)), batch.generator)
         loss.backward()
-        self.keep_gradients()
+        for held, parameter in zip(self.aside.buffers(recurse=False), self.aside.parameters()):  # published ones
+            held += parameter.grad
+            parameter.grad = held.clone()
         self.aside_optimizer.step()
         self.aside_optimizer.zero_grad(set_to_none=True)
         return {"discriminator": loss.detach(), "js": jwae.js_bound(loss)}
-
-    def keep_gradients(self) -> None:
-        """Called before the discriminator's step; its gradients are those of its own loss."""
 
 
 def hinge_of_cosines(batch: Batch, image_ND: Tensor, text_ND: Tensor, options: Hinge) -> Parts:
@@ -242,8 +239,6 @@ class JWAESCAN(JWAEMH, SCAN):
         published: bool = False
 
     def build(self, model, data) -> None:
-        from probemb.models.autoencoder import FeatureDecoder, WordDecoder
-
         super().build(model, data)
         d, o = model.embed_dim, self.options
         if not o.published:
@@ -251,7 +246,7 @@ class JWAESCAN(JWAEMH, SCAN):
         self.module.decoders["image"] = FeatureDecoder(d, model.image_tower.target_width(True), (d, d))
         self.module.decoders["text"] = WordDecoder(n_words(model), d, o.word_width, o.hidden, published=True)
         self.make_discriminator(d, published=True)
-        for i, parameter in enumerate(self.aside.discriminator.parameters()):
+        for i, parameter in enumerate(self.aside.parameters()):  # sums over all steps, of both losses
             self.aside.register_buffer(f"gradient_{i}", torch.zeros_like(parameter))
 
     def supervision(self, batch: Batch, model) -> Parts:
@@ -283,10 +278,3 @@ class JWAESCAN(JWAEMH, SCAN):
         """Loss of the encoders, (); published, its gradient is the discriminator's too."""
         published, discriminator = self.options.published, self.aside.discriminator
         return jwae.encoder_loss(discriminator(codes)) if published else super().prior_loss(codes)
-
-    def keep_gradients(self) -> None:
-        """Published: they become the sum over all steps, of the encoders' loss and of its own."""
-        for i, parameter in enumerate(self.aside.discriminator.parameters() if self.options.published else ()):
-            held = getattr(self.aside, f"gradient_{i}")
-            held += parameter.grad
-            parameter.grad = held.clone()

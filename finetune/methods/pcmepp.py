@@ -9,6 +9,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from finetune.methods.base import Batch, Method
 from probemb.cli.ranges import Distance
 from probemb.losses import LossOutput, infonce_loss, pairwise_match_loss
+from probemb.models.options import MATCH_OF_DISTANCE
 
 
 class PCMEPlusPlus(Method):
@@ -44,8 +45,6 @@ class PCMEPlusPlus(Method):
 
     @classmethod
     def model_options(cls, options) -> dict:
-        from probemb.models.options import MATCH_OF_DISTANCE
-
         match = MATCH_OF_DISTANCE.get(options.distance, "none")
         return super().model_options(options) | {"match": match, "temperature_trained": bool(options.clip)}
 

@@ -101,7 +101,7 @@ def text_loop(tokens, draw, random, ratio, masking, replacing):
 @pytest.mark.parametrize("ratio", [0.2, 0.9])
 def test_augmented_texts_equal_a_loop(tokenizer, ratio):
     tokens = tokenizer(TEXTS * 8)
-    result = augment.size_augment_text(tokens, ratio, torch.Generator().manual_seed(4))
+    result = augment.size_augment_text(tokens, ratio, torch.Generator().manual_seed(4), augment.TextIds())
     generator = torch.Generator().manual_seed(4)
     draw = torch.rand(tokens.shape, generator=generator).tolist()
     random = torch.randint(1, augment.START_TOKEN, tokens.shape, generator=generator).tolist()
@@ -145,7 +145,7 @@ def test_cutout_covers_its_share_anywhere_inside(share):
 def test_dropped_words_are_unknown_and_nothing_else_is():
     tokens = torch.tensor([[augment.START_TOKEN, 5, 6, 7, augment.END_TOKEN, 0, 0]] * 4000)
     draw = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0))
-    out = augment.drop_words(tokens, draw, 0.1)
+    out = augment.drop_words(tokens, draw, 0.1, augment.TextIds())
     changed = out != tokens
     assert (out[changed] == augment.MASK_TOKEN).all()
     assert not changed[:, [0, 4, 5, 6]].any()

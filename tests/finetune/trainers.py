@@ -42,7 +42,7 @@ def make_trainer(config: Config, double: bool = True, **hooks) -> Trainer:
     """`hooks`: what the folder does."""
     method = METHODS[config.method]
     task = (ComposedTask if method.composes else PairTask)(config)
-    networks = make_networks(config, None, print, task.texts if method.composes else None)
+    networks = make_networks(config, None, print, task.train.texts if method.composes else None)
     task.prepare(networks, CPU)
     joint = Joint(networks[0], method(config.loss, networks[0], task.train, config.epochs), *networks[1:])
     joint = joint.double() if double else joint
