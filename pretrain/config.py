@@ -291,7 +291,7 @@ class Config:
 
     def check(self, world_size: int) -> None:
         """Refuse what cannot run on so many ranks, before anything is read or written."""
-        if not self.train_paths:
+        if not (self.train_paths or getattr(self, "samples_per_epoch", 0)):  # which a plan knows
             raise UserError("There is no training data.", "Pass --data.train FOLDER with webdataset shards.")
         if self.data.weights and len(self.data.weights) != len(self.train_paths):
             what = f"There are {len(self.train_paths)} training paths and {len(self.data.weights)} weights."

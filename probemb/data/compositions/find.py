@@ -40,6 +40,7 @@ SHARES = (4, 1, 1)  # of the images, in the order of SPLITS (MPC, supplementary 
 MAX_CONCEPTS = 2_000  # of annotated images; COCO has 80, LVIS 1,203
 MAX_OBJECTS = 10_000  # of an image
 MAX_FEASIBLE = 5_000_000  # combinations; COCO has some ten thousand
+MAKE = "Name the data itself, or make some with `python -m tools.make_scenes data/scenes --compositions 15000`."
 OBJECTS = "a file of objects in COCO's form, such as instances_train2017.json"
 
 
@@ -219,7 +220,7 @@ def shard_splits(path: Path) -> dict[str, list[Path]]:
         return splits
     raise UserError(
         f"{path} holds no data of composed retrieval: no shards (*.tar, train/*.tar), instances_*.json or {LABELS}.",
-        "Name the data itself, or make some with `python -m tools.make_scenes data/scenes --compositions 15000`.",
+        MAKE,
     )
 
 
@@ -228,7 +229,8 @@ def read_concept_shards(path: Path, seed: int, test: set[str] | None = None) -> 
     of_split = shard_splits(path)
     folder = path if path.is_dir() else path.parent
     files = [one / name for one in (folder, folder.parent) for name in (CATEGORIES, f"{CATEGORIES}.gz")]
-    file = next(filter(Path.is_file, files), files[0])
+    if (file := next(filter(Path.is_file, files), None)) is None:
+        raise UserError(f"{path} holds no data of composed retrieval: no {CATEGORIES} beside its shards.", MAKE)
     content = reading.read_json(file)
     with reading.checked(file, "a list of categories"):
         categories = _categories(content)
