@@ -86,7 +86,6 @@ def test_zero_shares_out_what_it_says():
 
 OPTIONS = plan.Plan(
     model=Model(name="ViT-Micro-32"),
-    data=replace(Config().data, train=["absent"]),
     engine=Engine(precision="bf16"),
     batch_size=64,
     epochs=2,
