@@ -21,6 +21,7 @@ from finetune.methods.regions import SCAN, n_words, own_rows
 from probemb import distributed
 from probemb.gaussian import Gaussian
 from probemb.losses import LossOutput, jwae
+from probemb.losses.jwae import Discriminator, FeatureDecoder, WordDecoder
 from probemb.losses.triplet import triplet_loss
 
 Parts = dict[str, tuple[float, Tensor]]
@@ -58,7 +59,6 @@ class MSE(Method):
     takes_unpaired = True
 
     def build(self, model, data) -> None:
-        from probemb.models.autoencoder import FeatureDecoder, WordDecoder
         from probemb.models.towers.words import WordMean
 
         d, of_tokens = model.embed_dim, bool(self.wants_tokens)
@@ -160,8 +160,6 @@ class JWAEMSE(MSE):
         self.make_discriminator(model.embed_dim)
 
     def make_discriminator(self, d: int, **more) -> None:
-        from probemb.models.autoencoder import Discriminator
-
         self.aside.discriminator = Discriminator(d, **more)
         self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
 
@@ -242,8 +240,6 @@ class JWAESCAN(JWAEMH, SCAN):
         published: bool = False
 
     def build(self, model, data) -> None:
-        from probemb.models.autoencoder import FeatureDecoder, WordDecoder
-
         super().build(model, data)
         d, o = model.embed_dim, self.options
         if not o.published:

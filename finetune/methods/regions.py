@@ -14,6 +14,7 @@ from finetune.methods.probabilistic import ProbVSEPlusPlus
 from probemb import distributed
 from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
 from probemb.losses import LossOutput
+from probemb.losses.jwae import RegionDecoder
 from probemb.losses.triplet import scan_loss
 
 LAMBDAS = {"t2i": (9.0, 6.0), "i2t": (4.0, 5.0)}  # of the softmax and of "lse", of the published models (Flickr30k)
@@ -86,8 +87,6 @@ class Captioned(Method):
     def build(self, model, data) -> None:
         if not self.options.caption_weight:
             return
-        from probemb.models.autoencoder import RegionDecoder
-
         self.wants_tokens = "trunk"
         width, o = model.image_tower.token_width, self.options
         decoder = RegionDecoder(n_words(model), width, o.word_width, o.hidden)

@@ -4,7 +4,6 @@ from importlib import import_module
 
 _HOME = {
     "adapter": "last_layer last_projection",
-    "composers": "create_composer",
     "create": "create_model fill_word_vectors vocabulary_for",
     "dual_encoder": "DualEncoder ModelOutput no_weight_decay",
     "encoder": "POINT_LOG_VAR Encoded Encoder draw_parts",

@@ -16,6 +16,7 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
 from probemb import models
+from probemb.compose import COMPOSERS
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import Stock, reads_words, tower_kind
@@ -63,7 +64,7 @@ class DualEncoder(nn.Module):
         self.visual.normalization = channel_statistics(config["preprocess"])
         self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)
         self.logit_scale = stock.logit_scale
-        self.composer = None if o.composer is None else models.create_composer(o.composer, o.embed_dim)
+        self.composer = None if o.composer is None else COMPOSERS[o.composer](o.embed_dim)
         self.adapter: nn.Module | None = None
         if o.match == "cosine":
             self.logit_bias = stock.logit_bias
