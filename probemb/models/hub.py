@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -107,9 +109,6 @@ def _first_layout(get: Callable[[str], Path | None]) -> ModelFiles | None:
 
 
 def _download(name: str) -> ModelFiles | None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
     offline = False
 
     def get(file: str) -> Path | None:
@@ -158,8 +157,9 @@ def build_saved(
         )
     if where.name == formats.CONFIG:
         return formats.import_open_clip(state, config, weights, where)
-    if reader := formats.published_reader(state):
-        return reader(state, config, weights)
+    for marks, reader in formats.PUBLISHED:
+        if state.keys() >= marks:
+            return reader(state, config, weights)
     remedy = f"Restore the {CONFIG} that was saved with the weights; it is of save_model, PCME++, ProLIP or open_clip."
     with refused(f"{where} describes no model that can be built", remedy):
         about = {key: value for key, value in config.items() if key not in FORMAT}
