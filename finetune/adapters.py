@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from finetune.adapt import LOSSES, AdaptConfig
-from probemb.adapters import asym_loss, order_loss, probvlm_loss, published_probvlm_nll
+from probemb.adapters import asym_loss, kronecker_factors, order_loss, probvlm_loss, published_probvlm_nll
 from probemb.data.labelled import ZeroShotSet, zero_shot_set
 from probemb.errors import UserError
 from probemb.evaluation.classification import accuracy, class_vectors, true_ranks
 from probemb.evaluation.embedding import Embedder, embed_classes
 from probemb.files import replace_text
 from probemb.gaussian import Gaussian
-from probemb.laplace import kronecker_factors
 from probemb.losses.clip import clip_loss
 from probemb.losses.match import pairwise_match_loss
 from probemb.losses.prolip import prolip_loss

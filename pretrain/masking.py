@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.objectives import MASKED_EVERY
 from probemb import distributed
 from probemb.data.randomness import number_of
-from probemb.models.towers import chances, draw_parts
+from probemb.models.encoder import chances, draw_parts
 
 if TYPE_CHECKING:
     from pretrain.config import Config

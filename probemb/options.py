@@ -76,7 +76,9 @@ def named_paths(given: list[str] | str | None, key: str) -> list[NamedPath]:
     """
     found = [split_name(one) for one in ([given] if isinstance(given, str) else given or [])]
     if len(found) > 1:
-        found = [NamedPath(one.name or _own_name(one.path), one.path) for one in found]
+        stems = [Path(one.path.partition("?")[0]).name.partition(".")[0] for one in found]
+        own = [re.sub(r"[^\w-]+", "-", name).strip("-") or "set" for name in stems]
+        found = [NamedPath(one.name or name, one.path) for one, name in zip(found, own)]
     names = [one.name for one in found]
     if len(set(names)) < len(names) or not all(one.path.strip() for one in found):
         raise UserError(
@@ -84,9 +86,3 @@ def named_paths(given: list[str] | str | None, key: str) -> list[NamedPath]:
             f"Name them apart: --{key} first=PATH second=PATH.",
         )
     return found
-
-
-def _own_name(path: str) -> str:
-    """The last part of a path or address without its endings."""
-    own = re.sub(r"[^\w-]+", "-", Path(path.partition("?")[0]).name.partition(".")[0]).strip("-")
-    return own or "set"

@@ -21,6 +21,7 @@ from finetune.methods.regions import SCAN, n_words, own_rows
 from probemb import distributed
 from probemb.gaussian import Gaussian
 from probemb.losses import LossOutput, jwae
+from probemb.losses.jwae import Discriminator, FeatureDecoder, WordDecoder
 from probemb.losses.triplet import triplet_loss
 from probemb.models.autoencoder import Discriminator, FeatureDecoder, WordDecoder
 

@@ -19,7 +19,7 @@ class Composed(Method):
 
     composes = True
     ranking = "mean"
-    composer: ClassVar[str]  # its name in `probemb.models.composers`
+    composer: ClassVar[str]  # its name in `probemb.compose`
     composed_ranking: ClassVar[str] = "cosine"  # what the loss compares, and so the validation by default
 
     @classmethod

@@ -14,6 +14,7 @@ from finetune.methods.probabilistic import ProbVSEPlusPlus
 from probemb import distributed
 from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
 from probemb.losses import LossOutput
+from probemb.losses.jwae import RegionDecoder
 from probemb.losses.triplet import scan_loss
 from probemb.models.autoencoder import RegionDecoder
 

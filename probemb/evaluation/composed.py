@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 from torch.nn import functional as F
 
-from probemb.compose import Product
+from probemb.compose import Composer, Product
 from probemb.data.compositions.dataset import KINDS, Compositions, Query, query_parts
 from probemb.errors import UserError
 from probemb.evaluation.embedding import EmbeddedImages, Embedder
@@ -21,7 +21,6 @@ from probemb.gaussian import Gaussian
 from probemb.losses.mpc import log_density_factors
 from probemb.metrics.retrieval import Positives, score_metrics
 from probemb.metrics.uncertainty import average_ranks, cluster_standard_error, mean_estimates
-from probemb.models.composers import Composer
 
 Ranking = Literal["cosine", "density"]
 KS = (5, 10)

@@ -16,10 +16,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from probemb.adapters import train_failure_predictor
+from probemb.adapters import prob_cosine, probit_softmax, train_failure_predictor
 from probemb.conformal import Variant
 from probemb.gaussian import Gaussian
-from probemb.laplace import prob_cosine, probit_softmax
 from probemb.metrics.bootstrap import cluster_weights, estimate
 from probemb.metrics.selective import (
     calibration_error,

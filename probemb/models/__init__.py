@@ -4,19 +4,15 @@ from importlib import import_module
 
 _HOME = {
     "adapter": "last_layer last_projection",
-    "composers": "create_composer",
     "create": "create_model fill_word_vectors vocabulary_for",
     "dual_encoder": "DualEncoder ModelOutput no_weight_decay",
-    "encoder": "POINT_LOG_VAR Encoded Encoder",
+    "encoder": "POINT_LOG_VAR Encoded Encoder draw_parts",
     "formats": "export_open_clip import_pcmepp import_prolip",
-    "hub": "save_model",
+    "hub": "LoadedModel lasting_name load_model save_model weights_sha256",
     "inputs": "Tokenizer Transforms check_images check_single_embeddings check_words create_tokenizer create_transforms"
     " unknown_words",
-    "load": "LoadedModel lasting_name load_model weights_sha256",
     "match": "Ensemble MatchModel as_one networks_of",
     "options": "Augmentation ModelOptions TrainedTowers",
-    "towers": "draw_parts",
-    "towers.regions": "RegionTower",
 }
 _MODULES = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted(_MODULES)

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from probemb.adapters import GaussianAdapter, OrderAdapter, ProbVLMAdapter, SphericalAdapter
+from probemb.adapters import GaussianAdapter, LaplaceProjection, OrderAdapter, ProbVLMAdapter, SphericalAdapter
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.laplace import LaplaceProjection
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.encoder import Encoded, Encoder
 from probemb.models.heads import Features, MaxMeanHead, full_precision

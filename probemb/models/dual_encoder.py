@@ -1,6 +1,6 @@
 """DualEncoder: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
 
-`create.py` makes one from a name, `load.py` from a file. Also: rules by the position of parameters.
+`create.py` makes one from a name, `hub.py` from a file. Also: rules by the position of parameters.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
 from probemb import models
+from probemb.compose import COMPOSERS
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import Stock, reads_words, tower_kind
 from probemb.models.encoder import Encoder, Place
 from probemb.models.options import DEFAULTS, SAVED, CrossAttention, ModelOptions
 from probemb.models.towers import cnn, open_clip, trunks
+from probemb.models.towers.regions import RegionTower
 from probemb.models.towers.words import WordGRU, WordMean
 
 
@@ -62,7 +64,7 @@ class DualEncoder(nn.Module):
         self.visual.normalization = channel_statistics(config["preprocess"])
         self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)
         self.logit_scale = stock.logit_scale
-        self.composer = None if o.composer is None else models.create_composer(o.composer, o.embed_dim)
+        self.composer = None if o.composer is None else COMPOSERS[o.composer](o.embed_dim)
         self.adapter: nn.Module | None = None
         if o.match == "cosine":
             self.logit_bias = stock.logit_bias
@@ -211,8 +213,7 @@ def plain(value):
 # --------------------------------------------------------------------------------------------------------------- towers
 
 # Of the project: made with the options, the number of layers, and their part of the architecture.
-OWN = {"small_cnn": cnn.SmallCNN, "word_gru": WordGRU, "word_mean": WordMean}
-OWN["regions"] = lambda **sizes: models.RegionTower(**sizes)  # which pretraining does not load
+OWN = {"small_cnn": cnn.SmallCNN, "regions": RegionTower, "word_gru": WordGRU, "word_mean": WordMean}
 # Of libraries: functions of the whole architecture, the part, the options, the number of layers, and a stock tower.
 MAKERS = {
     "timm": trunks.timm_tower,

@@ -77,12 +77,6 @@ PROLIP_NAMES = {
 }
 
 
-def published_reader(state: dict[str, Tensor]) -> Callable[[dict, dict, str | Path], DualEncoder] | None:
-    if state.keys() >= PCMEPP_MARKS:
-        return import_pcmepp
-    return import_prolip if state.keys() >= PROLIP_MARKS else None
-
-
 def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
     """A model with the authors' weights; what their `config` ({"embed_dim", "vision_cfg", "text_cfg"}) leaves out is
     read from the shapes. Raises UserError, which names `source`: they do not fit each other.
@@ -122,6 +116,9 @@ def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Pat
             state[f"{tower}.positional_embedding"] = torch.cat([positions[:row], positions[row + 1 :]])
         load_strictly(model, state, source)
     return model
+
+
+PUBLISHED = ((PCMEPP_MARKS, import_pcmepp), (PROLIP_MARKS, import_prolip))
 
 
 def _renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:

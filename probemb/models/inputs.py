@@ -136,7 +136,10 @@ class Tokenizer(SimpleTokenizer):
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []
-        for match in self.pat.finditer(self._clean(text[:MAX_CHARACTERS])):
+        text = text[:MAX_CHARACTERS]
+        plain = text.isascii() and text.isprintable() and "&" not in text
+        text = " ".join(text.split()).lower() if plain else self.clean_fn(text)  # the same, in less time
+        for match in self.pat.finditer(text):
             if len(tokens) >= self.context_length - 2:
                 break
             if len(self.cache) >= MAX_CACHED_WORDS:
@@ -144,11 +147,6 @@ class Tokenizer(SimpleTokenizer):
             letters = "".join(self.byte_encoder[byte] for byte in match.group()[:MAX_WORD].encode("utf-8", "replace"))
             tokens += [self.encoder[piece] for piece in self.bpe(letters).split(" ")]
         return tokens
-
-    def _clean(self, text: str) -> str:
-        if text.isascii() and text.isprintable() and "&" not in text:
-            return " ".join(text.split()).lower()  # all that open_clip's cleaning changes in it
-        return self.clean_fn(text)
 
 
 def unknown_words(tokenizer: Callable, texts: Sequence[str]) -> list[str]:

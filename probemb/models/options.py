@@ -111,7 +111,7 @@ class ModelOptions(Towers):
         max_logit_scale: ceiling of exp(logit_scale), None for none; temperature_trained: whether the loss trains it.
         ranking, composed_ranking: that the model is trained for: names of `probemb.evaluation.rankings`.
         attention: fields of `CrossAttention`, of a model that is ranked by it.
-        composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
+        composer: a name of `probemb.compose`, of a model that makes one embedding of several.
         objective: the name of the loss, for display.
         adapter: options of `probemb.models.adapter`, of a model that `finetune.adapt` made.
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from probemb.adapters import LaplaceProjection, curvature, expected_unit, kronecker_factors, prob_cosine, probit_softmax
 from probemb.distances import csd
 from probemb.gaussian import Gaussian
-from probemb.laplace import LaplaceProjection, curvature, expected_unit, kronecker_factors, prob_cosine, probit_softmax
 
 pytestmark = pytest.mark.core
 

@@ -6,13 +6,12 @@ from torch.distributions import Normal
 from torch.nn import functional as F
 
 from probemb import Gaussian
-from probemb.compose import compose
+from probemb.compose import COMPOSERS, compose
 from probemb.data.compositions.dataset import Part, Query
 from probemb.evaluation.composed import SCORES, ComposedQueries, auc_estimate, composed_scores, infeasibility, ranked_by
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.losses.mpc import expected_similarity
 from probemb.metrics.retrieval import ranking
-from probemb.models.composers import create_composer
 
 
 def draw(*shape, seed):
@@ -69,7 +68,7 @@ def drawn(composer, k):
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_scores_equal_a_plain_loop(k):
-    composer = create_composer("product", D)
+    composer = COMPOSERS["product"](D)
     found = drawn(composer, k)
     scores = infeasibility(composer, found)
     assert list(scores) == list(SCORES)

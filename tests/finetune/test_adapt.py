@@ -9,10 +9,10 @@ from PIL import Image
 from torch.testing import assert_close
 
 from finetune.adapt import main as adapt
+from probemb.adapters import prob_cosine
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.evaluation.confidence import Task, unlabelled_confidences
-from probemb.laplace import prob_cosine
 from probemb.models import DualEncoder, create_model, last_layer, last_projection, load_model
 from probemb.search.embeddings import open_embeddings
 from tools.embed import main as embed

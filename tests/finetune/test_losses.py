@@ -285,7 +285,7 @@ def test_authors_step(step, tensors):
 def test_the_published_discriminator_keeps_all_gradients(step, tensors, monkeypatch):
     """Adam is given the sums: the encoders' of this step, its own, and those of all steps before."""
     (method, model, batch, _), v = step, tensors("09_jwae")
-    monkeypatch.setattr("probemb.models.autoencoder.prior_samples", lambda codes, generator: v["true_gauss"])
+    monkeypatch.setattr("probemb.losses.jwae.prior_samples", lambda codes, generator: v["true_gauss"])
     method.aside_optimizer = torch.optim.SGD(method.aside.parameters(), 0.0)
     weight = method.aside.discriminator.layers[0].weight
     each = v["train_emb_grad__netD__fc1.weight"] + v["errD_grad__netD__fc1.weight"]

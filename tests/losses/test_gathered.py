@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from probemb import Gaussian, distributed
+from probemb.compose import COMPOSERS
 from probemb.distances import DISTANCES
 from probemb.losses import clip_loss, infonce_loss, noisy, pairwise_match_loss, triplet
 from probemb.losses.mpc import mpc_loss, sampled_cosine_loss, scaled_cosine_loss
 from probemb.losses.output import cosine_similarity, same_image
 from probemb.losses.pcme import pcme_loss
-from probemb.models.composers import create_composer
 from tests.devices import elsewhere
 from tests.ranks import run_ranks
 
@@ -130,7 +130,7 @@ def run_composed(rank, world, total):
     mine = slice(rank * each, (rank + 1) * each)
     for name, (composer, loss) in COMPOSED.items():
         torch.manual_seed(2)
-        tower, composer = nn.Linear(6, 2 * DIM).double(), create_composer(composer, DIM).double()
+        tower, composer = nn.Linear(6, 2 * DIM).double(), COMPOSERS[composer](DIM).double()
         embedded = [Gaussian(*tower(x[mine]).chunk(2, -1)) for x in (x_parts, x_target)]
         parts, target = distributed.gather_pairs(*embedded)
         value = elsewhere(loss)(parts, elsewhere(composer)(parts), target, positives).loss

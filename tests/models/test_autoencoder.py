@@ -3,8 +3,7 @@
 import torch
 
 from probemb.cross_attention import Tokens
-from probemb.losses.jwae import encoder_loss, reconstruction
-from probemb.models.autoencoder import Discriminator, FeatureDecoder, RegionDecoder, WordDecoder
+from probemb.losses.jwae import Discriminator, FeatureDecoder, RegionDecoder, WordDecoder, encoder_loss, reconstruction
 from tests.losses.points import close
 
 WORDS = torch.tensor([[2, 3, 5, 0, 0], [4, 6, 7, 2, 3], [1, 0, 0, 0, 0]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.models.composers import COMPOSERS, MRNComposer, create_composer
+from probemb.compose import COMPOSERS, MRNComposer
 
 # The reference's parameter names, and the composers' own.
 NAMES = {
@@ -29,7 +29,7 @@ NAMES = {
 def load(name, arrays, prefix):
     """The composer with the reference's parameters; every one of them is used, and every one of ours is set."""
     dim = 8 if name == "mlp" else 6
-    composer = MRNComposer(dim, blocks=1) if name == "mrn" else create_composer(name, dim)
+    composer = MRNComposer(dim, blocks=1) if name == "mrn" else COMPOSERS[name](dim)
     state = {}
     for key, array in arrays.items():
         if not key.startswith(prefix):
@@ -70,9 +70,9 @@ def test_authors_probabilistic_composers(parity):
     arrays = parity("08a_mpc")
     parts = Gaussian(*(torch.from_numpy(arrays[name]).transpose(0, 1) for name in ("means", "logvars")))
     found = {
-        "pcme_addition": create_composer("addition", 8)(parts),
+        "pcme_addition": COMPOSERS["addition"](8)(parts),
         "pcme_mlp": load("mlp", arrays, "pcme_mlp__param__").eval()(parts),
-        "mpc_k3": create_composer("product", 8)(parts),
+        "mpc_k3": COMPOSERS["product"](8)(parts),
     }
     for name, product in found.items():
         for value, part in ((product.gaussian.mean, "mean"), (product.gaussian.log_var, "logvar")):
@@ -84,7 +84,7 @@ def test_authors_probabilistic_composers(parity):
 @pytest.mark.parametrize("name", COMPOSERS)
 def test_a_single_part_is_its_own_composition(name):
     parts = Gaussian(torch.randn(3, 1, 16), torch.randn(3, 1, 16))
-    product = create_composer(name, 16).eval()(parts)
+    product = COMPOSERS[name](16).eval()(parts)
     assert torch.equal(product.gaussian.mean, parts.mean[:, 0])
     assert not product.log_normaliser.any()
 
@@ -92,7 +92,7 @@ def test_a_single_part_is_its_own_composition(name):
 @pytest.mark.parametrize("name", COMPOSERS)
 def test_autocast_changes_nothing_and_gradients_reach_everything(name):
     torch.manual_seed(0)
-    composer = create_composer(name, 8).eval()  # in training a bias before a batch norm has no gradient
+    composer = COMPOSERS[name](8).eval()  # in training a bias before a batch norm has no gradient
     parts = Gaussian(torch.randn(6, 3, 8).requires_grad_(), torch.randn(6, 3, 8).requires_grad_())
     product = composer(parts)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -13,7 +13,7 @@ from pretrain.objectives import ProLIP
 from probemb import Gaussian
 from probemb.losses import prolip_loss
 from probemb.losses.prolip import inclusion_loss
-from probemb.models.towers import chances
+from probemb.models.encoder import chances
 from tests.devices import elsewhere
 from tests.ranks import run_ranks
 from tests.steps import random_pairs, take_step, trainer_of

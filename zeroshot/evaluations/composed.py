@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import yaml
 
+from probemb.compose import Composer
 from probemb.data.compositions.dataset import KINDS, Compositions, Query
 from probemb.data.compositions.find import MAX_K, find_compositions
 from probemb.errors import UserError, names_of
@@ -17,7 +18,6 @@ from probemb.evaluation import composed
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.evaluation.uncertainty import evenly
 from probemb.metrics.retrieval import ranking as closest
-from probemb.models.composers import Composer
 from probemb.reports.figures import GREY, PALETTE, Chart
 from probemb.reports.pages import Card, Cell, Figure, Page, Picture, Table, line_figure, picture_of, verdict
 from probemb.reports.text import percent, plus_minus

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from probemb.errors import UserError
 from probemb.models.architectures import stock_image_tower
-from probemb.models.encoder import BothFeatures, Encoder, Place
+from probemb.models.encoder import BothFeatures, Encoder, Place, last_blocks, run_both
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers import last_blocks, run_both
 
 STAGES = [f"layer{i}" for i in (1, 2, 3, 4)]  # of a ResNet
 

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from probemb.errors import UserError
 from probemb.gaussian import at_least_float32
 from probemb.models.architectures import stock_image_tower, stock_text_tower
-from probemb.models.encoder import BothFeatures, Encoder, Place
+from probemb.models.encoder import BothFeatures, Encoder, Place, last_blocks, run_both, take_parts, used_columns
 from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
-from probemb.models.towers import last_blocks, run_both, take_parts, used_columns
 
 
 class TransformerTower(Encoder):

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probemb.models.encoder import BothFeatures, Encoder
+from probemb.models.encoder import BothFeatures, Encoder, last_blocks
 from probemb.models.heads import Features, start_mean
 from probemb.models.options import ModelOptions
-from probemb.models.towers import last_blocks
 
 
 class RegionTower(Encoder):

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from probemb.errors import UserError, nearest
 from probemb.models.architectures import stock_image_tower, stock_text_tower
-from probemb.models.encoder import BothFeatures, Encoder, Place
+from probemb.models.encoder import BothFeatures, Branch, Encoder, Place, last_blocks, run_with
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers import Branch, last_blocks, run_with
 from probemb.models.weights import load_strictly, read_state_dict, refused
 
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs

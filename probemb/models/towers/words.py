@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb.data.words import split_words
-from probemb.models.encoder import BothFeatures, Encoder, Place
+from probemb.models.encoder import BothFeatures, Encoder, Place, last_blocks, run_both
 from probemb.models.heads import Features
 from probemb.models.options import ModelOptions
-from probemb.models.towers import last_blocks, run_both
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 VECTOR_STD = 0.3  # about that of GloVe's vectors
