@@ -23,7 +23,6 @@ from probemb.gaussian import Gaussian
 from probemb.losses import LossOutput, jwae
 from probemb.losses.jwae import Discriminator, FeatureDecoder, WordDecoder
 from probemb.losses.triplet import triplet_loss
-from probemb.models.autoencoder import Discriminator, FeatureDecoder, WordDecoder
 
 Parts = dict[str, tuple[float, Tensor]]
 

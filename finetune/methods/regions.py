@@ -16,7 +16,6 @@ from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
 from probemb.losses import LossOutput
 from probemb.losses.jwae import RegionDecoder
 from probemb.losses.triplet import scan_loss
-from probemb.models.autoencoder import RegionDecoder
 
 LAMBDAS = {"t2i": (9.0, 6.0), "i2t": (4.0, 5.0)}  # of the softmax and of "lse", of the published models (Flickr30k)
 
