@@ -81,7 +81,8 @@ def test_promised_coverage_lies_in_its_band(alpha):
     """Of items in groups of three that share a label and most of their logits."""
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(600, 8, generator=generator) * 2).repeat_interleave(3, 0)
-    labels = torch.distributions.Categorical(logits=logits[::3] * 0.5).sample().repeat_interleave(3)
+    drawn = torch.multinomial((logits[::3] * 0.5).softmax(1), 1, generator=generator)
+    labels = drawn[:, 0].repeat_interleave(3)
     logits, u = logits + 0.3 * torch.randn(logits.shape, generator=generator), torch.rand(1800, generator=generator)
     variants = {"means": conformal.Variant(logits), "by u": conformal.Variant(logits, u)}
     rows = conformal.evaluate_sets(variants, labels, torch.arange(600).repeat_interleave(3), alpha)
