@@ -14,9 +14,8 @@ import torch
 
 from pretrain.config import Config, whole_steps
 from pretrain.cost import images_at_peak
-from pretrain.engine.checkpoint import load_checkpoint
+from pretrain.engine.checkpoint import Average, load_checkpoint
 from pretrain.engine.engine import Towers, make_engine
-from pretrain.engine.state import Average
 from pretrain.evaluate import Evaluator, make_evaluators
 from pretrain.run_folder import RunFolder
 from pretrain.schedules import check_schedule

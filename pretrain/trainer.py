@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.engine.checkpoint import random_state, set_random_state
+from pretrain.engine.checkpoint import Average, random_state, set_random_state
 from pretrain.engine.engine import tf32
-from pretrain.engine.state import Average
 from pretrain.masking import draw_masks
 from pretrain.objectives import Pairs
 from pretrain.run_folder import RunFolder
