@@ -115,12 +115,14 @@ def count_parameters(model) -> dict[str, int]:
 def count_data(o: Plan) -> dict[str, Any]:
     """Samples, steps and, for local shards, bytes; rounded as in the stream and the trainer."""
     size, per_sample = o.samples_per_epoch, None
+    remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
     if not size and not o.samples:
         try:
             corpora = [read_index(path) for path in o.train_paths]
         except UserError as error:
-            remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
             raise UserError(error.what, remedy) from None
+        if not corpora:
+            raise UserError("There is no training data.", remedy)
         order, _ = make_order(corpora, o.data, o.batch_size, o.seed)
         size = order.slots_per_epoch
         per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(order.weights, corpora)) / size

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from pretrain.engine.checkpoint import Average, random_state, set_random_state
 from pretrain.engine.engine import tf32
-from pretrain.masking import draw_masks
-from pretrain.objectives import Pairs
+from pretrain.objectives import Pairs, draw_masks
 from pretrain.run_folder import RunFolder
 from pretrain.schedules import learning_rate, set_learning_rate, step_weight
 from probemb import distributed

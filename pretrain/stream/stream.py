@@ -159,17 +159,13 @@ class Stream(AbstractContextManager, Iterator):
     """Endless batches for one rank, as an iterator and a context manager.
 
     Args:
-        corpora: the shards of each corpus of `data.train`.
         transform: PIL image -> (3, H, W) uint8 or float32; draws from global random numbers, seeded for every sample.
         tokenizer: list of n captions -> (n, L) int64.
         batch_size: the global batch, over all ranks, whose number divides it.
         start_samples: position to start from, a multiple of the batch size.
 
     Attributes:
-        selection: the samples that the filter keeps; None without one.
         samples_seen: the position after the last batch handed out, over all ranks.
-        rows: rows of every global batch that this rank gets, b.
-        wait_seconds: time spent inside `next` so far.
         failures: this rank's unusable samples so far, by name of the shard, or by its path where names are not unique.
 
     Raises UserError: settings do not fit each other or the data; from `next`, too many samples cannot be used (with
