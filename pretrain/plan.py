@@ -17,6 +17,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config, whole_steps
+from pretrain.cost import PEAKS, StepCost, find_gpu
 from pretrain.stream.stream import make_order
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
@@ -75,8 +76,6 @@ def main() -> None:
 
 def make_plan(o: Plan) -> dict[str, Any]:
     """The whole plan, ready for JSON; bytes, seconds and counts are plain numbers."""
-    from pretrain.cost import StepCost
-
     o.check(o.world_size)
     e, half, data = o.engine, o.engine.precision != "fp32", count_data(o)
     cost = StepCost(o, o.world_size, half)
@@ -133,8 +132,6 @@ def count_data(o: Plan) -> dict[str, Any]:
 
 def time_needed(o: Plan, flops: float, data: dict[str, Any], half: bool) -> dict[str, Any]:
     """Time of a run whose steps have so many FLOPs over all ranks, and the data rates at which no step waits."""
-    from pretrain.cost import PEAKS, find_gpu
-
     gpu, peak, speed, how = o.gpu, o.peak_tflops, o.images_per_second, "measured"
     if not gpu and torch.cuda.is_available():
         gpu = find_gpu(torch.cuda.get_device_name(0))
