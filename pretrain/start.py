@@ -100,7 +100,7 @@ def train(config: Config, preemption: Preemption) -> int:
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, rank, world)
     lines = describe(config, model, stream, world, f"{device.type}, ZeRO-{config.engine.zero_stage}, {precision}")
     start = position.step
-    summary = headline(config.out, f"{steps} steps", start, earlier, **lines)
+    summary = headline(config.out, f"{steps} steps", start, earlier, **lines)  # before ZeRO 3 cuts the parameters
     # ---- the ranks meet
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     init_process_group(config.engine.timeout)
