@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pretrain.objectives import MASKED_EVERY, OBJECTIVES
+from pretrain.objectives import MASKED_EVERY, OBJECTIVES, draw_masks
 from pretrain.schedules import check_schedule
 from pretrain.stream.filter import Filter
 from probemb.cli import ranges
@@ -264,11 +265,8 @@ class Config:
 
     def create_model(self, **more) -> DualEncoder:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
-        import torch  # after parsing: models take seconds to import
-
-        from pretrain.masking import draw_masks
         from probemb.models.architectures import read_architecture, reads_regions
-        from probemb.models.dual_encoder import freeze_backbones
+        from probemb.models.dual_encoder import freeze_backbones  # after parsing: models take seconds to import
 
         m, loss = self.model, self.loss
         if reads_regions(read_architecture(m.name)):
@@ -291,8 +289,6 @@ class Config:
 
     def check(self, world_size: int) -> None:
         """Refuse what cannot run on so many ranks, before anything is read or written."""
-        if not (self.train_paths or getattr(self, "samples_per_epoch", 0)):  # which a plan knows
-            raise UserError("There is no training data.", "Pass --data.train FOLDER with webdataset shards.")
         if self.data.weights and len(self.data.weights) != len(self.train_paths):
             what = f"There are {len(self.train_paths)} training paths and {len(self.data.weights)} weights."
             raise UserError(what, "Give data.weights one number for each path.")

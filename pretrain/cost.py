@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config import Config
 from pretrain.engine.engine import BUCKET, CHUNK, Towers
-from pretrain.masking import draw_masks
+from pretrain.objectives import draw_masks
 from probemb.errors import UserError
 
 FP32 = 4  # bytes of an element

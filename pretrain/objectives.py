@@ -1,16 +1,22 @@
-"""Pretraining objectives: each is a dataclass of its options, `loss` in the configuration, and a function of `Pairs`.
+"""Pretraining objectives, and the masks with which the towers read a batch.
 
-An objective exchanges between the ranks what it needs itself and returns this rank's part: the mean over the ranks is
+An objective is a dataclass of its options, `loss` in the configuration, and a function of `Pairs`. It exchanges between
+the ranks what it needs itself and returns this rank's part: the mean over the ranks is
 the loss of one process on the whole batch, in value and gradient. `probabilistic` is False for points, `scalars` are
 those of `Pairs` that it logs, `model_options` those of `create_model` that it decides.
 
 Letters: B items of this rank's share of the batch, W ranks, D dimensions.
+
+Masks are the patches and tokens that the towers read in a step: patch dropout is Li et al., "Scaling Language-Image
+Pre-training via Masking" (CVPR 2023), masked copies are ProLIP §3.3. Every draw is a function of the seed and of the
+sample's position in the run, so neither ranks nor accumulation nor a resumption changes it, and recomputed parts see
+the same patches without a random state.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
@@ -18,6 +24,7 @@ from torch import Tensor
 
 from probemb import distributed
 from probemb.cli.ranges import Distance
+from probemb.data.randomness import number_of
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.losses.clip import clip_loss, ring_clip_loss
@@ -25,12 +32,18 @@ from probemb.losses.match import pairwise_match_loss, ring_match_loss
 from probemb.losses.output import LossOutput
 from probemb.losses.prolip import prolip_loss, siglip_loss
 from probemb.models.options import MATCH_OF_DISTANCE
+from probemb.models.towers import chances, draw_parts
+
+if TYPE_CHECKING:
+    from pretrain.config import Config
+    from probemb.models import DualEncoder
 
 Exchange = Literal["ring", "gather"]
 # Gathered, a rank's losses of N rows of all ranks need a few matrices of N^2 / W floats: 1 GiB each at N = 16,384 and
 # W = 1, 128 MiB at 8. Beyond, a ring saves memory; with more ranks than these it has too many sequential hops.
 GATHERED_ROWS, RING_RANKS = 16_384, 64
 MASKED_EVERY = 8  # one item in this many has masked copies
+MASKED_SHARE = 0.25  # of patches and tokens that these keep
 SCALARS = ("logit_scale", "scale", "shift")
 
 
@@ -209,3 +222,33 @@ class ProLIP(SigLIP):
 
 
 OBJECTIVES: dict[str, type] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": SigLIP, "prolip": ProLIP}
+
+
+class Masks(NamedTuple):
+    """Positions of what the towers read, see `probemb.models.towers`; None for everything, or for no copies."""
+
+    kept: Tensor | None = None  # (B, n) patches of every image
+    masked_image: Tensor | None = None  # (B / 8, n) patches of the masked copies of images 0, 8, 16, …
+    masked_text: Tensor | None = None  # (B / 8, n) tokens of the masked copies of their texts
+
+    def chunk(self, parts: int) -> list[Masks]:
+        """The masks of each accumulation part."""
+        columns = [[None] * parts if t is None else t.chunk(parts) for t in self]
+        return [Masks(*row) for row in zip(*columns)]
+
+
+def draw_masks(config: Config, model: DualEncoder, images: Tensor, tokens: Tensor, samples: int) -> Masks:
+    """The masks of this rank's B items of the step that follows `samples` samples seen; their shapes follow from those
+    of the inputs. Raises UserError: a tower reads its inputs as a whole, and parts of them are asked for."""
+    rows = torch.arange(len(images), device=images.device) + samples + distributed.rank() * len(images)
+
+    def draw(what: str, tower, inputs: Tensor, share: float, every: int = 1) -> Tensor:
+        return draw_parts(tower, inputs[::every], share, chance=chances(number_of(config.seed, what), rows[::every]))
+
+    kept = masked_image = masked_text = None
+    if dropout := config.model.patch_dropout:
+        kept = draw("patches", model.image_tower, images, 1 - dropout)
+    if getattr(config.loss, "masked_inclusion", 0):
+        masked_image = draw("masked image", model.image_tower, images, MASKED_SHARE, MASKED_EVERY)
+        masked_text = draw("masked text", model.text_tower, tokens, MASKED_SHARE, MASKED_EVERY)
+    return Masks(kept, masked_image, masked_text)

@@ -17,6 +17,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config, whole_steps
+from pretrain.cost import PEAKS, StepCost, find_gpu
 from pretrain.stream.stream import make_order
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
@@ -75,8 +76,6 @@ def main() -> None:
 
 def make_plan(o: Plan) -> dict[str, Any]:
     """The whole plan, ready for JSON; bytes, seconds and counts are plain numbers."""
-    from pretrain.cost import StepCost
-
     o.check(o.world_size)
     e, half, data = o.engine, o.engine.precision != "fp32", count_data(o)
     cost = StepCost(o, o.world_size, half)
@@ -115,12 +114,14 @@ def count_parameters(model) -> dict[str, int]:
 def count_data(o: Plan) -> dict[str, Any]:
     """Samples, steps and, for local shards, bytes; rounded as in the stream and the trainer."""
     size, per_sample = o.samples_per_epoch, None
+    remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
     if not size and not o.samples:
         try:
             corpora = [read_index(path) for path in o.train_paths]
         except UserError as error:
-            remedy = "If the shards are not on this machine, pass --samples-per-epoch with the number of samples."
             raise UserError(error.what, remedy) from None
+        if not corpora:
+            raise UserError("There is no training data.", remedy)
         order, _ = make_order(corpora, o.data, o.batch_size, o.seed)
         size = order.slots_per_epoch
         per_sample = sum(w * sum(s.bytes for s in shards) for w, shards in zip(order.weights, corpora)) / size
@@ -131,8 +132,6 @@ def count_data(o: Plan) -> dict[str, Any]:
 
 def time_needed(o: Plan, flops: float, data: dict[str, Any], half: bool) -> dict[str, Any]:
     """Time of a run whose steps have so many FLOPs over all ranks, and the data rates at which no step waits."""
-    from pretrain.cost import PEAKS, find_gpu
-
     gpu, peak, speed, how = o.gpu, o.peak_tflops, o.images_per_second, "measured"
     if not gpu and torch.cuda.is_available():
         gpu = find_gpu(torch.cuda.get_device_name(0))

@@ -15,6 +15,7 @@ import os
 from pretrain.config import Config
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
+from probemb.errors import UserError
 from probemb.runs.preemption import Preemption
 
 
@@ -23,6 +24,8 @@ def main() -> int:
     config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++, ProLIP, CLIP or SigLIP on shards.")
     with Preemption() as preemption:
         config.check(int(os.environ.get("WORLD_SIZE", "1")))
+        if not config.train_paths:
+            raise UserError("There is no training data.", "Pass --data.train FOLDER with webdataset shards.")
         from pretrain.start import train
 
         return train(config, preemption)

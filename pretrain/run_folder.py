@@ -23,8 +23,7 @@ import torch
 from torch.profiler import profile, record_function
 
 from pretrain.config import Config
-from pretrain.engine.checkpoint import read_exported, take_snapshot
-from pretrain.engine.state import Average
+from pretrain.engine.checkpoint import Average, read_exported, take_snapshot
 from probemb import distributed
 from probemb.files import replace_file
 from probemb.models.dual_encoder import DualEncoder

@@ -47,12 +47,6 @@ def learning_rate(o: Optimizer, samples: int, total: int) -> float:
     return o.end_lr + (top - o.end_lr) * left
 
 
-def set_learning_rate(optimizer, lr: float) -> None:
-    """Give every parameter group `lr` times its own "multiplier", if it has one."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("multiplier", 1.0)
-
-
 def step_weight(o: Ema, before: int, after: int) -> float:
     """The weight of the weights after a step in their average, 1 - decay; before and after are samples seen.
 

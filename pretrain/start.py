@@ -5,19 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pretrain.config import Config, whole_steps
 from pretrain.cost import images_at_peak
-from pretrain.engine.checkpoint import load_checkpoint
+from pretrain.engine.checkpoint import Average, load_checkpoint
 from pretrain.engine.engine import Towers, make_engine
-from pretrain.engine.state import Average
-from pretrain.evaluate import Evaluator, make_evaluators
+from pretrain.evaluate import make_evaluators
 from pretrain.run_folder import RunFolder
 from pretrain.schedules import check_schedule
 from pretrain.stream.stream import Stream
@@ -47,76 +44,14 @@ FREE_TO_CHANGE = (  # keys and groups of keys, when a run resumes
 )
 
 
-class Prepared(NamedTuple):
-    """A run of `steps` from a position; `identity` of the data and its reading, `earlier`: the checkpoint, if any."""
-
-    device: torch.device
-    precision: str
-    model: DualEncoder
-    stream: Stream
-    evaluators: list[Evaluator]
-    identity: dict
-    position: Position
-    steps: int
-    earlier: Path | None
-
-
 def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    out, copy = Path(config.out), Copy(config.remote_copy) if config.remote_copy else None
 
     def say(line: str) -> None:
         if rank == 0 and line:
             print(line, flush=True)
-
-    run = prepare(config, rank, world, say)
-    stream, start, summary = run.stream, run.position.step, describe(config, run, world)
-    stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
-    init_process_group(config.engine.timeout)
-    progress = Progress(start)
-    with Watchdog(progress, Path(config.out), config.engine.timeout, clean_up=stream.close):
-        same_everywhere("The checkpoint to resume from", str(run.earlier), "Choose an --out that all machines share.")
-        lock = runs.take_lock(config.out)
-        progress.doing("making the engine")
-        optimizer = make_optimizer(run.model.to(run.device), config.optimizer)
-        towers = Towers(run.model, run.precision)
-        engine = make_engine(towers, optimizer, config.engine, config.batch_size, run.device)
-        average = Average(engine) if config.ema.half_life_samples else None
-        if run.earlier:
-            progress.doing("loading the checkpoint")
-            load_checkpoint(engine, run.earlier, average)
-        folder = RunFolder(config, run.model.config, run.identity, start, run.steps, lock)
-        say(summary)
-        peak = images_at_peak(config, run.precision, world, run.device)
-        given = run.steps, run.position, average, run.evaluators, preemption.asked, progress, peak
-        trainer = Trainer(config, engine, stream, folder, *given)
-        try:
-            stopped = trainer.fit()
-            folder.finish()
-            say(folder.best_words())
-            if stopped:
-                runs.refuse_endless_starts(folder.path, start, trainer.step)
-        finally:
-            stream.close()
-            folder.close()
-        for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
-            say(line)
-    if stopped:
-        say(f"{step_of(trainer.step, run.steps)} | stopped by {preemption.description}; continue with --resume")
-    elif start >= run.steps:
-        say(f"{config.out} is finished: {start} of {run.steps} steps were done.")
-    if folder.copier:
-        folder.copier.close(seconds=30 * config.engine.timeout)  # half of what a collective may take
-    sum_host([0])  # all ranks wait: a launcher may end the others when one ends
-    leave_process_group()
-    if lock:
-        lock.close()
-    return preemption.exit_code if stopped else 0
-
-
-def prepare(config: Config, rank: int, world: int, say: Callable[[str], object]) -> Prepared:
-    """Make the model and open the data, of a new run or from its newest checkpoint."""
-    out, copy = Path(config.out), Copy(config.remote_copy) if config.remote_copy else None
 
     def tell(line: str) -> None:
         say(f"resume  {line}")
@@ -125,6 +60,7 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
         if copy:  # any rank may be the one that fetches, and says so
             fetch_newest(copy, out, lambda line: print(f"resume  {line}", flush=True))
 
+    # ---- the newest checkpoint, the model and the data
     earlier = runs.newest_checkpoint(out, config.resume, tell, config.engine.timeout, fetch=fetch)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
     if copy and rank == 0:
@@ -162,23 +98,67 @@ def prepare(config: Config, rank: int, world: int, say: Callable[[str], object])
         tell(f"changed {'; '.join(changed)}; the data resumes after {position.samples:,} samples, in its present order")
     runs.refuse_full_disk(out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, rank, world)
-    return Prepared(device, precision, model, stream, evaluators, identity, position, steps, earlier)
+    lines = describe(config, model, stream, world, f"{device.type}, ZeRO-{config.engine.zero_stage}, {precision}")
+    start = position.step
+    summary = headline(config.out, f"{steps} steps", start, earlier, **lines)  # before ZeRO 3 cuts the parameters
+    # ---- the ranks meet
+    stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
+    init_process_group(config.engine.timeout)
+    progress = Progress(start)
+    with Watchdog(progress, out, config.engine.timeout, clean_up=stream.close):
+        same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
+        lock = runs.take_lock(out)
+        progress.doing("making the engine")
+        optimizer = make_optimizer(model.to(device), config.optimizer)
+        engine = make_engine(Towers(model, precision), optimizer, config.engine, config.batch_size, device)
+        average = Average(engine) if config.ema.half_life_samples else None
+        if earlier:
+            progress.doing("loading the checkpoint")
+            load_checkpoint(engine, earlier, average)
+        folder = RunFolder(config, model.config, identity, start, steps, lock)
+        say(summary)
+        peak = images_at_peak(config, precision, world, device)
+        given = steps, position, average, evaluators, preemption.asked, progress, peak
+        trainer = Trainer(config, engine, stream, folder, *given)
+        try:
+            stopped = trainer.fit()
+            folder.finish()
+            say(folder.best_words())
+            if stopped:
+                runs.refuse_endless_starts(folder.path, start, trainer.step)
+        finally:
+            stream.close()
+            folder.close()
+        for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
+            say(line)
+    # ---- the end
+    if stopped:
+        say(f"{step_of(trainer.step, steps)} | stopped by {preemption.description}; continue with --resume")
+    elif start >= steps:
+        say(f"{config.out} is finished: {start} of {steps} steps were done.")
+    if folder.copier:
+        folder.copier.close(seconds=30 * config.engine.timeout)  # half of what a collective may take
+    sum_host([0])  # all ranks wait: a launcher may end the others when one ends
+    leave_process_group()
+    if lock:
+        lock.close()
+    return preemption.exit_code if stopped else 0
 
 
-def describe(config: Config, run: Prepared, world: int) -> str:
-    """The summary printed before the first step."""
-    order, e, batch, selection = run.stream.order, config.engine, config.batch_size, run.stream.selection
-    sizes = [(p.numel() / 1e6, p.requires_grad) for p in run.model.parameters()]
-    every, trained = (f"{sum(n for n, is_trained in sizes if is_trained or all_):.1f} M" for all_ in (True, False))
-    shards = f"{sum(shard.samples for shard in run.stream.shards):,} samples in {len(run.stream.shards)} shards"
+def describe(config: Config, model: DualEncoder, stream: Stream, world: int, engine: str) -> dict[str, str]:
+    """Lines of the summary that is printed before the first step."""
+    order, parts, batch = stream.order, config.engine.accumulation, config.batch_size
+    every = sum(p.numel() for p in model.parameters()) / 1e6
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    shards = f"{sum(shard.samples for shard in stream.shards):,} samples in {len(stream.shards)} shards"
     lines = {
-        "model": f"{config.model.name}, {run.model.image_size} pixels, {every} parameters, {trained} trained, "
+        "model": f"{config.model.name}, {model.image_size} pixels, {every:.1f} M parameters, {trained:.1f} M trained, "
         f"head {config.model.head}",
         "data": f"{shards}, {order.lanes} lanes, {order.steps} steps an epoch",
-        **({"filter": selection.describe()} if selection else {}),
-        "engine": f"{world} x {run.device.type}, ZeRO-{e.zero_stage}, {run.precision}, batch {batch} = "
-        f"{count(world, 'rank')} x {count(e.accumulation, 'part')} x {batch // world // e.accumulation}",
+        "filter": stream.selection.describe() if stream.selection else "",
+        "engine": f"{world} x {engine}, batch {batch} = {count(world, 'rank')} x {count(parts, 'part')} x "
+        f"{batch // world // parts}",
     }
     if half_life := config.ema.half_life_samples:
         lines["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"
-    return headline(config.out, f"{run.steps} steps", run.position.step, run.earlier, **lines)
+    return {name: text for name, text in lines.items() if text}

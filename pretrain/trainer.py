@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.engine.checkpoint import random_state, set_random_state
+from pretrain.engine.checkpoint import Average, random_state, set_random_state
 from pretrain.engine.engine import tf32
-from pretrain.engine.state import Average
-from pretrain.masking import draw_masks
-from pretrain.objectives import Pairs
+from pretrain.objectives import Pairs, draw_masks
 from pretrain.run_folder import RunFolder
-from pretrain.schedules import learning_rate, set_learning_rate, step_weight
+from pretrain.schedules import learning_rate, step_weight
 from probemb import distributed
 from probemb.distributed import all_of
 from probemb.errors import UserError
@@ -154,7 +152,8 @@ class Trainer:
         self.stopping, norm = stops > 0, squares.sqrt()
         self.step, self.samples, before = self.step + 1, self.samples + config.batch_size, self.samples
         lr = learning_rate(config.optimizer, self.samples, self.total)
-        set_learning_rate(engine.optimizer, lr)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr * group["multiplier"]
         engine.step(bool(bad), norm, clip)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
         if bad:

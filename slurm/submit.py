@@ -97,10 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if STAGES[stage] in TRAINERS:
         runs = [["--resume", f"--engine.threads={given.cpus_per_task}", *run] for run in runs]
     os.environ.pop("SUBMITIT_PREEMPT_SIGNAL", None)  # slurm.rank listens to submitit's own signal, USR2
-    if given.dry_run:
-        print(sbatch_file(stage, given, len(runs)))
-    else:
-        submit(stage, given, runs)
+    submit(stage, given, runs)
     return 0
 
 
@@ -145,24 +142,19 @@ def parameters(stage: str, given: Submission) -> dict:
     return {key: value for key, value in wanted.items() if value is not None}
 
 
-def sbatch_file(stage: str, given: Submission, runs: int = 1) -> str:
-    """The file that submitit would hand to sbatch."""
-    from submitit.slurm.slurm import _make_sbatch_string
-
-    folder = Path(given.folder).absolute()
-    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    array = {"map_count": runs} if runs > 1 else {}
-    return _make_sbatch_string(command=command, folder=folder, **parameters(stage, given), **array)
-
-
 def submit(stage: str, given: Submission, runs: list[list[str]]) -> None:
-    """Submit the job, an array for several runs, and print where its log is."""
+    """Submit the job, an array for several runs, and print where its log is, or for a dry run only the sbatch file."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
-    from submitit.slurm.slurm import SlurmExecutor
+    from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
-    kind = ResumableStage if stage in RESUMABLE else Stage
+    folder, kind = Path(given.folder).absolute(), ResumableStage if stage in RESUMABLE else Stage
+    if given.dry_run:
+        command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+        array = {"map_count": len(runs)} if len(runs) > 1 else {}
+        print(_make_sbatch_string(command=command, folder=folder, **parameters(stage, given), **array))
+        return
     try:
-        executor = SlurmExecutor(Path(given.folder).absolute(), max_num_timeout=MAX_TIMEOUTS)
+        executor = SlurmExecutor(folder, max_num_timeout=MAX_TIMEOUTS)
         executor.update_parameters(**parameters(stage, given))
         jobs = executor.submit_array([kind(STAGES[stage], run) for run in runs])
     except (FailedJobError, FailedSubmissionError, OSError, RuntimeError) as error:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from pretrain.engine import zero
+from pretrain.engine.checkpoint import Average, EngineState
 from pretrain.engine.engine import Towers, make_engine
-from pretrain.engine.state import Average, EngineState
 from pretrain.run_folder import RunFolder
 from pretrain.trainer import Trainer, make_optimizer
 from probemb.distributed import init_process_group

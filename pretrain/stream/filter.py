@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -109,7 +109,10 @@ class Selection:
         counted = np.concatenate([[0], np.cumsum(self._kept)])[self._stops]
         self.sizes, self.kept = np.diff(counted), int(counted[-1])
         for keys in self._lists.values():
-            keys.refuse_ambiguous()
+            if several := keys.count() - keys.count(0) - keys.count(1):
+                listed = f"{several:,} of the {keys.count():,} keys of {keys.path}"
+                remedy = "Write FOLDER/SHARD.tar/KEY, with as much of the path as tells the corpora apart."
+                raise UserError(f"{listed} are in more than one corpus of data.train.", remedy)
         if not self.kept:
             raise UserError(f"The filter leaves no sample: {self.describe()}.", "Loosen the rules of data.filter.")
 
@@ -134,48 +137,42 @@ class Selection:
 
 
 class KeyList:
-    """The samples that a file lists, as 64-bit hashes. Its lines are KEY of any shard, SHARD.tar/KEY of the shards of
-    that name, and FOLDER/SHARD.tar/KEY of those whose path or address ends so. Raises UserError: it cannot be read.
+    """The samples that a file lists. Its lines are KEY of any shard, SHARD.tar/KEY of the shards of that name, and
+    FOLDER/SHARD.tar/KEY of those whose path or address ends so; of a line the xor of the hashes of both parts is kept.
+    Raises UserError: it cannot be read.
     """
 
     def __init__(self, path: str):
-        self.path = path
-        lines = defaultdict(lambda: array("Q"))  # by what they have before the key
+        self.path, self._fronts, lines = path, {"": np.uint64(0)}, array("Q")  # a line's front: all before the key
         try:
             with open(path, encoding="utf-8", errors="surrogateescape") as file:
                 for line in file:
                     where, tar, key = line.rstrip("\r\n").rpartition(".tar/")
+                    front = where + tar[:4]
                     if key:
-                        lines[where + tar[:4]].append(int(key_hash([key])[0]))
+                        self._fronts.setdefault(front, key_hash([front])[0])
+                        lines.append(int(self._fronts[front] ^ key_hash([key])[0]))
         except OSError as error:
             what = f"{path} cannot be read: {error.strerror}."
             raise UserError(what, "Name a file with one key a line.") from None
-        self._hashes = {where: np.unique(np.array(keys, np.uint64)) for where, keys in lines.items()}
-        self._corpora = {where: np.zeros(len(keys), np.int64) for where, keys in self._hashes.items()}  # that have it
+        self._lines = np.unique(np.array(lines, np.uint64))
+        self._corpora = np.zeros(len(self._lines), np.int64)  # that have a line's sample
 
     def find(self, shards: Sequence[Shard], keys: np.ndarray) -> np.ndarray:
         """Mask of the listed samples of one more corpus, (n,) bool; `keys`: hashes of all its keys."""
-        found, stop = np.zeros(len(keys), bool), 0
-        hits = {where: np.zeros(len(hashes), bool) for where, hashes in self._hashes.items()}
-        for shard in shards:
+        found, hits, stop = np.zeros(len(keys), bool), np.zeros(len(self._lines), bool), 0
+        for shard in shards if len(self._lines) else ():
             start, stop = stop, stop + shard.samples
             names = str(shard.path).split("/")
-            for where in {"", shard.name, *("/".join(names[i:]) for i in range(len(names)))} & hits.keys():
-                hashes, own = self._hashes[where], keys[start:stop]
-                at = np.searchsorted(hashes, own).clip(max=len(hashes) - 1)
-                listed = hashes[at] == own
+            for front in {"", shard.name, *("/".join(names[i:]) for i in range(len(names)))} & self._fronts.keys():
+                own = keys[start:stop] ^ self._fronts[front]
+                at = np.searchsorted(self._lines, own).clip(max=len(self._lines) - 1)
+                listed = self._lines[at] == own
                 found[start:stop] |= listed
-                hits[where][at[listed]] = True
-        for where, hit in hits.items():
-            self._corpora[where] += hit
+                hits[at[listed]] = True
+        self._corpora += hits
         return found
 
     def count(self, corpora: int | None = None) -> int:
         """Different lines, or those that match in so many corpora."""
-        return sum(int((n == corpora).sum()) if corpora is not None else len(n) for n in self._corpora.values())
-
-    def refuse_ambiguous(self) -> None:
-        """Raise UserError if a key is in several corpora."""
-        if several := self.count() - self.count(0) - self.count(1):
-            what = f"{several:,} of the {self.count():,} keys of {self.path} are in more than one corpus of data.train."
-            raise UserError(what, "Write FOLDER/SHARD.tar/KEY, with as much of the path as tells the corpora apart.")
+        return len(self._lines) if corpora is None else int((self._corpora == corpora).sum())

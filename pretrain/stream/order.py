@@ -66,25 +66,16 @@ class _Layout(NamedTuple):
 
 
 class Order:
-    """The place of every sample, for every epoch.
+    """The place of every sample, for every epoch, of which each has `steps` global batches.
 
     Args:
-        shard_sizes: samples in each shard.
-        batch_size: the global batch, over all ranks.
-        lanes: a divisor of `batch_size`, by default the largest up to 64; lane l feeds rows [l·B/L, (l+1)·B/L) of it.
-        window: number of slots that are shuffled together.
-        seed: any integer.
+        batch_size: the global batch, B, over all ranks.
+        lanes: a divisor of it, by default the largest up to 64; lane l feeds `share` = B / L rows, from l·B/L on.
         corpus: for a mixture, the number 0, 1, … of the corpus that each shard belongs to.
         weights: for a mixture, passes over each corpus in an epoch; 0.5 uses half of the samples in one epoch and the
             other half in the next. A corpus of n samples contributes round(weight · n) slots to every epoch and
             continues where the epoch before stopped.
         places: for samples that a filter selects, indices in a shard of those that `shard_sizes` counts, ascending.
-
-    Attributes:
-        slots_per_epoch: N, before the remainder is dropped.
-        steps: global batches in an epoch, N // B, the same in every epoch.
-        lane_length: slots of one lane in an epoch.
-        share: rows that a lane feeds in a global batch, B / L.
 
     Raises UserError: the lanes do not divide the batch, or there are fewer slots than one batch.
     """

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.cost import StepCost
+from pretrain.engine.checkpoint import EngineState
 from pretrain.engine.engine import Towers
-from pretrain.engine.state import EngineState
 from pretrain.objectives import OBJECTIVES
 from pretrain.trainer import Trainer, loss_and_terms
 from probemb import Gaussian, distributed

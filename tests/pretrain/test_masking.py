@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pretrain.config import Config, Engine, Model
-from pretrain.masking import draw_masks
-from pretrain.objectives import ProLIP
+from pretrain.objectives import ProLIP, draw_masks
 from probemb import Gaussian
 from probemb.losses import prolip_loss
 from probemb.losses.prolip import inclusion_loss

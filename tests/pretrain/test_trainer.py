@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import pretrain.trainer
 from pretrain.config import Config, Engine, Model, Optimizer
-from pretrain.engine.state import EngineState
+from pretrain.engine.checkpoint import EngineState
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
 from pretrain.schedules import learning_rate
 from pretrain.trainer import Trainer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pretrain.config import Ema, Engine
-from pretrain.engine.state import EngineState
+from pretrain.engine.checkpoint import EngineState
 from pretrain.schedules import step_weight
 from tests.pretrain.engine.test_nonfinite import BATCH, CONFIG, batch
 from tests.pretrain.test_trainer import tiny

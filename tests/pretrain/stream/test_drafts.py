@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.stream.samples import draft_size, find_crop
+from pretrain.stream.stream import draft_size, find_crop
 from probemb.data.images import decode_image
 from probemb.models import Augmentation, create_transforms
 from tests.world import encode, photograph
