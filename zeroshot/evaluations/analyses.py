@@ -1,7 +1,5 @@
 """The analyses of `python -m zeroshot.analyses`; each function runs one from its options."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import suppress

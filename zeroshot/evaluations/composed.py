@@ -1,7 +1,5 @@
 """`python -m zeroshot.composed`: sets of composed queries, their retrieval, and the feasibility of combinations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,13 +242,13 @@ def by_parts(rows: Sequence[dict]) -> list[Figure]:
     first: dict[int, dict] = {}
     for row in rows:
         first.setdefault(row["k"], row["kinds"])
+    if len(first) < 2:
+        return []
     curves = {}
     for kind in KINDS:
         if ks := [k for k, kinds in first.items() if kind in kinds]:
             found = [first[k][kind]["r_precision"] for k in ks]
             curves[kind] = (ks, *([100 * one[key] for one in found] for key in ("value", "se")))
-    if len(first) < 2:
-        return []
     return [line_figure("parts", "parts of a query", "R-Precision, %", curves, "By the number of parts")]
 
 
@@ -283,16 +281,14 @@ def examples(gallery: EmbeddedImages, asked: QuerySet, ranking: str) -> list[Car
     data, cards = asked.data, []
     for query, top, row in zip(some.queries, closest(score(slice(None)), DEPTH).tolist(), rows):
         correct = set(data.targets(query.concepts).tolist())
-        pictures = [one for part in query.parts for one in query_part(data, part)]
+        pictures = []
+        for part in query.parts:
+            if part.is_image:
+                pictures += picture_of(data.images, part.image, data.concepts[part.concept], box=part.box)
+            else:
+                pictures.append(Picture("", part.text))
         for image in (gallery.kept[place] for place in top):
             pictures += picture_of(data.images, image, data.named(data.held[image]), verdict(image in correct))
         about = f"{query.kind}: {data.named(query.concepts)}"
         cards.append(Card(about, pictures, [Cell(f"{counts[row]:,} images are correct")]))
     return cards
-
-
-def query_part(data: Compositions, part) -> list[Picture]:
-    """A part of a query: a picture, or its text; nothing if the file has changed since."""
-    if not part.is_image:
-        return [Picture("", part.text)]
-    return picture_of(data.images, part.image, data.concepts[part.concept], box=part.box)

@@ -9,8 +9,6 @@ paper leaves open how many prompts the other classes keep meanwhile, so `best-to
 classifier with a K for each class, and the mean over classes of max_K acc_c(K), an upper bound.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,20 +23,13 @@ from probemb.metrics.bootstrap import interval, resample_accuracy
 from probemb.metrics.uncertainty import standard_error
 from zeroshot.evaluations.reweighting import Reweighting, few_of_each, fit_labelled, fit_unlabelled, name_hash
 
-ZERO_SHOT, FEW_SHOT, UNLABELLED, TRANSDUCTIVE, ORACLE = "zero-shot", "few-shot", "unlabelled", "transductive", "oracle"
+KINDS = ("zero-shot", "few-shot", "unlabelled", "transductive", "oracle")  # of a row's note
+ZERO_SHOT, FEW_SHOT, UNLABELLED, TRANSDUCTIVE, ORACLE = KINDS
 UPPER_BOUND = "best-topk, per-class upper bound"
 STEPS = 20  # values of a threshold that is chosen
-DEVIATIONS = tuple(step / 4 for step in range(-8, 9))
 
 
 # ---------------------------------------------------------------------- weights (C, P) from uncertainties u (C, P)
-
-
-def one_prompt(u: Tensor, index: int) -> Tensor:
-    """One prompt, the same for every class: "a photo of a {}."."""
-    weights = torch.zeros_like(u)
-    weights[:, index] = 1.0
-    return weights
 
 
 def topk(u: Tensor, k: int) -> Tensor:
@@ -91,14 +82,16 @@ class Filter(NamedTuple):
 
 
 FILTERS = {
-    "single": Filter(one_prompt, "single", reads_u=False),
+    "single": Filter(  # the same prompt for every class: "a photo of a {}."
+        lambda u, i: torch.zeros_like(u).index_fill_(1, torch.tensor(i, device=u.device), 1.0), "single", reads_u=False,
+    ),
     "all": Filter(lambda u: torch.full_like(u, 1.0 / u.shape[1]), reads_u=False),
     "topk": Filter(topk, "k", lambda u: list(range(1, u.shape[1] + 1))),
     "best-topk": Filter(topk, None, lambda u: list(range(1, u.shape[1] + 1))),
     "weighted": Filter(weighted, "temperature", soft=True),
     # 1 / u, the precision weighting of a product of isotropic normals, which could overflow
     "inverse-variance": Filter(lambda u: (-u.clamp_min(torch.finfo(u.dtype).tiny).log()).softmax(dim=1), soft=True),
-    "class-deviation": Filter(class_deviation, "deviations", lambda u: list(DEVIATIONS)),
+    "class-deviation": Filter(class_deviation, "deviations", lambda u: [step / 4 for step in range(-8, 9)]),
     "threshold": Filter(
         lambda u, limit: _keep_below(u, u.new_tensor(limit)), "threshold",
         lambda u: torch.linspace(float(u.min()), float(u.max()), STEPS + 1, dtype=torch.float64)[1:].tolist(),
@@ -116,9 +109,6 @@ def filter_names(wanted: str) -> list[str]:
     """
     names = names_of(wanted, [*FILTERS, "every"], "filter")
     return list(FILTERS) if "every" in names else list(dict.fromkeys(["single", "all", *names]))
-
-
-# ------------------------------------------------------------------------------------------- images to choose on
 
 
 class LabelledMeans(NamedTuple):
@@ -178,9 +168,6 @@ def fold_splits(images: LabelledMeans, n_folds: int, groups: Sequence[int] | Non
         means = images.mean[others.to(images.mean.device)]
         splits.append((LabelledMeans(means, images.labels[others], names, others), ~others))
     return splits
-
-
-# ----------------------------------------------------------------------------------------------------- evaluation
 
 
 class Classifier(NamedTuple):

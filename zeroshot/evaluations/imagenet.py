@@ -3,8 +3,6 @@
 C classes, P prompts of a class, N images, D dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +41,6 @@ from zeroshot.imagenet import ImagenetConfig
 
 SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
 IMAGES_A_CLASS, CLASSES_A_GROUP = 6, 4
-KINDS = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")  # of a row's note
 NOTES = (
     "In percent; per class is the mean over classes of each one's top-1. Gain over all prompts in points, coloured "
     f"beyond {SIGNIFICANT} standard errors. Oracle: chosen on the images that are scored, with their labels; few-shot: "
@@ -59,9 +56,6 @@ class Task:
     data: ZeroShotSet
     other: ZeroShotSet | None = None
     notices: list[str] = field(default_factory=list)  # on pictures that occur twice, and classes with few images
-
-
-# ------------------------------------------------------------------------------------------------------- the command
 
 
 def evaluate(config: ImagenetConfig) -> None:
@@ -113,9 +107,6 @@ def prepare(config: ImagenetConfig, folds: int) -> Task:
         rows, task.notices = runner.unseen_rows(found, data.images, config.workers)
         task.other = other.only(rows)
     return task
-
-
-# --------------------------------------------------------------------------------------------------- one data set
 
 
 def evaluate_task(task: Task, names: Sequence[str], folds: int, embedder: Embedder) -> dict:
@@ -217,9 +208,6 @@ def describe(task: Task, e: filters.Evaluation, images: Gaussian, embedder: Embe
     }
 
 
-# ------------------------------------------------------------------------------------------------------- the page
-
-
 def make_page(task: Task, e: filters.Evaluation, results: dict) -> Page:
     """The report of one data set."""
     n_classes, n_prompts = e.u.shape
@@ -264,7 +252,7 @@ def filter_table(results: dict) -> Table:
             row["title"], k, plus_minus({"value": row["top1"], "se": row["top1_se"]}),
             "–".join(f"{100 * end:.1f}" for end in row["intervals"].get("top1", ())),
             percent(row["mean_per_class_recall"]), percent(row["top5"]), Cell(gain, direction(row)),
-            Cell(row["note"], next(kind for kind in KINDS if row["note"].startswith(kind))),
+            Cell(row["note"], next(kind for kind in filters.KINDS if row["note"].startswith(kind))),
         ])  # fmt: skip
     title = f"zero-shot accuracy, {results['images']:,} images, {results['classes']:,} classes"
     return Table(("filter", "K", "top-1 %", "95 %", "per class", "top-5 %", "gain ± SE", "chosen on"), rows, title)
@@ -313,9 +301,6 @@ def class_card(c: int, task: Task, e: filters.Evaluation, results: dict) -> Card
     many = f"; {of} keeps {n_kept} of {len(lines)} prompts ({e.kept[of][1]})" if of else ""
     about = f"{row['images']:,} images, all prompts {percent(row['top1_all'])} %{many}"
     return Card(row["name"], pictures, [Cell(about)], lines)
-
-
-# ------------------------------------------------------------------------------------------------ several data sets
 
 
 def summarise(found: Sequence[tuple[str, dict]]) -> tuple[dict, Table]:

@@ -1,7 +1,5 @@
 """`python -m zeroshot.localisation`: phrases rank the proposals of their image."""
 
-from __future__ import annotations
-
 import torch
 from PIL import ImageDraw
 
@@ -124,9 +122,6 @@ def by_type(found: Localised, kinds: list[str], ranking: str) -> list[dict]:
         some = torch.tensor([kind in several.split("/") for several in kinds])
         rows.append({"type": kind, "phrases": int(some.sum()), **mean_estimates(outcomes, found.image, some)})
     return sorted(rows, key=lambda row: -row["phrases"])
-
-
-# ----------------------------------------------------------------------------------------------------------- output
 
 
 def make_tables(results: dict) -> list[Table]:

@@ -3,8 +3,6 @@
 N images, M captions. "images" are queries of image → text, "captions" of text → image.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -156,9 +154,6 @@ def evaluate_judgements(
         "calibration": match_calibration(pairs, judged, options, sampled, closed) if calibrated else None,
         "acceptance": caption_acceptance(pairs, judged) if model.probabilistic else None,
     }
-
-
-# ----------------------------------------------------------------------------------------------------------- output
 
 
 def make_page(config: RetrievalConfig, results: dict, pairs: EmbeddedPairs) -> Page:

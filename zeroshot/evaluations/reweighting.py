@@ -7,8 +7,6 @@ class as a second latent variable. Source: ProLIP (Chun et al., ICLR 2025), Baye
 M images, C classes, P prompts of a class, D dimensions. Densities are logarithms in float64 throughout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

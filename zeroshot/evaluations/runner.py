@@ -1,7 +1,5 @@
 """Start and end of every evaluation: claim the folder, load the model, show and write."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

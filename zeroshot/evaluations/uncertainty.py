@@ -3,8 +3,6 @@
 N images, M captions, C classes, P prompts of a class, D dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,9 +164,6 @@ def classify(
     about = {"images_left_out": lost, "ood_images": unknown and len(unknown.queries)}
     sets = sets_of(config, task, config.class_conditional, True)
     return answered(config, task, {}, nearest=nearest, ood=unknown) | about, sets
-
-
-# ------------------------------------------------------------------------------------------------------------ the page
 
 
 def make_page(config: UncertaintyConfig, results: dict) -> Page:
