@@ -31,8 +31,8 @@ from probemb.losses.clip import clip_loss, ring_clip_loss
 from probemb.losses.match import pairwise_match_loss, ring_match_loss
 from probemb.losses.output import LossOutput
 from probemb.losses.prolip import prolip_loss, siglip_loss
+from probemb.models.encoder import chances, draw_parts
 from probemb.models.options import MATCH_OF_DISTANCE
-from probemb.models.towers import chances, draw_parts
 
 if TYPE_CHECKING:
     from pretrain.config import Config
