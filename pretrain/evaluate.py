@@ -21,13 +21,14 @@ from probemb import distributed
 from probemb.data import labelled
 from probemb.data.captions.dataset import list_captions
 from probemb.data.image_loader import ImageBatches, Images, refuse_too_many
+from probemb.distances import csd
 from probemb.errors import UserError, nearest
 from probemb.evaluation.classification import class_vectors, true_ranks
-from probemb.evaluation.rankings import RankingOptions
-from probemb.evaluation.retrieval import retrieval
 from probemb.gaussian import Gaussian
-from probemb.metrics.retrieval import KS, Positives
+from probemb.metrics.retrieval import Positives, mean_metrics, query_metrics, rank_both, rsum
 from probemb.options import NamedPath, named_paths
+
+KS = (1, 5, 10)
 
 
 def make_evaluators(
@@ -169,6 +170,10 @@ class Validator(Evaluator):
         batches = [slice(start, start + batch) for start in range(0, len(images) - batch + 1, batch)]
         losses = [self.objective(Pairs(images[rows], firsts[rows], *scalars.unbind())).loss for rows in batches]
         positives = Positives.from_pairs(owner, torch.arange(len(owner)), len(images), len(texts))
-        found = retrieval(images, texts, positives, "csd", RankingOptions(device=device))
-        recalls = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
-        return {"validation_loss": float(torch.stack(losses).mean()), "rsum": found["rsum"], **recalls}
+        images, texts = images.to(device), texts.to(device)
+        depth = max(*KS, int(positives.counts.max())), max(KS)
+        i2t, t2i = rank_both(lambda rows: -csd(images[rows], texts), len(images), len(texts), depth)
+        found = {"i2t": mean_metrics(query_metrics(i2t, positives, KS))}
+        found["t2i"] = mean_metrics(query_metrics(t2i, positives.transposed(), KS))
+        recalls = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in found for k in KS}
+        return {"validation_loss": float(torch.stack(losses).mean()), "rsum": rsum(**found), **recalls}

@@ -18,6 +18,7 @@ from jsonargparse.typing import ClosedUnitInterval
 
 from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
+from probemb.options import flat
 
 # In a model's configuration, what its training was and does not change what its weights mean.
 OF_TRAINING = (
@@ -70,7 +71,7 @@ def interpolate(first, second, weight: float, names: tuple[str, str]) -> None:
     Raises UserError: the two are not of one architecture, or read pixels or texts differently.
     """
     ignored = {*OF_TRAINING, *(OF_BRANCH if not first.probabilistic else ())}
-    a, b = ({key: value for key, value in model.config.items() if key not in ignored} for model in (first, second))
+    a, b = (flat({key: v for key, v in model.config.items() if key not in ignored}) for model in (first, second))
     if different := [key for key in {**a, **b} if a.get(key) != b.get(key)]:
         shown = "; ".join(f"{key}: {str(a.get(key))[:60]} and {str(b.get(key))[:60]}" for key in different[:3])
         what = f"{names[0]} and {names[1]} are not of one architecture ({shown})."

@@ -8,9 +8,10 @@ _HOME = {
     "dual_encoder": "DualEncoder ModelOutput no_weight_decay",
     "encoder": "POINT_LOG_VAR Encoded Encoder draw_parts",
     "formats": "export_open_clip import_pcmepp import_prolip",
-    "hub": "LoadedModel lasting_name load_model save_model weights_sha256",
+    "hub": "save_model",
     "inputs": "Tokenizer Transforms check_images check_single_embeddings check_words create_tokenizer create_transforms"
     " unknown_words",
+    "load": "LoadedModel lasting_name load_model weights_sha256",
     "match": "Ensemble MatchModel as_one networks_of",
     "options": "Augmentation ModelOptions TrainedTowers",
 }

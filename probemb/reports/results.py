@@ -54,7 +54,7 @@ def provenance() -> dict:
     """date (UTC), command (without credentials in URLs), version, and models: the SHA-256 of each that was loaded."""
     from probemb import __version__
 
-    digest = sys.modules.get("probemb.models.hub")  # of a command that loads models
+    digest = sys.modules.get("probemb.models.load")  # of a command that loads models
     module = sys.modules["__main__"].__spec__
     start = ["python", "-m", module.name.removesuffix(".__main__")] if module else ["python", sys.argv[0]]
     words = [re.sub(r"(?<=://)[^/\s@]*@|\?\S*", "", word) if "://" in word else word for word in sys.argv[1:]]
