@@ -7,8 +7,6 @@
 The towers stay as they are. Recall on held-out pairs is printed before and after.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

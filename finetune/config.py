@@ -1,7 +1,5 @@
 """Configuration of a finetuning run: one dataclass, read from the method's YAML, `--config` files and options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce

@@ -4,8 +4,6 @@ Everything that can be wrong with the command is found before anything is writte
 run at once, and a request to stop ends a validation at once: nothing of it would be saved.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields
 from functools import partial
@@ -16,11 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from finetune.config import PIXELS, Config, unused
 from finetune.data import Loader
-from finetune.folder import FREE_TO_CHANGE, RunFolder, load_checkpoint
 from finetune.methods import METHODS
 from finetune.recipe import make_schedule
 from finetune.task import ComposedTask, PairTask
-from finetune.trainer import Joint, Position, State, Trainer
+from finetune.trainer import FREE_TO_CHANGE, Joint, Position, RunFolder, State, Trainer
 from probemb.data.failures import describe_failures
 from probemb.data.labelled import remarks
 from probemb.distributed import (
@@ -82,7 +79,7 @@ def train(config: Config, preemption: Preemption) -> int:
     summary = describe(config, joint, rows, device, steps, step, earlier)
     state = State.of(config, joint, position)
     if earlier:
-        load_checkpoint(earlier, state)
+        state.load(earlier)
     folder = RunFolder(config, identity, step, steps)
     say(summary)
     schedule = make_schedule(config, len(networks), loader.steps)

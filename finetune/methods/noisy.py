@@ -1,7 +1,5 @@
 """Methods that classify training pairs as clean or noisy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

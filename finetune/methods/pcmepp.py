@@ -1,7 +1,5 @@
 """PCME++, with or without the CLIP loss beside it, between normals or between means."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat

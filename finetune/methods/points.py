@@ -1,7 +1,5 @@
 """Point embeddings: InfoNCE, triplet losses, order embeddings, several embeddings of an item."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

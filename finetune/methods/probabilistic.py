@@ -1,7 +1,5 @@
 """PCME, ProLIP and probabilistic VSE++: losses of normals but PCME++'s."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal
