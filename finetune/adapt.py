@@ -20,7 +20,6 @@ from probemb.errors import UserError
 
 PROG = "python -m finetune.adapt"
 
-
 # The losses of a method, the default first, and the options that not all methods have, with those that do.
 LOSSES = {
     "gaussian": ("pcmepp", "prolip"), "asymvlm": ("power-spherical", "von-mises-fisher"),

@@ -288,9 +288,6 @@ def _probvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, b
 OBJECTIVES = {"gaussian": _gaussian, "loss-order": _loss_order, "asymvlm": _asymvlm, "probvlm": _probvlm}
 
 
-# --------------------------------------------------------------------------------------------------------------- model
-
-
 def adapted_model(base: DualEncoder, options: dict, adapter: Adapter, scalars: nn.ParameterDict) -> DualEncoder:
     """The base with the adapter, and the scalars of the loss where it has some.
 

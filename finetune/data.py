@@ -233,9 +233,6 @@ class Tuples(Rows):
         return TupleBatch(stack(targets + images), torch.stack(texts), torch.tensor(places), *map(torch.tensor, asked))
 
 
-# ------------------------------------------------------------------------------------------------------------ loading
-
-
 class Loader:
     """Batches of one rank, which are prepared ahead; `waited`, the seconds spent waiting for them so far.
 

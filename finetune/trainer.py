@@ -205,7 +205,9 @@ class Trainer:
             if self.step_in_epoch == 0:
                 self.objective.begin_epoch(position.epoch)
             for network in range(self.step_in_epoch // steps, len(self.networks)):
-                self._take_turn(network)
+                self.network, frozen = network, self.schedule.frozen(position.samples)
+                image, text = config.model.lock_image, config.model.lock_text
+                freeze_backbones(self.model, image or frozen, text or (config.optimizer.freeze_text and frozen))
                 for examples in self._examples():
                     # ------------------------------------------------------------------------------------------- load
                     now = {"epoch": position.epoch, "step": self.step, "network": network}
@@ -307,12 +309,6 @@ class Trainer:
             return True
         distributed.on_main(lambda: save(*measured), folder.path, REMEDY)
         return False
-
-    def _take_turn(self, network: int) -> None:
-        """Freeze or thaw a network for its turn in an epoch."""
-        self.network, frozen = network, self.schedule.frozen(self.position.samples)
-        image, text = self.config.model.lock_image, self.config.model.lock_text
-        freeze_backbones(self.model, image or frozen, text or (self.config.optimizer.freeze_text and frozen))
 
     def _examples(self) -> Iterator:
         """The batches of the rest of this network's epoch, in an order of its own; notes what this rank does."""
