@@ -7,8 +7,6 @@
 The towers stay as they are. Recall on held-out pairs is printed before and after.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +19,6 @@ from probemb.cli.ranges import BelowOne, Count, Folder, Seed
 from probemb.errors import UserError
 
 PROG = "python -m finetune.adapt"
-
 
 # The losses of a method, the default first, and the options that not all methods have, with those that do.
 LOSSES = {

@@ -3,14 +3,12 @@
 Letters: N images, M captions, B pairs of a batch, D embedding, P inputs of the last projection.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +58,7 @@ class Pairs(NamedTuple):
         first = counts.cumsum(0) - counts
         return first[rows] + (torch.rand(len(rows), generator=generator) * counts[rows]).long()
 
-    def of_images(self, rows: Tensor) -> Pairs:
+    def of_images(self, rows: Tensor) -> Self:
         """The images of the rows, in ascending order, and their captions."""
         place = torch.full((len(self.images),), -1)
         place[rows] = torch.arange(len(rows))
@@ -287,9 +285,6 @@ def _probvlm(config: AdaptConfig, adapter: Adapter, scalars: nn.ParameterDict, b
 
 
 OBJECTIVES = {"gaussian": _gaussian, "loss-order": _loss_order, "asymvlm": _asymvlm, "probvlm": _probvlm}
-
-
-# --------------------------------------------------------------------------------------------------------------- model
 
 
 def adapted_model(base: DualEncoder, options: dict, adapter: Adapter, scalars: nn.ParameterDict) -> DualEncoder:

@@ -6,9 +6,7 @@ runs on any device without synchronising it. SizeAugment of images is `probemb.m
 Shapes: B images, L text positions.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -32,7 +30,7 @@ class TextIds(NamedTuple):
     end: int | None = END_TOKEN
 
     @classmethod
-    def of(cls, model_config: dict) -> TextIds:
+    def of(cls, model_config: dict) -> Self:
         """The ids of a model's tokenizer."""
         if not reads_words(model_config["architecture"]):
             return cls()

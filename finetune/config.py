@@ -1,7 +1,5 @@
 """Configuration of a finetuning run: one dataclass, read from the method's YAML, `--config` files and options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
@@ -25,6 +23,9 @@ from probemb.errors import UserError, raise_together
 from probemb.models.options import Head, TrainedTowers
 
 CONFIGS = Path(__file__).parent / "configs"
+WORDS = "size_augment augment.word_dropping"  # options that change them
+PIXELS = "mix.ratio augment.scale augment.hflip augment.cutout"
+OF_PAIRS = "noise_ratio size_augment data.positives ranking"
 Parts = restricted_number_type("Parts", int, [(">=", 2), ("<=", 10)])
 Pairs = restricted_number_type("Pairs", int, [(">=", 2), ("<=", 1_000_000)])
 
@@ -306,68 +307,60 @@ def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
 
 def check(config: Config, world_size: int = 1) -> None:
     """Refuse settings that cannot work, or have no effect, all at once, before anything is loaded or written."""
-    raise_together([*_impossible(config, world_size), *_without_effect(config)])
+    raise_together([*_problems(config, world_size)])
 
 
-def _impossible(config: Config, world_size: int) -> Iterator[UserError]:
-    method, optimizer, mix = METHODS[config.method], config.optimizer, config.mix
+def _problems(config: Config, world_size: int) -> Iterator[UserError]:
+    name, method, model, optimizer = config.method, METHODS[config.method], config.model, config.optimizer
+    cached, head, mix = config.data.cache_features is not None, config.model.head, config.mix
+    texts_stay = model.lock_text and not method.composes  # so that their features can be kept
     if config.data.path is None:
         yield UserError(
             "--data.path is missing.",
             "Name images with captions: a CSV, a folder, Karpathy's json, shards, …; the synthetic data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
-    if method.heads and config.model.head not in method.heads:
+    if method.heads and head not in method.heads:
         heads = " or ".join(method.heads)
-        yield UserError(f"The method {config.method} works with head {heads} alone.", f"Set model.head to {heads}.")
+        yield UserError(f"The method {name} works with head {heads} alone.", f"Set model.head to {heads}.")
     if mix.ratio and not mix.mixup and not mix.cutmix:
         yield UserError("mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set mix.ratio to 0.")
-    for name, size in (("batch_size", config.batch_size), ("data.unpaired_batch", config.data.unpaired_batch)):
-        if size % world_size and (name == "batch_size" or config.data.unpaired):
+    unpaired = config.data.unpaired_batch if config.data.unpaired else 0
+    for option, size in (("batch_size", config.batch_size), ("data.unpaired_batch", unpaired)):
+        if size % world_size:
             yield UserError(
-                f"{name} is {size}, which {world_size} processes cannot share evenly.",
+                f"{option} is {size}, which {world_size} processes cannot share evenly.",
                 f"Set it to a multiple of {world_size}, such as {-(-size // world_size) * world_size}.",
             )
-    locked = config.model.lock_image and optimizer.freeze_epochs == config.epochs  # of texts alone, for the whole run
-    for name, epochs, what in (
+    locked = model.lock_image and optimizer.freeze_epochs == config.epochs  # of texts alone, for the whole run
+    for option, epochs, what in (
         ("freeze_epochs", 0 if locked else optimizer.freeze_epochs, "the image tower would never be trained"),
         ("decay_epochs", optimizer.decaying, "every lr would be a tenth from the start"),
     ):
         if epochs >= config.epochs:
             yield UserError(
-                f"optimizer.{name} is {epochs} of {config.epochs} epochs: {what}.",
-                f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
+                f"optimizer.{option} is {epochs} of {config.epochs} epochs: {what}.",
+                f"Set --optimizer.{option.replace('_', '-')} to less than {config.epochs}.",
             )
     if optimizer.warmup_epochs and config.epochs < optimizer.freeze_epochs + optimizer.warmup_epochs:
         yield UserError(
             f"The warm-up ends after {optimizer.freeze_epochs + optimizer.warmup_epochs:g} of {config.epochs} epochs.",
             "Lower --optimizer.warmup-epochs, or raise --epochs.",
         )
-    cached, model = config.data.cache_features is not None, config.model
     if model.lock_text and not (model.pretrained or model.text_weights or model.word_vectors):
         yield UserError(
             "model.lock_text would freeze random weights.", "Add --model.text-weights or --model.pretrained."
         )
-    if cached and not (model.lock_image or (model.lock_text and not method.composes)):
+    if cached and not (model.lock_image or texts_stay):
         yield UserError(
             "data.cache_features keeps what a frozen tower computes, of composed queries the image tower.",
             "Add --model.lock-image true, or, for pairs, --model.lock-text true, or leave data.cache_features out.",
         )
     if cached and model.lock_text and method.wants_words:
         yield UserError(
-            f"{config.method} reads the captions' words, of which the cache of a locked text tower keeps features.",
+            f"{name} reads the captions' words, of which the cache of a locked text tower keeps features.",
             "Leave model.lock_text or data.cache_features out.",
         )
-
-
-WORDS = "size_augment augment.word_dropping"
-PIXELS = "mix.ratio augment.scale augment.hflip augment.cutout"  # options that change them
-OF_PAIRS = "noise_ratio size_augment data.positives ranking"
-
-
-def _without_effect(config: Config) -> Iterator[UserError]:
-    method, name, head = METHODS[config.method], config.method, config.model.head
-    cached = config.data.cache_features is not None
     queries = " ".join(f"compose.{field.name}" for field in fields(Compose))
     for condition, because, names in (
         (method.composes, f"{name} trains on composed queries", OF_PAIRS),
@@ -378,12 +371,8 @@ def _without_effect(config: Config) -> Iterator[UserError]:
         (method.whole_items, f"{name} is of whole images and captions", "size_augment"),
         (head in ("clip", "mlp", "max-mean"), f"head {head} reads pooled features", "size_augment"),
         (head != "max-mean", f"head {head} has none", "model.dropout"),
-        (cached and config.model.lock_image, "data.cache_features has no pixels to change", PIXELS),
-        (
-            cached and config.model.lock_text and not method.composes,
-            "data.cache_features has no words to change",
-            WORDS,
-        ),
+        (cached and model.lock_image, "data.cache_features has no pixels to change", PIXELS),
+        (cached and texts_stay, "data.cache_features has no words to change", WORDS),
     ):
         if condition:
             yield from unused(config, because, names)

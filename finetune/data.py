@@ -4,13 +4,11 @@ The global batches, the random crops and the replacements of unreadable images a
 and the row alone: the same for every number of workers, and of processes that divides the batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -56,7 +54,7 @@ class Rows:
         self._epoch, self._order = -1, np.empty((0, 0), np.int64)
         self.reading = 0  # the image that is being read, or whose text
 
-    def __getitem__(self, place: tuple[int, int]) -> tuple[NamedTuple | UserError, list[tuple[str, str]]]:
+    def __getitem__(self, place: tuple[int, int]) -> tuple[tuple | UserError, list[tuple[str, str]]]:
         failures: list[tuple[str, str]] = []
         try:
             with isolated_randomness():
@@ -126,7 +124,7 @@ class Pairs(Rows):
 
     what = "pairs"
 
-    def __init__(self, data: CaptionDataset, *settings, unpaired: Pairs | None = None, **more):
+    def __init__(self, data: CaptionDataset, *settings, unpaired: Self | None = None, **more):
         self.texts, self.owner, self.unpaired = data.flat(), data.owner(), unpaired
         super().__init__(data, len(self.texts), *settings, **more)
 
@@ -233,9 +231,6 @@ class Tuples(Rows):
             texts.append(self.tokens(self.data.concepts[examples[0].concepts[0]], examples[0].target))
         asked = ([example.target for example in examples], [example.concepts for example in examples])
         return TupleBatch(stack(targets + images), torch.stack(texts), torch.tensor(places), *map(torch.tensor, asked))
-
-
-# ------------------------------------------------------------------------------------------------------------ loading
 
 
 class Loader:

@@ -4,8 +4,6 @@ FOLDER/KEY.npy has a row of float16 per image and part of one, NaN for an unread
 with its CRC-32. KEY is a digest of the trunk's weights, its preprocessing, the resize backend, and the images or texts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence

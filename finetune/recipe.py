@@ -4,8 +4,6 @@ Source: PCME++ §B.2, §B.3, Table B.1, and its public code where the paper leav
 of COCO. Epochs count from 0.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -8,8 +8,6 @@
 Add `--resume` to resume. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ A task finds its data, reads rows, augments a batch on the device, gathers what 
 `Batch`, and validates a model.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import chain

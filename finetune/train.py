@@ -4,8 +4,6 @@ Everything that can be wrong with the command is found before anything is writte
 run at once, and a request to stop ends a validation at once: nothing of it would be saved.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields
 from functools import partial
@@ -16,22 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from finetune.config import PIXELS, Config, unused
 from finetune.data import Loader
-from finetune.folder import FREE_TO_CHANGE, RunFolder, load_checkpoint
 from finetune.methods import METHODS
 from finetune.recipe import make_schedule
 from finetune.task import ComposedTask, PairTask
-from finetune.trainer import Joint, Position, State, Trainer
+from finetune.trainer import FREE_TO_CHANGE, Joint, Position, RunFolder, State, Trainer
+from probemb import distributed
 from probemb.data.failures import describe_failures
 from probemb.data.labelled import remarks
-from probemb.distributed import (
-    all_of,
-    broadcast,
-    init_process_group,
-    is_main,
-    leave_process_group,
-    same_everywhere,
-    world_size,
-)
 from probemb.errors import UserError, count, raise_together
 from probemb.machine import Device, gpu_capability, training_device, training_precision
 from probemb.models import as_one, fill_word_vectors
@@ -55,10 +44,11 @@ def train(config: Config, preemption: Preemption) -> int:
     precision = training_precision(config.engine.precision, gpu_capability())
     device, method = Device(training_device(config.engine.threads), precision), METHODS[config.method]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        init_process_group(config.engine.timeout)
-    say = partial(print, flush=True) if is_main() else lambda line: None
+        distributed.init_process_group(config.engine.timeout)
+    say = partial(print, flush=True) if distributed.is_main() else lambda line: None
     earlier = newest_checkpoint(config.out, config.resume, lambda line: say(f"resume  {line}"), config.engine.timeout)
-    same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
+    remedy = "Choose an --out that all machines share."
+    distributed.same_everywhere("The checkpoint to resume from", str(earlier), remedy)
     task = (ComposedTask if method.composes else PairTask)(config)
     identity, position = {"pairs": task.digest()}, Position()
     if earlier:  # its weights may fit no model of this configuration
@@ -73,16 +63,16 @@ def train(config: Config, preemption: Preemption) -> int:
     loader = Loader(rows, config.data.workers, pin_memory=pin_memory, failure_share=config.data.failure_share)
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
     if position.epoch >= config.epochs:
-        leave_process_group()
+        distributed.leave_process_group()
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     refuse_full_disk(config.out, as_one(networks), models=4 if config.swa_epochs else 2)
     joint = Joint(networks[0], objective, *networks[1:]).to(task.device)
-    broadcast(joint.parameters())
+    distributed.broadcast(joint.parameters())
     summary = describe(config, joint, rows, device, steps, step, earlier)
     state = State.of(config, joint, position)
     if earlier:
-        load_checkpoint(earlier, state)
+        state.load(earlier)
     folder = RunFolder(config, identity, step, steps)
     say(summary)
     schedule = make_schedule(config, len(networks), loader.steps)
@@ -93,21 +83,21 @@ def train(config: Config, preemption: Preemption) -> int:
             stopped = trainer.fit()
         folder.finish()
         # Only a scheduler starts a run again by itself.
-        if stopped and not any(all_of(preemption.name == "SIGINT")):
+        if stopped and not any(distributed.all_of(preemption.name == "SIGINT")):
             refuse_endless_starts(folder.path, step, trainer.step)
     finally:
         loader.close()
         folder.close()
     if stopped:
         say(f"{step_of(trainer.step, steps)} | stopped by {preemption.description}; continue with --resume")
-    for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
+    for line in describe_failures(distributed.all_of(loader.failures), "unreadable images, their pairs", "images"):
         say(line)
     if not stopped:
         of = f"epoch {position.epoch}"
         if position.best is not None:
             of = f"epoch {position.best_epoch}, validation {METRICS[task.metric]} {position.best:.1f}"
         say(f"model   {folder.path / 'model'} is of {of}{', and so is model-second' if joint.second else ''}")
-    leave_process_group()
+    distributed.leave_process_group()
     return preemption.exit_code if stopped else 0
 
 
@@ -148,7 +138,7 @@ def make_networks(config: Config, earlier: Path | None, say, texts: list[str] | 
 
 def describe(config: Config, joint: Joint, rows, device: Device, steps: int, step: int, earlier) -> str:
     """The summary printed before the first step."""
-    world, two, noise = world_size(), joint.second is not None, config.noise_ratio
+    world, two, noise = distributed.world_size(), joint.second is not None, config.noise_ratio
     distance = getattr(config.loss, "distance", None)  # that some methods have
     split = config.data.train or "all"
     if not METHODS[config.method].composes and rows.data.drawn and config.data.validation:

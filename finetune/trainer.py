@@ -5,17 +5,18 @@ of the ranks' gradients is then that of one process, for any loss. A method with
 epoch, then the second, with the pairs in another order: only one of them has gradients and activations in memory.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Self
 
 import torch
+from safetensors.torch import load_file
+from timm.optim import AdamP
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -28,15 +29,22 @@ from probemb import distributed
 from probemb.data.randomness import number_of
 from probemb.errors import UserError, count
 from probemb.losses import LossOutput
-from probemb.models import DualEncoder, as_one
+from probemb.models import DualEncoder, as_one, save_model
 from probemb.models.dual_encoder import freeze_backbones
+from probemb.options import resolved
+from probemb.runs.checkpoints import OPTIMIZER, WEIGHTS, Snapshot
+from probemb.runs.folder import RunOutput, take_lock
 from probemb.runs.log import METRICS, Window
 from probemb.runs.preemption import SIGNALS, Preemption
 from probemb.runs.watchdog import Progress
 
-if TYPE_CHECKING:
-    from finetune.folder import RunFolder
-
+FREE_TO_CHANGE = (  # of a run that is resumed
+    *("out", "resume", "stop_after_epochs", "save_every", "keep_checkpoints", "log_every", "wandb"),
+    *("engine", "evaluate"),
+    # The pairs themselves are compared.
+    *("data.path", "data.images", "data.format", "data.train", "data.unpaired", "data.unpaired_images"),
+    *("data.workers", "data.failure_share"),
+)
 REMEDY = "Make room, or make the folder writable, and continue with --resume."
 
 
@@ -67,14 +75,14 @@ class Position:
 
 @dataclass
 class State:
-    """The training state, as checkpoints hold it."""
+    """The training state, as checkpoints hold it. Random numbers are drawn from the seed and the step."""
 
     joint: Joint
     optimizer: torch.optim.Optimizer
-    position: Position = field(default_factory=Position)
+    position: Position
 
     @classmethod
-    def of(cls, config: Config, joint: Joint, position: Position) -> State:
+    def of(cls, config: Config, joint: Joint, position: Position) -> Self:
         """With the configured optimizer and average; also sets which of the models' scalars are trained."""
         groups = []
         for network in joint.networks:
@@ -85,11 +93,76 @@ class State:
             joint.average = AveragedModel(nn.ModuleList(joint.networks)).requires_grad_(False).eval()
         return cls(joint, OPTIMIZERS[config.optimizer.name](groups), position)
 
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The model's, and that of the method's `aside`, if it has one."""
-        aside = self.joint.objective.aside_optimizer
-        return [self.optimizer] if aside is None else [self.optimizer, aside]
+    def parameters(self) -> Iterator[tuple[str, torch.optim.Optimizer, Tensor]]:
+        """Names and parameters of the model's optimizer, and of that of the method's `aside`, if it has one."""
+        names = {parameter: name for name, parameter in self.joint.named_parameters()}
+        for optimizer in filter(None, (self.optimizer, self.joint.objective.aside_optimizer)):
+            for group in optimizer.param_groups:
+                yield from ((names[parameter], optimizer, parameter) for parameter in group["params"])
+
+    def snapshot(self, content: dict) -> Snapshot:
+        """A copy in the CPU's memory: training may continue while it is written."""
+        weights = {name: _copy(tensor) for name, tensor in self.joint.state_dict().items()}
+        moments = {
+            f"{key}.{name}": _copy(torch.as_tensor(value))
+            for name, optimizer, parameter in self.parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        return Snapshot({WEIGHTS: weights, OPTIMIZER: moments}, content)
+
+    def load(self, path: Path) -> None:
+        """Restore all but the position from a checkpoint, on every process.
+
+        Raises UserError: it belongs to another model or method.
+        """
+        weights, moments = load_file(path / WEIGHTS), load_file(path / OPTIMIZER)
+        try:
+            self.joint.load_state_dict(weights)
+        except RuntimeError as error:
+            raise UserError(
+                f"{path} is a checkpoint of another model: {' '.join(str(error).split())[:300].rstrip('.')}.",
+                "Resume with the settings in config.yaml of its folder, or start a new run.",
+            ) from error
+        for name, optimizer, parameter in self.parameters():
+            if f"step.{name}" in moments:
+                step, counts_in_python = moments[f"step.{name}"], isinstance(optimizer, AdamP)  # its steps are Python's
+                held = {key: moments[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": int(step) if counts_in_python else step, **held}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+class RunFolder(RunOutput):
+    """Files of a finetuning run: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, model/ (the best), model-swa/;
+    of a method with two networks also model-second/ and model-swa-second/, of the same epochs.
+
+    `identity`: of the training pairs.
+    """
+
+    def __init__(self, config: Config, identity: dict, step: int, steps: int):
+        self.identity = identity
+        super().__init__(config, step, steps, take_lock(config.out))
+
+    def close(self) -> None:
+        super().close()
+        if self.lock:
+            self.lock.close()
+
+    def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
+        """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""
+        for network, folder in zip(networks, (name, f"{name}-second")):
+            save_model(network, self.path / folder)
+
+    def save(self, state: State) -> None:
+        """Start writing a checkpoint of this moment; collective.
+
+        Raises UserError, on all ranks: the one before could not be written.
+        """
+        content = {**asdict(state.position), "config": resolved(self.config), "data": self.identity}
+        content = {"step": state.position.samples // self.config.batch_size, "state": content}
+        self.write(lambda: state.snapshot(content) if self.is_main else None)
 
 
 class Trainer:
@@ -132,7 +205,9 @@ class Trainer:
             if self.step_in_epoch == 0:
                 self.objective.begin_epoch(position.epoch)
             for network in range(self.step_in_epoch // steps, len(self.networks)):
-                self._take_turn(network)
+                self.network, frozen = network, self.schedule.frozen(position.samples)
+                image, text = config.model.lock_image, config.model.lock_text
+                freeze_backbones(self.model, image or frozen, text or (config.optimizer.freeze_text and frozen))
                 for examples in self._examples():
                     # ------------------------------------------------------------------------------------------- load
                     now = {"epoch": position.epoch, "step": self.step, "network": network}
@@ -234,12 +309,6 @@ class Trainer:
             return True
         distributed.on_main(lambda: save(*measured), folder.path, REMEDY)
         return False
-
-    def _take_turn(self, network: int) -> None:
-        """Freeze or thaw a network for its turn in an epoch."""
-        self.network, frozen = network, self.schedule.frozen(self.position.samples)
-        image, text = self.config.model.lock_image, self.config.model.lock_text
-        freeze_backbones(self.model, image or frozen, text or (self.config.optimizer.freeze_text and frozen))
 
     def _examples(self) -> Iterator:
         """The batches of the rest of this network's epoch, in an order of its own; notes what this rank does."""

@@ -1,13 +1,13 @@
 """All methods by their names on the command line, one file per family; configs/ has their recipes."""
 
-from finetune.methods import autoencoders, composed, noisy, pcmepp, points, probabilistic, regions
+from finetune.methods import autoencoders, composed, points, probabilistic, regions
 from finetune.methods.base import Method, variant
 
 GROUPS: dict[str, dict[str, type[Method]]] = {
     "PCME++": {
-        "pcmepp": pcmepp.PCMEPlusPlus,
-        "pcmepp-clip": pcmepp.PCMEPlusPlus,
-        "pcmepp-mu": variant(pcmepp.PCMEPlusPlus, probabilistic=False),
+        "pcmepp": probabilistic.PCMEPlusPlus,
+        "pcmepp-clip": probabilistic.PCMEPlusPlus,
+        "pcmepp-mu": variant(probabilistic.PCMEPlusPlus, probabilistic=False),
     },
     "probabilistic": {
         "prolip": probabilistic.ProLIP,
@@ -25,7 +25,7 @@ GROUPS: dict[str, dict[str, type[Method]]] = {
         "daa": points.DAA,
         "p2rm": points.P2RM,
     },
-    "noisy captions": {"ncr": noisy.NCR, "decl": noisy.DECL},
+    "noisy captions": {"ncr": points.NCR, "decl": points.DECL},
     "regions": {"scan": regions.SCAN, "vsrn": regions.VSRN},
     "autoencoders": {
         "mse": autoencoders.MSE,

@@ -6,8 +6,6 @@ features and the caption: its words where the text tower has weights, its mean w
 A loss is a sum of parts, {name: (weight, value)}: `supervision` by pairs, `reconstruction`, and a prior on the codes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

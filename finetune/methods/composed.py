@@ -1,7 +1,5 @@
 """Composed retrieval: MPC and its baselines. A query of k images and texts becomes one normal, or one point."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

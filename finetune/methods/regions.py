@@ -1,7 +1,5 @@
 """Methods over an image's regions: SCAN, which compares them with words one by one; VSRN, which reasons over them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Literal
 
