@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from probemb import models
 from probemb.compose import COMPOSERS
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import Stock, reads_words, tower_kind
 from probemb.models.encoder import Encoder, Place
@@ -64,6 +64,9 @@ class DualEncoder(nn.Module):
         self.visual.normalization = channel_statistics(config["preprocess"])
         self.text = make_tower(shape, "text_cfg", o, o.layers[1], stock.text)
         self.logit_scale = stock.logit_scale
+        if o.composer not in (None, *COMPOSERS):
+            what = f"There is no composer '{o.composer}'.{nearest(o.composer, COMPOSERS)}"
+            raise UserError(what, f"Choose one of {', '.join(COMPOSERS)}.")
         self.composer = None if o.composer is None else COMPOSERS[o.composer](o.embed_dim)
         self.adapter: nn.Module | None = None
         if o.match == "cosine":
