@@ -140,7 +140,7 @@ def adapt(config: AdaptConfig) -> None:
         took = 1000 * (time.monotonic() - start) / sum(map(len, found))
         after = recall(held_out, *(F.normalize(g.mean, dim=1) for g in found))
         results |= {"held_out": n, "before": before, "after": after, "milliseconds_per_item": round(took, 4)}
-        print(f"{results['parameters']:,} parameters more, {took:.2g} ms an item")
+        print(f"{results['parameters']:,} more parameters, {took:.2g} ms per item")
         for key, value in before.items():
             print(f"{key:8} {value:6.2f} -> {after[key]:6.2f}   ({n:,} held-out images)")
         options["temperature"] = temperatures(held_out, *found)

@@ -235,7 +235,7 @@ def index_folder(folder: Path, workers: int, skip_damaged: bool = False) -> None
     shards = [Shard(report.name, folder / report.name, report.samples, report.bytes, report.sha256) for report in sound]
     path = write_index(folder, shards)
     samples, skipped, size = (sum(getattr(one, name) for one in sound) for name in ("samples", "skipped", "bytes"))
-    print(f"{len(sound):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} groups of files are no samples")
+    print(f"{len(sound):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} file groups are not samples")
     print(f"wrote {path}")
 
 
@@ -330,7 +330,7 @@ def verify(options: Namespace) -> int:
         print(f"… and {len(damaged) - SHOWN:,} more damaged shards")
     total, lost, skipped = (sum(getattr(report, name) for report in reports) for name in ("samples", "lost", "skipped"))
     print(f"{len(reports):,} shards, {total:,} samples: {len(damaged):,} shards damaged, {lost:,} samples lost", end="")
-    print(f"; {skipped:,} groups of files are no samples" if skipped else "")
+    print(f"; {skipped:,} file groups are not samples" if skipped else "")
     if not (options.folder / INDEX_NAME).exists():
         print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
     if options.report:

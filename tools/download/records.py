@@ -153,11 +153,11 @@ def finish(paths: Paths, title: str, splits: Iterable[Path], asked: int, dropped
     report = show(title, asked, causes, dropped)
     replace_text(paths.home / "report.json", json.dumps(report, indent=1) + "\n")
     if not report["got"]:
-        cause, number = next(iter(report["lost"].items()), ("nothing was asked", 0))
+        cause, number = next(iter(report["lost"].items()), ("nothing was requested", 0))
         raise UserError(
-            f"No image was stored: {number:,} of {asked:,} for the cause '{cause}'.",
-            "Correct that (--private-hosts for hosts of your own), then --retry-failed, with --retry-causes "
-            f"'{cause}' unless it is temporary.",
+            f"No image was stored: {number:,} of {asked:,} failed with '{cause}'.",
+            "Fix that (your own hosts need --private-hosts), then run again with --retry-failed, and --retry-causes "
+            f"'{cause}' if it is not temporary.",
         )
 
 
@@ -176,8 +176,8 @@ def show(title: str, asked: int, causes: Counter, dropped: Counter) -> dict:
     got, lost = causes[GOT], Counter({cause: n for cause, n in causes.items() if cause != GOT}) + dropped
     report = {"corpus": title, "asked": asked, "got": got, "lost": dict(lost.most_common())}
     report["not_asked_yet"] = asked - got - lost.total()
-    counts = {"asked": asked, "got": got, **{f"lost: {cause}": n for cause, n in report["lost"].items()}}
+    counts = {"requested": asked, "fetched": got, **{f"lost: {cause}": n for cause, n in report["lost"].items()}}
     print(title)
-    for name, number in (counts | {"not asked yet": report["not_asked_yet"]}).items():
+    for name, number in (counts | {"not requested yet": report["not_asked_yet"]}).items():
         print(f"  {name:<32} {number:>12,} {100 * number / max(asked, 1):6.1f} %")
     return report

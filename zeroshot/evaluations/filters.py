@@ -151,7 +151,7 @@ def stratified_folds(
     counts = Counter(label for label, _ in set(zip(labels, groups)))
     if max(counts.values(), default=0) < 2 or len(set(groups)) < n_folds:
         what = f"--select-on folds:{n_folds} is not possible: too few images, or no class has more than one."
-        raise UserError(what, "Use fewer folds, data with several images a class, or --select-on train.")
+        raise UserError(what, "Use fewer folds, data with several images per class, or --select-on train.")
     order = sorted(range(len(labels)), key=lambda i: (labels[i], name_hash(names[i]), names[i]))
     turn: dict[int, int] = {}
     for i in order:

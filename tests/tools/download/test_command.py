@@ -92,7 +92,7 @@ def test_parts_of_a_job_array(site, cc3m, tmp_path, capsys):
     argv = ["cc3m", cc3m([f"ok/part{i}" for i in range(12)]), "--out", str(out), "--shard-size", "3"]
     assert main([*argv, *QUICK, "--part", "2/3"]) == 0
     assert sorted(path.name for path in out.glob("*.tar")) == ["00001.tar"]
-    assert "not asked yet" in capsys.readouterr().out
+    assert "not requested yet" in capsys.readouterr().out
     assert not (out / "index.json").exists()
     before = sum(site.requests.values())
     assert download(*argv)["got"] == 12
@@ -102,7 +102,7 @@ def test_parts_of_a_job_array(site, cc3m, tmp_path, capsys):
 
 def test_private_hosts_are_refused_unless_asked_for(site, cc3m, tmp_path):
     words = ["cc3m", cc3m(["ok/1", "ok/2"]), "--out", str(tmp_path / "out"), "--processes", "1"]
-    with pytest.raises(UserError, match="2 of 2 for the cause 'private address'"):
+    with pytest.raises(UserError, match="2 of 2 failed with 'private address'"):
         main(words)
     assert not site.requests
     assert not (tmp_path / "out" / "index.json").exists()
