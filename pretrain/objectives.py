@@ -225,7 +225,7 @@ OBJECTIVES: dict[str, type] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": S
 
 
 class Masks(NamedTuple):
-    """Positions of what the towers read, see `probemb.models.towers`; None for everything, or for no copies."""
+    """Positions of what the towers read, see `probemb.models.encoder`; None for everything, or for no copies."""
 
     kept: Tensor | None = None  # (B, n) patches of every image
     masked_image: Tensor | None = None  # (B / 8, n) patches of the masked copies of images 0, 8, 16, …

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ FREE_TO_CHANGE = (  # keys and groups of keys, when a run resumes
 def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    out, copy = Path(config.out), Copy(config.remote_copy) if config.remote_copy else None
+    out = Path(config.out)
 
     def say(line: str) -> None:
         if rank == 0 and line:
@@ -56,31 +57,15 @@ def train(config: Config, preemption: Preemption) -> int:
     def tell(line: str) -> None:
         say(f"resume  {line}")
 
-    def fetch() -> None:
-        if copy:  # any rank may be the one that fetches, and says so
-            fetch_newest(copy, out, lambda line: print(f"resume  {line}", flush=True))
-
     # ---- the newest checkpoint, the model and the data
-    earlier = runs.newest_checkpoint(out, config.resume, tell, config.engine.timeout, fetch=fetch)
-    state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
-    if copy and rank == 0:
-        check_copy(copy, out, state["step"] if earlier else None, tell)
-    if earlier:  # of another model, none could be made
-        runs.refuse_another_run(config, state, state["data"], earlier, FREE_TO_CHANGE)
+    earlier, state = find_earlier(config, rank, tell)
     corpora = [read_index(path) for path in config.train_paths]  # a wrong path is told before the model needs its words
     if config.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
     device = torch.device(training_device(config.engine.threads))
     precision = training_precision(config.engine.precision, gpu_capability())
-    random.seed(config.seed)  # the same weights on every rank; ranks differ in their data
-    np.random.seed(config.seed % 2**32)
-    torch.manual_seed(config.seed)
-    model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
-    if not model.probabilistic and (config.model.n_unc_layers or config.model.uncertainty != "branch"):
-        say(f"model   {config.objective} trains points: model.n_unc_layers and model.uncertainty are not used")
-    if config.model.word_vectors and not earlier:
-        say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
+    model = make_model(config, earlier, say)
     transforms = create_transforms(model, config.data.augmentation, config.data.resize)
     tokenizer = create_tokenizer(model)
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
@@ -91,16 +76,13 @@ def train(config: Config, preemption: Preemption) -> int:
     stream = Stream(*given, batch_size=config.batch_size, seed=config.seed, **place)
     steps = position.step + max(0, whole_steps(config, stream.order.steps) - batches)
     check_schedule(config.optimizer, position.samples + (steps - position.step) * config.batch_size)
-    identity = {**stream.identity, "resize": config.data.resize, "augmentation": to_dict(config.data.augmentation)}
-    if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
-        identity["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+    identity = identify(config, stream, model)
     if earlier and (changed := runs.refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE)):
         tell(f"changed {'; '.join(changed)}; the data resumes after {position.samples:,} samples, in its present order")
     runs.refuse_full_disk(out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, rank, world)
-    lines = describe(config, model, stream, world, f"{device.type}, ZeRO-{config.engine.zero_stage}, {precision}")
-    start = position.step
-    summary = headline(config.out, f"{steps} steps", start, earlier, **lines)  # before ZeRO 3 cuts the parameters
+    start, on = position.step, f"{device.type}, ZeRO-{config.engine.zero_stage}, {precision}"
+    lines = describe(config, model, stream, world, on)  # before ZeRO 3 cuts the parameters
     # ---- the ranks meet
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     init_process_group(config.engine.timeout)
@@ -116,7 +98,7 @@ def train(config: Config, preemption: Preemption) -> int:
             progress.doing("loading the checkpoint")
             load_checkpoint(engine, earlier, average)
         folder = RunFolder(config, model.config, identity, start, steps, lock)
-        say(summary)
+        say(headline(config.out, f"{steps} steps", start, earlier, **lines))
         peak = images_at_peak(config, precision, world, device)
         given = steps, position, average, evaluators, preemption.asked, progress, peak
         trainer = Trainer(config, engine, stream, folder, *given)
@@ -145,12 +127,51 @@ def train(config: Config, preemption: Preemption) -> int:
     return preemption.exit_code if stopped else 0
 
 
+def find_earlier(config: Config, rank: int, tell: Callable[[str], None]) -> tuple[Path | None, dict]:
+    """The newest checkpoint of `out`, perhaps fetched from the remote copy, and its state; None and that of a start.
+    Raises UserError: it is of another run."""
+    out, copy = Path(config.out), Copy(config.remote_copy) if config.remote_copy else None
+
+    def fetch() -> None:
+        if copy:  # any rank may be the one that fetches, and says so
+            fetch_newest(copy, out, lambda line: print(f"resume  {line}", flush=True))
+
+    earlier = runs.newest_checkpoint(out, config.resume, tell, config.engine.timeout, fetch=fetch)
+    state = read_state(earlier) if earlier else {"step": 0, "samples": 0, "skipped": 0}
+    if copy and rank == 0:
+        check_copy(copy, out, state["step"] if earlier else None, tell)
+    if earlier:  # of another model, none could be made
+        runs.refuse_another_run(config, state, state["data"], earlier, FREE_TO_CHANGE)
+    return earlier, state
+
+
+def make_model(config: Config, earlier: Path | None, say: Callable[[str], None]) -> DualEncoder:
+    """The model as it starts, the same on every rank."""
+    random.seed(config.seed)  # ranks differ in their data
+    np.random.seed(config.seed % 2**32)
+    torch.manual_seed(config.seed)
+    model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
+    if not model.probabilistic and (config.model.n_unc_layers or config.model.uncertainty != "branch"):
+        say(f"model   {config.objective} trains points: model.n_unc_layers and model.uncertainty are not used")
+    if config.model.word_vectors and not earlier:
+        say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
+    return model
+
+
+def identify(config: Config, stream: Stream, model: DualEncoder) -> dict:
+    """All that the batches depend on, to compare when a run resumes."""
+    identity = {**stream.identity, "resize": config.data.resize, "augmentation": to_dict(config.data.augmentation)}
+    if words := model.config["architecture"]["text_cfg"].get("vocabulary"):  # embeddings belong to a vocabulary
+        identity["vocabulary"] = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+    return identity
+
+
 def describe(config: Config, model: DualEncoder, stream: Stream, world: int, engine: str) -> dict[str, str]:
     """Lines of the summary that is printed before the first step."""
     order, parts, batch = stream.order, config.engine.accumulation, config.batch_size
     every = sum(p.numel() for p in model.parameters()) / 1e6
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    shards = f"{sum(shard.samples for shard in stream.shards):,} samples in {len(stream.shards)} shards"
+    shards = f"{sum(shard.samples for shard in stream.shards):,} samples in {count(len(stream.shards), 'shard')}"
     lines = {
         "model": f"{config.model.name}, {model.image_size} pixels, {every:.1f} M parameters, {trained:.1f} M trained, "
         f"head {config.model.head}",

@@ -129,7 +129,7 @@ def _without_normaliser(mean_ND: Tensor, log_var_ND: Tensor) -> Product:
 
 
 class ProductComposer(Composer):
-    """`probemb.compose.compose` with its normaliser. Source: MPC Eqs. 2 to 4."""
+    """`compose` with its normaliser. Source: MPC Eqs. 2 to 4."""
 
     weighs = True
 

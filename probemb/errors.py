@@ -60,7 +60,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def ended_worker(error: RuntimeError) -> UserError | None:

@@ -60,7 +60,7 @@ from probemb.data.shards.samples import (
     sort_groups,
 )
 from probemb.data.shards.write import copy_samples, encode_captions, write_corpus
-from probemb.errors import UserError
+from probemb.errors import UserError, count
 from probemb.files import file_sha256, replace_text
 from probemb.machine import cores
 from probemb.progress import progress
@@ -168,8 +168,8 @@ def make_shards(options: Namespace, captions: CaptionDataset, out: Path) -> None
     images, bad = captions.images, list(captions.images.bad)
 
     def samples() -> Iterator[dict[str, bytes]]:
-        count, workers = len(images), options.workers
-        with progress("Writing samples", count) as advance, process_pool(workers, count, "--workers") as pool:
+        total, workers = len(images), options.workers
+        with progress("Writing samples", total) as advance, process_pool(workers, total, "--workers") as pool:
             for first in range(0, len(images), options.samples):  # a bounded number in memory
                 places = images.places[first : first + options.samples]
                 for row, (ending, data) in enumerate(pool.map(read_checked, places, chunksize=8), first):
@@ -178,13 +178,13 @@ def make_shards(options: Namespace, captions: CaptionDataset, out: Path) -> None
                         yield {ending: data, **texts_of(captions, row)}
                     else:
                         bad.append((images.places[row].name, data))
-                total = len(images) + len(images.bad)
-                refuse_too_many(bad, total, captions.source, options.max_bad, "--max-bad")
+                refuse_too_many(bad, total + len(images.bad), captions.source, options.max_bad, "--max-bad")
 
-    count = write_corpus(out, samples(), options.samples)
+    written = write_corpus(out, samples(), options.samples)
     if bad:
         print(describe_bad(bad, SHOWN))
-    print(f"wrote {out}: {count:,} samples in {-(-count // options.samples):,} shards, and {INDEX_NAME}")
+    shards = count(-(-written // options.samples), "shard")
+    print(f"wrote {out}: {written:,} samples in {shards}, and {INDEX_NAME}")
 
 
 def read_checked(place: Place) -> tuple[str, bytes | str]:
@@ -235,7 +235,7 @@ def index_folder(folder: Path, workers: int, skip_damaged: bool = False) -> None
     shards = [Shard(report.name, folder / report.name, report.samples, report.bytes, report.sha256) for report in sound]
     path = write_index(folder, shards)
     samples, skipped, size = (sum(getattr(one, name) for one in sound) for name in ("samples", "skipped", "bytes"))
-    print(f"{len(sound):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} file groups are not samples")
+    print(f"{count(len(sound), 'shard')}, {samples:,} samples, {size:,} bytes; {skipped:,} file groups are not samples")
     print(f"wrote {path}")
 
 
@@ -329,7 +329,8 @@ def verify(options: Namespace) -> int:
     if len(damaged) > SHOWN:
         print(f"… and {len(damaged) - SHOWN:,} more damaged shards")
     total, lost, skipped = (sum(getattr(report, name) for report in reports) for name in ("samples", "lost", "skipped"))
-    print(f"{len(reports):,} shards, {total:,} samples: {len(damaged):,} shards damaged, {lost:,} samples lost", end="")
+    shards, bad = count(len(reports), "shard"), count(len(damaged), "shard")
+    print(f"{shards}, {total:,} samples: {bad} damaged, {lost:,} samples lost", end="")
     print(f"; {skipped:,} file groups are not samples" if skipped else "")
     if not (options.folder / INDEX_NAME).exists():
         print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
@@ -370,7 +371,7 @@ def repair(options: Namespace) -> int:
     if written:
         index_folder(out, options.workers)
     else:
-        print(f"nothing to write to {out}: no shard is damaged and has a readable sample")
+        print(f"nothing to write to {out}: no damaged shard with readable samples")
     return 0
 
 
@@ -396,8 +397,8 @@ def measure(options: Namespace) -> int:
     columns = options.score_key, *options.score
     table = read_scores(options.scores, columns) if options.scores else None
     beside = columns if options.score and table is None else None
-    parts, count = [], len(shards)
-    with progress("Measuring samples", count) as advance, process_pool(options.workers, count, "--workers") as pool:
+    parts, total = [], len(shards)
+    with progress("Measuring samples", total) as advance, process_pool(options.workers, total, "--workers") as pool:
         for part in pool.map(measure_shard, shards, [beside] * len(shards)):
             parts.append(part | (scores_of(part["key"], table) if table is not None else {}))
             advance(1)

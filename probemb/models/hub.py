@@ -82,11 +82,11 @@ def locate(source: str | Path) -> ModelFiles:
     if not found:
         close = nearest(name.partition(":")[0], supported_names()) if ":" in name else ""
         raise UserError(
-            f"No model was found at {name[:200]} (tried {WEIGHTS} and {PICKLED_WEIGHTS}, and {formats.CONFIG} with "
+            f"There is no model at {name[:200]} (tried {WEIGHTS} and {PICKLED_WEIGHTS}, and {formats.CONFIG} with "
             f"{' or '.join(formats.WEIGHTS)}).{close}",
-            "Check the path, or the network; give a run that has saved its model, a folder with model.safetensors and "
+            "Check the path, or the network. Name a run that has saved its model, a folder with model.safetensors and "
             f"config.json, a .safetensors file, a hub name ({HUB_PREFIX}owner/name where a folder could be meant), or "
-            "open_clip's architecture and weights (ViT-B-32-quickgelu:openai, ViT-B-16:weights.pt).",
+            "open_clip's architecture and weights (ViT-B-16:weights.pt).",
         )
     return found
 

@@ -124,7 +124,10 @@ def read_index_file(folder: Path | Remote, policy: FetchPolicy = DEFAULT_POLICY)
             if any(folder.glob("*.tar")):
                 raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
             what = f"{folder} {'holds no webdataset shards' if folder.exists() else 'does not exist'}."
-            raise UserError(what, "Name the folder of .tar files, or make it: `python -m tools.make_scenes FOLDER`.")
+            raise UserError(
+                what,
+                "Name the folder of .tar files, or make it (docs/data.md), or `python -m tools.make_scenes FOLDER`.",
+            )
         content = path.read_bytes()
     shards = []
     with checked(path, "an index of shards", remedy):

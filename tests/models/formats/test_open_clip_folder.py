@@ -117,5 +117,5 @@ def test_damaged_and_hostile_weights_are_refused(folder):
     (folder / WEIGHTS[1]).unlink()
     with pytest.raises(UserError, match="Did you mean 'ViT-Micro-32'"):
         load_model("ViT-Micro32:weights.pt")
-    with pytest.raises(UserError, match=f"No model was found at .*{CONFIG} with {WEIGHTS[0]} or {WEIGHTS[1]}"):
+    with pytest.raises(UserError, match=f"There is no model at .*{CONFIG} with {WEIGHTS[0]} or {WEIGHTS[1]}"):
         load_model(folder)
