@@ -225,7 +225,7 @@ class Trainer:
                     distributed.average_gradients(trained)
                     norm = nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad_norm or math.inf)
                     finite = out.loss.isfinite().all() & norm.isfinite()
-                    nonfinite, stopping = distributed.sum_over_ranks([~finite, self.stop()], self.device) > 0
+                    nonfinite, stopping = distributed.sum_over_ranks([~finite, self.stop()], self.device).tolist()
                     if nonfinite:
                         raise self._nonfinite(out, norm)
                     # ------------------------------------------------------------------------------------------- step

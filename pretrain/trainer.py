@@ -146,15 +146,17 @@ class Trainer:
         own, clip = engine.gradient_norm(), config.optimizer.clip_grad_norm
         nonfinite = ~(loss.detach().isfinite() & own.isfinite())
         flags = nonfinite, self.stop(), self.folder.failed, own.square()
-        bad, stops, failed, squares = distributed.sum_over_ranks(flags, engine.device)
-        if failed:
-            self.folder.check()
-        self.stopping, norm = stops > 0, squares.sqrt()
+        found = distributed.sum_over_ranks(flags, engine.device)
+        read, norm = distributed.begin_reading(found), found[-1].sqrt()
         self.step, self.samples, before = self.step + 1, self.samples + config.batch_size, self.samples
         lr = learning_rate(config.optimizer, self.samples, self.total)
         for group in engine.optimizer.param_groups:
             group["lr"] = lr * group["multiplier"]
-        engine.step(bool(bad), norm, clip)
+        engine.step(found[0], norm, clip)
+        bad, stops, failed, _ = read()  # while a GPU steps
+        if failed:
+            self.folder.check()
+        self.stopping = stops > 0
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
         if bad:
             self._skip(nonfinite_report(batch.keys, loss, terms, outputs[:4], gradients[:4], own))

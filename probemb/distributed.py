@@ -210,11 +210,27 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def sum_over_ranks(numbers: Sequence[Tensor | float | bool], device=None) -> Tensor:
-    """Each number's () sum over all ranks, in float64 on the CPU; one collective, for which the host waits."""
-    packed = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device).detach().reshape(()) for x in numbers])
+    """Each number's () sum over all ranks, in float64 on the device; one collective."""
+    numbers = [torch.as_tensor(x, dtype=torch.float64).detach().reshape(()) for x in numbers]
+    packed = torch.stack([x.to(device, non_blocking=True) for x in numbers])
     if world_size() > 1:
         dist.all_reduce(packed)
-    return packed.cpu()
+    return packed
+
+
+def begin_reading(x: Tensor) -> Callable[[], list]:
+    """Starts to copy x to the host; the function waits for the copy, but not for what a GPU was given to do since."""
+    host = x.to("cpu", non_blocking=True)
+    if not x.is_cuda:
+        return host.tolist
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str, float]:

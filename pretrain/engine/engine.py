@@ -85,6 +85,7 @@ class Flat(nn.Module):
         self.uses = [(table, name, p) for table in tables for name, p in table.items() if p in trained]
         for rnn in (m for m in module.modules() if isinstance(m, nn.RNNBase)):
             rnn.flatten_parameters = lambda: None  # on a GPU it moves weights, which views cannot follow
+        self.ready: tuple[list[int] | None, dict | None] = None, None  # versions of the flat ones, and views of them
         self.point()
 
     def point(self) -> None:
@@ -97,11 +98,25 @@ class Flat(nn.Module):
         for flat, (chunk, _, sizes) in zip(self.flats, self.held):
             yield from zip(chunk, repeat(flat), accumulate(sizes, initial=0))
 
-    def forward(self, *inputs):
+    def views(self) -> dict[nn.Parameter, Tensor]:
         views = {}
         for flat, (chunk, shapes, sizes) in zip(self.flats, self.held):
             parts = zip(chunk, shapes, flat.split(sizes))
             views.update((p, part.view(shape) if len(shape) != 1 else part) for p, shape, part in parts)
+        return views
+
+    @torch.enable_grad()
+    def prepare(self) -> None:
+        """Make the next forward pass's views, which takes milliseconds, now: while a GPU is still at work."""
+        self.ready = self.versions(), self.views()
+
+    def versions(self) -> list[int]:
+        return [flat._version for flat in self.flats]
+
+    def forward(self, *inputs):
+        (versions, views), self.ready = self.ready, (None, None)
+        if not torch.is_grad_enabled() or versions != self.versions():
+            views = self.views()
         try:
             for table, name, p in self.uses:
                 table[name] = views[p]
@@ -166,16 +181,17 @@ class Engine:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double())  # few kernels
 
     @torch.no_grad()
-    def step(self, skip: bool, norm: Tensor, longest: float) -> None:
-        """Step with the gradient of this `norm` () shortened to `longest` (0: as it is), or, to `skip` on all ranks,
+    def step(self, skip: Tensor, norm: Tensor, longest: float) -> None:
+        """Step with the gradient of this `norm` () shortened to `longest` (0: as it is), or, to `skip` () on all ranks,
         only drop it.
 
         torch's fused AdamW does both, as for `torch.amp.GradScaler`: where `found_inf` is set, weights, moments and
         counts stay as they are, and gradients are divided by `grad_scale`."""
-        self.optimizer.found_inf = torch.tensor(float(skip), device=self.device)
-        scale = ((norm + 1e-6) / longest).clamp(min=1).float().to(self.device) if longest else None
-        self.optimizer.grad_scale = scale
+        self.optimizer.found_inf = (skip > 0).float()
+        self.optimizer.grad_scale = ((norm + 1e-6) / longest).clamp(min=1).float() if longest else None
         self.apply()
+        if self.flat:
+            self.flat.prepare()
         self.left = self.parts
 
     def apply(self) -> None:

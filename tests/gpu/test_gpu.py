@@ -78,6 +78,7 @@ VARIANTS = {
     "ZeRO 1": {"zero_stage": 1},
     "ZeRO 2": {"zero_stage": 2},
     "ZeRO 3": {"zero_stage": 3},
+    "compiled": {"zero_stage": 0, "compile": "towers"},
     "accumulation, ZeRO 3": {"zero_stage": 3, "accumulation": 2},
     "accumulation and checkpointing": {"zero_stage": 2, "accumulation": 2, "grad_checkpointing": True},
 }
@@ -122,7 +123,7 @@ def test_every_way_to_share_a_step_trains_as_plain_pytorch_does(variant, plain):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_bf16_learns_as_fp32_does(objective):
-    config = configured(NAME, ROWS, objective, lr=5e-4, zero_stage=0)
+    config = configured(NAME, ROWS, objective, lr=2e-4, zero_stage=0)  # more, and rounding changes the course
     fp32, bf16 = (torch.tensor(train(config, 30, precision)[1]) for precision in ("fp32", "bf16"))
     off = (bf16 - fp32).abs() / fp32.abs().clamp_min(0.05 * float(fp32[0]))
     assert off.mean() < 0.02

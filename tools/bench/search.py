@@ -78,7 +78,8 @@ def compare_exact(gallery: Gaussian, queries: Gaussian, repeats: int, device: st
     indexes = {form: build_index(gallery, "Flat", form) for form in ("mean", "csd")}
     on_device = Gaussian(gallery.mean.to(device), gallery.log_var.to(device))
     asked = Gaussian(queries.mean.to(device), queries.log_var.to(device))
-    if device == "cuda":
+    gpu = device == "cuda" and hasattr(faiss, "StandardGpuResources")  # not in faiss-cpu
+    if gpu:
         resources = faiss.StandardGpuResources()
         for form, index in indexes.items():
             indexes[form] = replace(index, parts=(faiss.index_cpu_to_gpu(resources, 0, index.parts[0]),))
@@ -89,7 +90,8 @@ def compare_exact(gallery: Gaussian, queries: Gaussian, repeats: int, device: st
     }
     same = recall(search(indexes["csd"], queries, K)[1], brute_force(on_device, asked).cpu())
     measured = in_turn(runs, repeats)
-    title = f"Flat, {size_of(gallery)}, {len(queries.mean)} queries at once, {device}"
+    where = f"{device}{', faiss on the CPU' * (device == 'cuda' and not gpu)}"
+    title = f"Flat, {size_of(gallery)}, {len(queries.mean)} queries at once, {where}"
     report(f"{title}; {same:.2%} of CSD's items are brute force's", measured, "means")
 
 

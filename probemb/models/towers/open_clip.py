@@ -27,6 +27,29 @@ from probemb.models.heads import Features, full_precision, length_mask
 from probemb.models.options import ModelOptions
 
 
+class SelfAttention(nn.MultiheadAttention):
+    """open_clip's attention; on a GPU with fewer copies, and causal without reading a mask: one of two dimensions is
+    the causal one, others, (B · heads, S, S), are the texts' own."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False, attn_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_cuda:
+            return self.fused(query, attn_mask), None
+        return super().forward(query, key, value, need_weights=need_weights, attn_mask=attn_mask)
+
+    def fused(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, S, W) as query, key and value."""
+        qkv = nn.functional.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(2, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        if causal := mask is not None and mask.ndim == 2:
+            mask = None
+        elif mask is not None:
+            mask = mask.to(q.dtype).unflatten(0, (len(x), self.num_heads))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+
 class TransformerTower(Encoder):
     """Takes over all of `stock` under open_clip's names; `branch` is None with a token (W,), and in a point model."""
 
@@ -35,6 +58,9 @@ class TransformerTower(Encoder):
     def __init__(self, stock: nn.Module, branch: Transformer | None, o: ModelOptions, std: float):
         nn.Module.__init__(self)
         self.__dict__.update(stock.__dict__)
+        for block in (*stock.transformer.resblocks, *(branch.resblocks if branch else ())):
+            if type(block.attn) is nn.MultiheadAttention:
+                block.attn.__class__ = SelfAttention  # with its weights
         self.uncertainty_transformer = branch
         self.published, width = o.uncertainty == "prolip-code", self.transformer.width
         self.uncertainty_token = None if o.uncertainty == "branch" else nn.Parameter(std * torch.randn(width))
@@ -71,7 +97,26 @@ def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = No
 # ------------------------------------------------------------------------------------------------- vision transformer
 
 
+class PatchEmbedding(nn.Conv2d):
+    """A convolution of patches that do not overlap, (B, 3, H, W) -> (B, T, W). On a GPU it is a matrix product, which
+    takes a tenth of the time; on a CPU it gives open_clip's very bits."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.product(pixels) if pixels.is_cuda else super().forward(pixels).flatten(2).transpose(1, 2)
+
+    def product(self, pixels: Tensor) -> Tensor:
+        height, width = self.kernel_size
+        rows, columns = pixels.shape[2] // height, pixels.shape[3] // width
+        cut = pixels[:, :, : rows * height, : columns * width].unflatten(3, (columns, width))
+        patches = cut.unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return nn.functional.linear(patches, self.weight.flatten(1), self.bias)
+
+
 class ImageTransformer(TransformerTower, VisionTransformer):
+    def __init__(self, stock: nn.Module, branch: Transformer | None, o: ModelOptions, std: float):
+        super().__init__(stock, branch, o, std)
+        self.conv1.__class__ = PatchEmbedding  # with its weights
+
     def drop_projection(self) -> None:
         self.ln_post, self.proj, self.attn_pool = nn.Identity(), None, None
 
@@ -92,7 +137,7 @@ class ImageTransformer(TransformerTower, VisionTransformer):
 
         The branch's are neither normalised nor pooled by attention: PCME++ has no norm there. [UNC] is normalised.
         """
-        patches = self.conv1(self.normalized(pixels, self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
+        patches = self.conv1(self.normalized(pixels, self.conv1.weight.dtype))
         positions = self.positional_embedding.to(patches.dtype)
         patches = patches + positions[1:]
         class_token = (self.class_embedding.to(patches.dtype) + positions[0]).expand(len(patches), 1, -1)

@@ -14,6 +14,7 @@ from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, load_model, save_model
 from probemb.models.architectures import architecture
 from probemb.models.formats import export_open_clip
+from probemb.models.towers.open_clip import PatchEmbedding, SelfAttention
 from tests.models.test_dual_encoder import total
 from tests.ranks import run_ranks
 
@@ -225,3 +226,17 @@ def test_padding_of_siglip_takes_no_part_in_a_head(monkeypatch, head):
     assert model.text.text_mask(tokens).sum(1).tolist() == [4, 1]  # an empty text has its first token
     with torch.no_grad():
         assert model.encode_text(tokens).mean.norm(dim=1).tolist() == pytest.approx([1, 1])
+
+
+def test_gpus_ways_give_the_same():
+    """What runs on a GPU alone: the patches as a product, and attention without copies and masks."""
+    g = torch.Generator().manual_seed(1)
+    conv = PatchEmbedding(3, 8, (4, 2), (4, 2))
+    pixels = torch.randn(2, 3, 14, 9, generator=g)
+    assert_close(conv.product(pixels), conv(pixels))
+    attention, x = SelfAttention(8, 2, batch_first=True), torch.randn(3, 5, 8, generator=g)
+    causal = torch.full((5, 5), -torch.inf).triu(1)
+    own = causal.repeat(6, 1, 1).masked_fill(torch.rand(6, 1, 5, generator=g) < 0.3, -torch.inf)
+    own[:, :, 0] = 0
+    for mask in (None, causal, own):
+        assert_close(attention.fused(x, mask), attention(x, x, x, attn_mask=mask)[0])

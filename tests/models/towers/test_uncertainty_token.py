@@ -26,7 +26,7 @@ def test_image_by_hand():
     model = make()
     images, _ = batch(model)
     tower = model.visual
-    patches = tower.conv1(images).flatten(2).transpose(1, 2)
+    patches = tower.conv1(images)
     ours = []
     for one in patches:
         tokens = [tower.class_embedding + tower.positional_embedding[0], tower.uncertainty_token]

@@ -82,7 +82,7 @@ def train(engine, rank, world, steps):
         loss = (engine(x[rank * n : (rank + 1) * n]) - y[rank * n : (rank + 1) * n]).square().mean()
         engine.backward(loss)
         norm = distributed.sum_over_ranks([engine.gradient_norm().square()])[0].sqrt()
-        engine.step(False, norm, 0.3)
+        engine.step(torch.tensor(False), norm, 0.3)
 
 
 def assert_same(a, b, tolerance=0.0):
