@@ -302,7 +302,7 @@ class Config:
                 raise UserError(f"{key} needs {' or '.join(needed)}.", f"Set it, or leave {key} out.")
         if self.engine.compile and self.engine.zero_stage == 3:
             what = "engine.compile does not go with ZeRO 3, which takes weights away between two blocks."
-            raise UserError(what, "Lower engine.zero_stage, or leave engine.compile out.")
+            raise UserError(what, "Lower engine.zero_stage, or set engine.compile to null.")
         first, last = self.profile or (0, 0)
         if not 0 <= last - first < 20:  # the profiler holds every operation in memory
             remedy = "Name a first and a last step, 20 steps at most: --profile 10 12."
