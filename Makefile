@@ -40,8 +40,8 @@ claims: install  ## the paper's main claims in miniature, about half an hour; ru
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.study tools/studies/claims.yaml --out claims --workers 2
 
 gpu-check: install  ## everything that a GPU must prove, in nine minutes on one GPU
-	GPU_CHECK_MINUTES=5 $(BIN)/python -m pytest -m gpu -rs tests/gpu; code=$$?; \
-		$(BIN)/python -m tools.bench.gpu --minutes 4 && exit $$code
+	GPU_CHECK_MINUTES=4 $(BIN)/python -m pytest -m gpu -rs tests/gpu; code=$$?; \
+		$(BIN)/python -m tools.bench.gpu --minutes 5 && exit $$code
 
 test: install    ## the tests, two files at a time, but for those that take longest (test-slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
