@@ -59,7 +59,7 @@ def leave_out(selection: Images, evaluated: Images, workers: int = 0, show: Call
     share = f"{len(known):,} of the {len(selection):,} images in {selection.source} ({len(known) / len(selection):.1%})"
     what = f"{share} show the same pictures as evaluated images (such as {selection.places[known[0]].name})"
     if len(known) > MAX_SHARE * len(selection):
-        raise UserError(f"{what}.", "Choose on other images, such as --select-split val or --select-on folds:5.")
+        raise UserError(f"{what}.", "Name others by --select-data; zeroshot.imagenet also has --select-on folds:5.")
     return sorted(set(range(len(selection))) - set(known)), f"{what}, and nothing is chosen on them"
 
 
