@@ -133,6 +133,7 @@ class Tokenizer(SimpleTokenizer):
     def __init__(self, context_length: int):
         super().__init__(context_length=context_length)
         self._special = dict(self.cache)
+        self._known: dict[str, list[int]] = {}  # words
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []
@@ -142,10 +143,12 @@ class Tokenizer(SimpleTokenizer):
         for match in self.pat.finditer(text):
             if len(tokens) >= self.context_length - 2:
                 break
-            if len(self.cache) >= MAX_CACHED_WORDS:
-                self.cache = dict(self._special)
-            letters = "".join(self.byte_encoder[byte] for byte in match.group()[:MAX_WORD].encode("utf-8", "replace"))
-            tokens += [self.encoder[piece] for piece in self.bpe(letters).split(" ")]
+            if (word := match.group()[:MAX_WORD]) not in self._known:
+                if len(self._known) >= MAX_CACHED_WORDS:
+                    self._known, self.cache = {}, dict(self._special)
+                letters = "".join(self.byte_encoder[byte] for byte in word.encode("utf-8", "replace"))
+                self._known[word] = [self.encoder[piece] for piece in self.bpe(letters).split(" ")]
+            tokens += self._known[word]
         return tokens
 
 
