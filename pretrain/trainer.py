@@ -319,4 +319,4 @@ def make_optimizer(model: DualEncoder, o: Optimizer) -> torch.optim.AdamW:
             group = {"params": [], "weight_decay": 0.0 if plain else o.weight_decay, "multiplier": rate}
             groups.setdefault((plain, -rate), group)["params"].append(parameter)
     groups = [groups[key] for key in sorted(groups)]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps, fused=True)  # compiled it is no faster

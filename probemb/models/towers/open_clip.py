@@ -99,7 +99,7 @@ def project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = No
 
 class PatchEmbedding(nn.Conv2d):
     """A convolution of patches that do not overlap, (B, 3, H, W) -> (B, T, W). On a GPU it is a matrix product, which
-    takes a tenth of the time; on a CPU it gives open_clip's very bits."""
+    needs no other layout of the pixels; on a CPU it gives open_clip's very bits."""
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.product(pixels) if pixels.is_cuda else super().forward(pixels).flatten(2).transpose(1, 2)
