@@ -1,16 +1,19 @@
 """Inputs of a model: images to tensors, texts to tokens, and refusals of data or models that do not fit."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from open_clip import transform as oc
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from PIL import Image
 from torch import Tensor
 from torchvision import transforms as tv
+from torchvision.transforms.functional import get_dimensions
 
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import Images
@@ -79,6 +82,20 @@ def identity(regions: Tensor) -> Tensor:
 class RandomCrop(tv.RandomResizedCrop):
     """torchvision's RandomResizedCrop, to (3, h, w) uint8."""
 
+    @staticmethod
+    def get_params(image, scale: Sequence[float], ratio: Sequence[float]) -> tuple[int, int, int, int]:
+        """Top, left, height and width; torchvision's to the bit, in half of its time."""
+        _, height, width = get_dimensions(image)
+        number, log_ratio = torch.empty(1), torch.tensor(ratio).log_().tolist()
+        for _ in range(10):
+            area = height * width * number.uniform_(*scale).item()
+            aspect = number.uniform_(*log_ratio).exp_().item()
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                return *(torch.randint(0, free + 1, (1,)).item() for free in (height - h, width - w)), h, w
+        h, w = min(height, round(width / min(ratio))), min(width, round(height * max(ratio)))
+        return (height - h) // 2, (width - w) // 2, h, w
+
     def forward(self, image: Image.Image) -> Tensor:
         top, left, height, width = self.get_params(image, self.scale, self.ratio)
         crop = as_pixels(image)[:, top : top + height, left : left + width]
@@ -134,6 +151,14 @@ class Tokenizer(SimpleTokenizer):
         super().__init__(context_length=context_length)
         self._special = dict(self.cache)
         self._known: dict[str, list[int]] = {}  # words
+
+    def __call__(self, texts: str | Sequence[str], context_length: int | None = None) -> Tensor:
+        length, texts = context_length or self.context_length, [texts] if isinstance(texts, str) else texts
+        tokens = np.zeros((len(texts), length), np.int64)
+        for row, text in zip(tokens, texts):
+            known = [self.sot_token_id, *self.encode(text)[: length - 2], self.eot_token_id]
+            row[: len(known)] = known
+        return torch.from_numpy(tokens)
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []

@@ -7,10 +7,11 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import CenterCrop, InterpolationMode, Resize
+from torchvision.transforms import CenterCrop, InterpolationMode, RandomResizedCrop, Resize
 
 from probemb.data.images import as_pixels
 from probemb.models import create_model, create_tokenizer, create_transforms, load_model, save_model
+from probemb.models.inputs import RandomCrop
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,17 @@ def test_a_model_keeps_the_share_that_its_centre_crop_has(resize, tmp_path):
     for one in (model, load_model(tmp_path / "model").model, started):
         found = create_transforms(one, resize=resize).evaluate(image)
         assert (found.int() - expected.int()).abs().max() <= (0 if resize == "pil" else 2)
+
+
+@pytest.mark.parametrize("sides", [(250, 330), (900, 20), (20, 900), (1, 1)], ids=str)  # in the middle no crop fits
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)], ids=str)
+def test_crops_are_torchvisions_and_leave_the_same_random_state(sides, scale):
+    for seed in range(50):
+        found = []
+        for crop in (RandomCrop, RandomResizedCrop):
+            torch.manual_seed(seed)
+            found.append([*crop.get_params(Image.new("1", sides), scale, (3 / 4, 4 / 3)), *torch.get_rng_state()])
+        assert found[0] == found[1]
 
 
 def test_tokens_are_open_clips(model):

@@ -167,7 +167,7 @@ def parse_sample(
 
 def _read_json(parts: Mapping[str, bytes], member: str) -> dict:
     try:
-        content = json.loads(parts.get(member, b"{}"))
+        content = json.loads(parts[member]) if member in parts else {}
     except (ValueError, RecursionError):
         raise BadSample(f"the {member} cannot be parsed") from None
     if not isinstance(content, dict):
