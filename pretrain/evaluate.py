@@ -25,10 +25,8 @@ from probemb.distances import csd
 from probemb.errors import UserError, nearest
 from probemb.evaluation.classification import class_vectors, true_ranks
 from probemb.gaussian import Gaussian
-from probemb.metrics.retrieval import Positives, mean_metrics, query_metrics, rank_both, rsum
+from probemb.metrics.retrieval import KS, Positives, mean_metrics, query_metrics, rank_both, rsum
 from probemb.options import NamedPath, named_paths
-
-KS = (1, 5, 10)
 
 
 def make_evaluators(

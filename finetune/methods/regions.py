@@ -1,7 +1,6 @@
 """Methods over an image's regions: SCAN, which compares them with words one by one; VSRN, which reasons over them."""
 
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import nn
@@ -14,6 +13,7 @@ from probemb.cross_attention import CrossAttention, Tokens, unit_tokens
 from probemb.losses import LossOutput
 from probemb.losses.jwae import RegionDecoder
 from probemb.losses.triplet import scan_loss
+from probemb.models.options import Aggregation, Direction, Norm
 
 LAMBDAS = {"t2i": (9.0, 6.0), "i2t": (4.0, 5.0)}  # of the softmax and of "lse", of the published models (Flickr30k)
 
@@ -33,11 +33,9 @@ class SCAN(Method):
             lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
         """
 
-        direction: Literal["t2i", "i2t"] = "t2i"
-        aggregation: Literal["lse", "mean", "sum", "max"] = "lse"
-        norm: Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"] = (
-            "clipped-l2norm"
-        )
+        direction: Direction = "t2i"
+        aggregation: Aggregation = "lse"
+        norm: Norm = "clipped-l2norm"
         lambda_softmax: PositiveFloat | None = None
         lambda_lse: PositiveFloat | None = None
 
