@@ -3,8 +3,6 @@
 The loss is left out: with a ring, and up to 64 ranks without, it has under 1 % of the towers' FLOPs and memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from weakref import finalize

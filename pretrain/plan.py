@@ -7,8 +7,6 @@ Takes every option of `pretrain.run`, reads index.json of local shards, builds t
 nothing. docs/pretrain.md says how to choose.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar

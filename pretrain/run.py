@@ -8,8 +8,6 @@ metrics.jsonl, tensorboard/, checkpoints/step-N/ and model/, which `probemb.load
 SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end a run after the step, or while it waits for data, with a checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 
 from pretrain.config import Config

@@ -1,7 +1,5 @@
 """A pretraining run from start to end. Faults are found before the ranks meet and before anything is written."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -4,8 +4,6 @@ n labelled calibration items give the threshold; for exchangeable items the set 
 probability 1 - α or more, whatever the model. Letters: n calibration items, N items, K classes or gallery items.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

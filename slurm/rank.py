@@ -6,8 +6,6 @@
 SIGUSR1 asks a stage to save and to exit with 85. Ranks ignore it until they have a handler, so it is repeated.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -11,8 +11,6 @@ Words after `--` go to the stage. Several methods, the lines of a sweep, or part
 `margin` seconds before the time limit, is requeued and resumes.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -9,8 +9,6 @@ Distances are CSD, through one more dimension than the embeddings have. Without 
 by the number of items and the memory, and prints the reason; --factory takes any of FAISS' factory strings.
 """
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Sequence

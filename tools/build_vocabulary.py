@@ -8,8 +8,6 @@ OUT has one word and its count per line, the most frequent first. A run uses the
 else vocabulary.txt in the folder of its training data or the folder above.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -13,8 +13,6 @@ pretraining. Unreadable samples are left out and counted; a shard with too many 
 reports.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

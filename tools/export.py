@@ -10,8 +10,6 @@ such as the CLIP that RUN_B started from, the uncertainty branch is RUN_B's. Sou
 which keeps accuracy on other distributions that finetuning loses.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from jsonargparse.typing import ClosedUnitInterval

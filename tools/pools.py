@@ -1,7 +1,5 @@
 """Processes, and jobs, that share the work of a command."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor

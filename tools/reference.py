@@ -1,7 +1,5 @@
 """Write docs/reference.md: all commands, and options with their defaults; tests/test_docs.py compares the page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass

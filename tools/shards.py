@@ -12,8 +12,6 @@ samples, bytes and SHA-256; `verify` compares the shards with it and decodes the
 sizes of images, the lengths of captions, and scores from the parquet files beside the tars.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

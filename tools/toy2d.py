@@ -12,8 +12,6 @@ circle of radius 2, points from N(centroid, I), log-variances from U(1/2, 3/2), 
 margin 0.2 and the Euclidean distance of the means.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ A proposal whose IoU with a phrase's box is at least 0.7 becomes an image, and t
 each other's phrases. A split is written to a temporary folder and then renamed.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from argparse import Namespace

@@ -10,8 +10,6 @@ NAME_boxes.npy and NAME_ids.txt; --model crops writes the 437 numbers of the syn
 A file is written beside its name and renamed; existing files are refused.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from argparse import Namespace

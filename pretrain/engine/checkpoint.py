@@ -11,8 +11,6 @@ A checkpoint appears under its name only when it is complete and on disk, in a f
 Resuming at the same stage and number of ranks is exact to the bit on a CPU; otherwise only the order of sums differs.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Rules for the samples of a corpus, and the samples that they keep, over which alone the order is drawn."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter

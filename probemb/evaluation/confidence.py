@@ -4,8 +4,6 @@ A query's answer is the gallery item with the largest cosine of the means: an im
 Letters: N queries, K gallery items or classes, D dimensions, R resamples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

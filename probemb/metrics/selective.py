@@ -5,8 +5,6 @@ or thresholds (fd-shifts, CRL, ConfidNet, ViLU), the definitions here are exact:
 exist, full coverage.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

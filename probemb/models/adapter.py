@@ -8,8 +8,6 @@ calibrated. Where a method has an aleatoric and an epistemic part they are kept 
 and `model.adapter.text.epistemic(means)` gives the second (ProbVLM); laplace's variance is epistemic alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@
 a "tower" key in its part, a kind of `towers`; the other keys are its arguments.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from importlib.util import find_spec

@@ -6,8 +6,6 @@ model = create_model("ViT-B-16", head="gpo", pretrained="runs/x")              #
 image = model.encode_image(pixels)                      # Gaussian, (B, D)
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable

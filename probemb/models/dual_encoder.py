@@ -3,8 +3,6 @@
 `create.py` makes one from a name, `hub.py` from a file. Also: rules by the position of parameters.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from copy import deepcopy

@@ -7,8 +7,6 @@ A folder in open_clip's layout, as `tools.export` writes and open_clip's hub rep
     open_clip_pytorch_model.bin     pickled ones, which are read without executing anything
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import asdict

@@ -4,8 +4,6 @@ A saved model is a folder with `model.safetensors` and `config.json`. The config
 so that a model never exists in halves. Both have the SHA-256 of the tensors, which loading compares.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

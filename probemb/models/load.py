@@ -1,7 +1,5 @@
 """load_model: a saved model with its adapter, tokenizer and transforms, ready for use."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref

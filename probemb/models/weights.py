@@ -1,7 +1,5 @@
 """Files of weights: written as a whole, read without executing anything, loaded strictly; open_clip's weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

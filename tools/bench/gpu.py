@@ -9,8 +9,6 @@ match loss and the exact search. Exit code 1: an aim was missed (PCME++ at most 
 or more with a compiled ViT-B/16).
 """
 
-from __future__ import annotations
-
 import gc
 import signal
 import time

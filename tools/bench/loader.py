@@ -10,8 +10,6 @@ loader in turn; timing starts after the first batches, so that neither start-up 
 times as fast at 256 px, 4 at 1024 px.
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Callable, Iterator

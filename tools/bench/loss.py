@@ -8,8 +8,6 @@ machine; --batch is of each): siglip and prolip take at most the time of open_cl
 with the ranks.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

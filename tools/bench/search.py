@@ -11,8 +11,6 @@ The items are synthetic: directions around clustered centres in 64 dimensions, r
 uncertainties are log-normal, so that they change the ranking. Queries lie near items.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace

@@ -9,8 +9,6 @@ at most 1.10 of open_clip's time, also with one duplicated block a tower. With -
 loss in plain PyTorch on one process, and in its DDP on two (gloo); aims: 1.08 at ZeRO 0, 1.35 at ZeRO 1 and 2.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Time variants in turn within one run, so that their ratios hold on a noisy machine, and measure memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -4,8 +4,6 @@ Archives are files, folders or addresses; fetched ones are stored in OUT/downloa
 stay byte-identical unless --resize is given. Each split becomes a corpus of its own, OUT/train, …
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io

@@ -11,8 +11,6 @@ Writes shards of KEY.jpg, KEY.txt and KEY.json with their index.json into --out,
 `download`. The same command resumes an interrupted download; lists named later are added.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -4,8 +4,6 @@ it has written is read back before it counts.
 Imports img2dataset, which takes seconds.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

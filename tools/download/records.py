@@ -11,8 +11,6 @@
 A shard that is killed leaves its file in `todo`, and is fetched again.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable

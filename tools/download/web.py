@@ -7,8 +7,6 @@ list may name hosts of the machine's own network, so the address is checked when
 redirect too.
 """
 
-from __future__ import annotations
-
 import copy
 import http.client
 import ipaddress

@@ -18,8 +18,6 @@ Each shard folder has its index.json. The same arguments give the same bytes. Th
 when it is complete; a complete set of the same arguments is kept.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -6,8 +6,6 @@ queries by their uncertainty (split conformal prediction). The uncertainty up to
 among the validation set alone; other fitting items make a query ambiguous.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

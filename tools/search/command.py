@@ -13,8 +13,6 @@ Several texts and images form one query, by the composer that the model was trai
 normals (MPC). Results are ranked by CSD. A query more uncertain than --max-uncertainty is refused with exit code 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -13,8 +13,6 @@ rebinding) and a form must come from this page. Pictures are re-encoded, so that
 Only the page's own script may run.
 """
 
-from __future__ import annotations
-
 import io
 import ipaddress
 import logging

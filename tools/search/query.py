@@ -3,8 +3,6 @@
 K parts, D dimensions.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -4,8 +4,6 @@ Tokens are the places of the last feature map. The last `n_unc_layers` stages ex
 Shapes: B images, T tokens, W channels of the last map.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

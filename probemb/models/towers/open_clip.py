@@ -11,8 +11,6 @@ class token of an image passes its last norm twice, and padding takes part in te
 Shapes: B items, T tokens, L text positions, W width of the tower, D embedding.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -9,8 +9,6 @@ VSRN's batch norm on W_r regions have unit length in front of every layer: the u
 Shapes: B images, R regions, F features of a region, W width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

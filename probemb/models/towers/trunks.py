@@ -7,8 +7,6 @@
 The parameters keep open_clip's names. Shapes: B items, T tokens, W width of the trunk.
 """
 
-from __future__ import annotations
-
 import logging
 from copy import deepcopy
 from functools import cached_property, partial

@@ -7,8 +7,6 @@ Ids: 0 is padding, 1 an unknown word, 2 and on are the vocabulary in its order.
 Shapes: B texts, T words, E width of the word vectors, H hidden size, W = H or 2 H width of the tower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
