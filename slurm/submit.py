@@ -156,8 +156,9 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> None:
         executor.update_parameters(**parameters(stage, given))
         jobs = executor.submit_array([kind(STAGES[stage], run) for run in runs])
     except (FailedJobError, FailedSubmissionError, OSError, RuntimeError) as error:
-        what = f"Slurm refused the job: {' '.join(str(error).split())[-300:].rstrip('.')}."
-        raise UserError(what, f"Submit from a login node; {PROG} {stage} … --dry-run shows the job.") from error
+        reason = str(error).strip().rpartition("\n")[2][-300:].rstrip(".")  # sbatch has said the rest
+        remedy = f"Submit from a login node; {PROG} {stage} … --dry-run shows the job."
+        raise UserError(f"Slurm refused the job: {reason}.", remedy) from error
     ranks = given.nodes * given.ranks_per_node
     size = f"{given.nodes} nodes, {ranks} ranks on {'CPUs' if given.cpu else 'GPUs'}"
     for job, arguments in zip(jobs, runs):
