@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: install    ## the whole path on synthetic data in five minutes; run again to resume it
+demo: install    ## the whole path on synthetic data in 5 to 9 minutes; run again to resume it
 	$(BIN)/python -m tools.make_scenes demo/scenes --classes-images 4000
 	OMP_NUM_THREADS=1 $(if $(filter 0 1,$(GPUS)),CUDA_VISIBLE_DEVICES=) $(BIN)/torchrun --standalone \
 		--nproc-per-node 2 -m pretrain.run --config pretrain/configs/scenes.yaml --out $(RUN) --resume \
