@@ -42,9 +42,10 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
 
     Options win over files, later files over earlier ones, a file over the one that its `base` names, and all over the
-    defaults. Keys may have hyphens; a switch without a value is switched on, `--no-KEY` switches off or empties, and a
-    list takes several values: `--data a b`. `--help` prints the keys in the dataclass' COMMON, if it has any, and
-    `--help-all` every key. Raises UserError: unknown keys and wrong values, all at once; a missing or broken file.
+    defaults. Keys may have hyphens; a switch without a value is switched on, `--no-KEY` switches off or empties, as
+    `--KEY ""` does, and a list takes several values: `--data a b`. `--help` prints the keys in the dataclass' COMMON,
+    if it has any, and `--help-all` every key. Raises UserError: unknown keys and wrong values, all at once; a missing
+    or broken file.
     """
     words = _words(sys.argv[1:] if argv is None else argv)
     config, chosen = config_class(), {}
@@ -198,6 +199,7 @@ def _parse(values: dict[str, Any], options: Mapping[str, Option], faults: list[U
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument(f"--{key}", type=options[key].hint)
         try:
+            value = None if value == "" and type(None) in get_args(options[key].hint) else value
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             parsed[key] = plain(parser.parse_args([f"--{key}={text}"])[key])
         except ArgumentError:

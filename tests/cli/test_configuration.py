@@ -69,6 +69,7 @@ def test_hyphens_and_bare_switches():
     assert not parse("--deep-switch", "false").deep_switch
     assert not parse("--deep-switch", "--no-deep-switch").deep_switch
     assert parse("--no-note").note is None
+    assert parse("--note=").note is parse("--note", "").note is None
 
 
 def test_the_resolved_configuration_reads_back(tmp_path):
