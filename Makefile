@@ -36,7 +36,7 @@ demo: install    ## the whole path on synthetic data in 5 to 9 minutes; run agai
 	$(BIN)/python -m zeroshot.retrieval --model $(RUN) --data demo/scenes/val $(RANK) > $(RUN)/retrieval.log
 	$(BIN)/python -m tools.demo $(RUN)
 
-claims: install  ## the paper's main claims in miniature, about half an hour; run again to resume it
+claims: install  ## the paper's main claims in miniature, half an hour on two fast cores; run again to resume it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.study tools/studies/claims.yaml --out claims --workers 2
 
 gpu-check: install  ## everything that a GPU must prove, in nine minutes on one GPU
